@@ -1,0 +1,81 @@
+"""The model that tile selection minimises: cycles of one SM per tile, times the tiles that the mask leaves.
+
+    cycles = MATRIX * (flops of the tile's dots / rate) + ALU * scores + STREAM * bytes loaded + LATENCY(stages) / occupancy
+
+Programs of 8 warps pay SPLIT of the first two more, for keeping their halves in step. The constants are a least-squares fit
+to measured schedules of the three kernels on one H200; on those, the model's choice is 2 to 3% slower than the best on
+average (docs/perf-log.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attngen.analysis.sram import misfit, registers_per_thread, sizes, sram_bytes, streamed_bytes
+from attngen.analysis.tiles import count_tiles
+from attngen.devices import CLASSES
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import Dot
+
+MATRIX = 0.62
+ALU = 0.032  # cycles per score: the exponential and the arithmetic around it
+STREAM = 0.008  # cycles per byte that a turn loads from L2
+LATENCY = {1: 2500, 2: 1080, 3: 665}  # cycles per turn that only other programs on the SM hide, by depth of the ring
+SPLIT_MATRIX, SPLIT_ALU = 0.2, 0.019
+REGISTER_LIMIT = 255  # per thread, of the hardware
+LIVE_LIMIT = 180  # tiles live in registers of one thread before the compiler spills
+FMA_LIMIT = 2048  # multiply-adds of one dot per thread, where products are not on matrix units: code size
+MANY_ROWS = 4096  # rows that stand for "any number"
+
+
+def mode(module: Module, elem_bytes: int) -> str:
+    """How products of elements of that size are computed: `16-bit`, `tf32` or `ieee`."""
+    return "16-bit" if elem_bytes == 2 else module.precision
+
+
+def cost(module: Module, kernel: Kernel, row: Row) -> float:
+    """Modelled SM cycles of a kernel over one head with as many rows as the schedule row is for; inf if it cannot run."""
+    if misfit(module, kernel, row) or registers_per_thread(module, kernel, row) > LIVE_LIMIT:
+        return float("inf")
+    device = CLASSES[row.device]
+    threads = row.num_warps * device.threads_per_warp
+    tiled = any(loop.cls != "all" for loop in kernel.loops)
+    how = mode(module, row.elem_bytes)
+    own = row.block_q if kernel.own_axis == "q" else row.block_kv
+    if row.num_warps > max(4, own // 16):  # two warps on the same rows split the columns, at half the rate
+        return float("inf")
+    matrix = 0.0
+    for op in kernel.ops():
+        if isinstance(op, Dot):
+            flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)
+            if how == "ieee" and flops / 2 / threads > FMA_LIMIT:
+                return float("inf")
+            matrix += flops / device.flops_per_cycle[how]
+    scores = row.block_q * row.block_kv
+    split = row.num_warps > 4
+    cycles = (MATRIX + SPLIT_MATRIX * split) * matrix + (ALU + SPLIT_ALU * split) * scores
+    cycles += STREAM * streamed_bytes(module, kernel, row)
+    cycles += LATENCY[min(row.num_stages, 3)] / occupancy(module, kernel, row)
+    rows = row.max_rows or MANY_ROWS
+    return cycles * (count_tiles(kernel, rows, MANY_ROWS, row.block_q, row.block_kv) if tiled else 1)
+
+
+def occupancy(module: Module, kernel: Kernel, row: Row) -> int:
+    """Programs that share an SM: bound by shared memory and by registers."""
+    device = CLASSES[row.device]
+    threads = row.num_warps * device.threads_per_warp
+    registers = min(REGISTER_LIMIT, registers_per_thread(module, kernel, row) + 70)
+    by_sram = device.smem_per_sm // max(1, sram_bytes(module, kernel, row) + 1024)
+    return max(1, min(by_sram, device.registers_per_sm // (registers * threads)))
+
+
+def dot_flops(module: Module, kernel: Kernel, op: Dot, row: Row, least_rows: int = 1) -> int:
+    """FLOPs of one dot on one tile; an accumulator of fewer rows than the matrix instruction still takes all of its."""
+    dims = sizes(module, row)
+    a, b = (dims[d.removesuffix("_PAD")] for d in op.type.dims)
+    return 2 * max(a, least_rows) * b * dims[op.over.removesuffix("_PAD")]
+
+
+def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
+    """The row with the ring depth that costs least."""
+    return min((replace(row, num_stages=s) for s in (3, 2, 1)), key=lambda r: cost(module, kernel, r))

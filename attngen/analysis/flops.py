@@ -1,0 +1,37 @@
+"""FLOPs, from the dots in the IR and the symbolic count of tiles that the mask leaves."""
+
+from __future__ import annotations
+
+import sympy
+
+from attngen.analysis.tiles import tile_sum
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Dot
+
+TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, of all heads and sequences
+
+
+def tile_flops(dot: Dot) -> Expr:
+    """2 m n k of one product on one tile."""
+    return 2 * sympy.Mul(*(symbol(d.removesuffix("_PAD")) for d in (*dot.type.dims, dot.over)))
+
+
+def executed_flops(kernel: Kernel) -> Expr:
+    """FLOPs that a kernel executes, in `tiles`."""
+    return TILES * sympy.Add(*(tile_flops(op) for op in kernel.ops() if isinstance(op, Dot)))
+
+
+def useful_flops(module: Module, direction: str) -> Expr:
+    """FLOPs of the algorithm, in `tiles`: 4 N^2 d forward; 10 N^2 d backward, where scores are recomputed once.
+
+    Each product counts once, however many kernels recompute it (FlashAttention-2, section 3.1, counts five backward).
+    """
+    kernels = [module.kernel("fwd")] if direction == "forward" else [module.kernel("dkdv"), module.kernel("dq")]
+    products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.ops() if isinstance(op, Dot)}
+    return TILES * sympy.Add(*products.values())
+
+
+def total_tiles(kernel: Kernel) -> Expr:
+    """Tiles of all heads and sequences: B * Hq times the sum over one head."""
+    return symbol("B") * symbol("Hq") * tile_sum(kernel)

@@ -1,0 +1,49 @@
+"""report.json: the closed forms of a module, and what they give for each schedule row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
+from attngen.analysis.io import hbm_bytes
+from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes
+from attngen.devices import CLASSES
+from attngen.ir.expr import to_text
+from attngen.ir.graph import Kernel, Module, Row
+
+
+def report(module: Module) -> dict[str, Any]:
+    """Formulas as text and predictions as numbers, by kernel; plain data for JSON."""
+    return {
+        "module": module.name,
+        "attngen": module.version,
+        "spec": module.spec_hash,
+        "mask": module.mask,
+        "flops": {d: to_text(useful_flops(module, d)) for d in ("forward", "backward")},
+        "kernels": {kernel.name: _kernel(module, kernel) for kernel in module.kernels},
+    }
+
+
+def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
+    return {
+        "tiles": str(total_tiles(kernel)) if kernel.loops else "0",
+        "flops": to_text(executed_flops(kernel)),
+        "hbm_bytes": to_text(hbm_bytes(kernel)),
+        "schedules": [_row(module, kernel, row) for row in module.rows(kernel.name)],
+    }
+
+
+def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:
+    return {
+        "device": row.device,
+        "elem_bytes": row.elem_bytes,
+        "max_rows": row.max_rows,
+        "block_q": row.block_q,
+        "block_kv": row.block_kv,
+        "num_warps": row.num_warps,
+        "num_stages": row.num_stages,
+        "sram_formula": to_text(row_formula(module, kernel, row)),
+        "sram_bytes": sram_bytes(module, kernel, row),
+        "sram_limit": CLASSES[row.device].smem_per_block,
+        "registers_per_thread": registers_per_thread(module, kernel, row),
+    }

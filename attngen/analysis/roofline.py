@@ -1,0 +1,128 @@
+"""Roofline times (Williams, Waterman and Patterson 2009) of a module on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from attngen.analysis.flops import executed_flops, useful_flops
+from attngen.analysis.io import hbm_bytes, standard_bytes
+from attngen.analysis.sram import misfit, sizes, sram_bytes
+from attngen.analysis.tiles import count_tiles, evaluate
+from attngen.devices import CLASSES, Device
+from attngen.ir.graph import Kernel, Module, Row
+
+KERNELS = {"forward": ("fwd",), "backward": ("delta", "dkdv", "dq")}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that a table is made for."""
+
+    batch: int = 1
+    q_heads: int = 16
+    kv_heads: int = 16
+    n_q: int = 16384
+    n_kv: int = 16384
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One kernel on one device: schedule, fit, traffic, work and the roof that binds."""
+
+    kernel: str
+    row: Row
+    sram: int
+    limit: int
+    bytes: float
+    flops: float
+    compute_s: float
+    memory_s: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes
+
+    @property
+    def binds(self) -> str:
+        return "compute" if self.compute_s >= self.memory_s else "memory"
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_s, self.memory_s)
+
+
+def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row:
+    """The schedule row that the generated code takes on a device, at the smallest element size."""
+    mine = [r for r in module.rows(kernel.name) if r.device == device.cls]
+    size = min(r.elem_bytes for r in mine)
+    return next(r for r in mine if r.elem_bytes == size and (r.max_rows is None or rows <= r.max_rows))
+
+
+def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
+    """Numbers for the formulas of one kernel: sizes, tiles on chip, tiles visited."""
+    own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
+    tiles = count_tiles(kernel, own, loop, row.block_q, row.block_kv) if kernel.loops else 0
+    return {
+        **sizes(module, row),
+        "B": problem.batch,
+        "Hq": problem.q_heads,
+        "group": problem.q_heads // problem.kv_heads,
+        "Nq": problem.n_q,
+        "Nk": problem.n_kv,
+        "tiles": tiles * problem.batch * problem.q_heads,
+    }
+
+
+def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate:
+    """Fit and roofline of one kernel on one device."""
+    rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
+    row = row_for(module, kernel, device, rows)
+    numbers = values(module, kernel, row, problem)
+    rate = device.flops[("tf32" if module.precision == "tf32" else "fp32") if row.elem_bytes == 4 else "bf16"]
+    flops, moved = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
+    assert misfit(module, kernel, row) is None
+    return Estimate(
+        kernel.name,
+        row,
+        sram_bytes(module, kernel, row),
+        CLASSES[device.cls].smem_per_block,
+        moved,
+        flops,
+        flops / rate,
+        moved / device.hbm_bytes_per_s,
+    )
+
+
+def compulsory_bytes(module: Module, kernel: Kernel, problem: Problem, elem: int) -> float:
+    """Each input read once and each output written once: what is left if the L2 serves every re-read."""
+    named = {
+        "B": problem.batch,
+        "Hq": problem.q_heads,
+        "Hkv": problem.kv_heads,
+        "Nq": problem.n_q,
+        "Nk": problem.n_kv,
+        "D_QK": module.head_dim_qk,
+        "D_V": module.head_dim_v,
+    }
+    total = 0.0
+    for arg in kernel.args:
+        if arg.role != "scalar":
+            size = elem if arg.type.dtype == "T" else {"f32": 4, "i32": 4, "b1": 1}[arg.type.dtype]
+            for d in arg.type.dims:
+                size *= named[d]
+            total += size
+    return total
+
+
+def standard_total(module: Module, direction: str, row: Row, problem: Problem) -> float:
+    """Bytes of standard attention for the whole problem."""
+    numbers = {**sizes(module, row), "Nq": problem.n_q, "Nk": problem.n_kv}
+    return float(evaluate(standard_bytes(direction), numbers)) * problem.batch * problem.q_heads
+
+
+def useful_total(module: Module, direction: str, row: Row, problem: Problem) -> float:
+    """FLOPs of the algorithm for the whole problem, over the tiles that the mask leaves."""
+    kernel = module.kernel("fwd" if direction == "forward" else "dq")
+    return float(evaluate(useful_flops(module, direction), values(module, kernel, row, problem)))

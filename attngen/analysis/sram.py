@@ -1,0 +1,142 @@
+"""On-chip bytes of a kernel, in closed form, from the values that are live in its IR."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import sympy
+
+from attngen.analysis.tiles import evaluate
+from attngen.devices import CLASSES, DeviceClass
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import DTYPE_BYTES, Dot, Init, Load, Map, Mask, SoftmaxStep, Type
+
+ELEM = symbol("elem")  # bytes of one element of q, k and v
+STAGES = symbol("stages")
+
+
+def elem_sizes(module: Module) -> tuple[int, ...]:
+    """Bytes per element of the module's dtypes, smallest first."""
+    return tuple(sorted({4 if d == "fp32" else 2 for d in module.dtypes}))
+
+
+def tile_width(head_dim: int) -> int:
+    """A head dimension on chip: padded to a power of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def tile_bytes(t: Type) -> Expr:
+    """Bytes of a value, in BLOCK_Q, BLOCK_KV, D_QK, D_V and `elem`."""
+    size = ELEM if t.dtype == "T" else sympy.Integer(DTYPE_BYTES[t.dtype])
+    return sympy.Mul(size, *(symbol(d.removesuffix("_PAD")) for d in t.dims))
+
+
+@cache
+def sram_formula(kernel: Kernel, device: DeviceClass, on_matrix_units: bool) -> Expr:
+    """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
+
+    How deep a ring of `stages` is, and what scratch there is, depends on whether matrix instructions read their operands
+    from shared memory (see DeviceClass). It is an upper bound where Triton keeps a tile in registers or shares room.
+    """
+    from_shared = device.reads_shared and on_matrix_units
+    depth = STAGES if from_shared else sympy.Max(1, STAGES - 1)
+    stationary: list[Expr] = []
+    streamed: Expr = sympy.Integer(0)
+    for op in kernel.ops():
+        if not isinstance(op, Load):
+            continue
+        if op.type.space == "sram" and not _in_loop(kernel, op):
+            stationary.append(tile_bytes(op.type))
+        elif op.type.space == "sram":
+            products = sum(op.name in (d.a, d.b) for d in kernel.ops() if isinstance(d, Dot))
+            streamed += tile_bytes(op.type) * (depth + (1 if device.keeps_reused and products > 1 else 0))
+        elif op.type.dims and _in_loop(kernel, op):  # rows of statistics are copied ahead too
+            streamed += tile_bytes(op.type) * (STAGES - 1)
+    if any(isinstance(op, Dot) for op in kernel.ops()) and not from_shared:
+        streamed += ELEM * symbol("BLOCK_Q") * symbol("BLOCK_KV")  # probabilities change layout through shared memory
+    if device.keeps_reused:
+        streamed += 1024 * STAGES  # barriers and alignment
+    return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)
+
+
+def _in_loop(kernel: Kernel, op: Load) -> bool:
+    return bool(kernel.graph.nodes[op.name]["block"] != "entry")
+
+
+@cache
+def register_formula(kernel: Kernel) -> Expr:
+    """Bytes of tiles live in registers at the widest point of the loop body: what is carried, and the scores in flight."""
+    carried: Expr = sympy.Integer(0)
+    for op in kernel.ops():
+        if isinstance(op, Init):
+            carried += tile_bytes(op.type)
+    widest: Expr = sympy.Integer(0)
+    bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
+    for body in sorted(bodies):
+        ops = kernel.walk(body)
+        last_use = {ref.split(".")[0]: i for i, op in enumerate(ops) for ref in op.operands()}
+        live: dict[str, Expr] = {}
+        peaks = []
+        for i, op in enumerate(ops):
+            if isinstance(op, (Dot, Map, Mask, SoftmaxStep)) and len(op.type.dims) == 2:
+                accumulates = isinstance(op, Dot) and op.acc is not None
+                carried_tile = isinstance(op, Map) and "D_" in "".join(op.type.dims)
+                if not accumulates and not carried_tile:
+                    live[op.name] = tile_bytes(op.type)
+            live = {n: b for n, b in live.items() if last_use.get(n, -1) > i or n == op.name}
+            peaks.append(sympy.Add(*live.values()))
+        probe = {s: v for p in peaks for s, v in zip(sorted(p.free_symbols, key=str), (64, 64, 2))}
+        widest += max(peaks, key=lambda p: p.subs(probe), default=sympy.Integer(0))
+    return carried + widest
+
+
+def sizes(module: Module, row: Row) -> dict[str, int]:
+    """Numbers for the symbols of the formulas."""
+    return {
+        "BLOCK_Q": row.block_q,
+        "BLOCK_KV": row.block_kv,
+        "D_QK": tile_width(module.head_dim_qk),
+        "D_V": tile_width(module.head_dim_v),
+        "stages": row.num_stages,
+        "elem": row.elem_bytes,
+    }
+
+
+def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+    """Shared-memory bytes of one program under a schedule row."""
+    return int(evaluate(row_formula(module, kernel, row), sizes(module, row)))
+
+
+def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
+    """The closed form that holds for a schedule row's device, element size and rows."""
+    device = CLASSES[row.device]
+    own = row.block_q if kernel.own_axis == "q" else row.block_kv
+    on_matrix_units = own >= device.matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
+    return sram_formula(kernel, device, on_matrix_units)
+
+
+def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+    """Bytes that one turn of the loop over tiles loads."""
+    bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
+    loads = [op for body in sorted(bodies) for op in kernel.block(body).ops if isinstance(op, Load)]
+    return int(evaluate(sympy.Add(*(tile_bytes(op.type) for op in loads)), sizes(module, row)))
+
+
+def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
+    """32-bit registers that live tiles take of each thread."""
+    threads = row.num_warps * CLASSES[row.device].threads_per_warp
+    return int(evaluate(register_formula(kernel), sizes(module, row))) // 4 // threads
+
+
+def misfit(module: Module, kernel: Kernel, row: Row) -> str | None:
+    """One sentence on why a row does not fit its device class, or None."""
+    device = CLASSES[row.device]
+    need = sram_bytes(module, kernel, row)
+    if need <= device.smem_per_block:
+        return None
+    return (
+        f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
+        f"BLOCK_KV={row.block_kv}, num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
+        f"{device.smem_per_block:,}; a smaller block_q, block_kv, num_stages or head_dim needs less"
+    )

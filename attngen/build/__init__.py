@@ -1,0 +1,28 @@
+"""Spec to logical IR: one file per direction, nothing decided about tiles, loops or devices."""
+
+from __future__ import annotations
+
+from attngen import __version__
+from attngen.build.backward import build_delta, build_dkdv, build_dq
+from attngen.build.forward import build_forward
+from attngen.ir.graph import Module
+from attngen.spec import Spec
+
+
+def build_module(spec: Spec) -> Module:
+    """The logical module of a spec: forward, and the three kernels of the backward."""
+    return Module(
+        name=spec.name,
+        version=__version__,
+        spec_hash=spec.hash(),
+        phase="logical",
+        backend="triton",
+        sharing=spec.heads.sharing,
+        head_dim_qk=spec.head_dim.qk,
+        head_dim_v=spec.head_dim.v,
+        dtypes=spec.dtype,
+        precision=spec.fp32_precision,
+        mask=spec.mask.describe(),
+        inputs=spec.mask.inputs(),
+        kernels=(build_forward(spec), build_delta(spec), build_dkdv(spec), build_dq(spec)),
+    )

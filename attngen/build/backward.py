@@ -1,0 +1,134 @@
+"""The backward kernels as logical IR: `delta` (preprocess), `dkdv`, `dq`. No atomics: each tile has one owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from attngen.build.common import KernelBuilder, in_bounds, kv_head
+from attngen.ir.expr import cdiv, exp2, select, symbol
+from attngen.ir.graph import Kernel
+from attngen.ir.ops import Yield
+from attngen.spec import Spec
+
+
+def build_delta(spec: Spec) -> Kernel:
+    """Per query: delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4) and LSE in base 2.
+
+    An empty row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0.
+    """
+    b = KernelBuilder(spec, "delta", own="q", head="h")
+    b.tensor("in", "O", "dO", "LSE")
+    b.tensor("out", "DELTA", "LSE2")
+    for name in ("Hq", "Nq"):
+        b.scalar(name)
+    rows = ("b", "h", "q")
+    b.load("o", "O", (*rows, "d_v"))
+    b.load("do", "dO", (*rows, "d_v"))
+    b.map("product", symbol("o") * symbol("do"), o="o", do="do")
+    b.reduce_sum("delta", "product", "D_V")
+    b.store("DELTA", rows, "delta")
+    b.load("lse", "LSE", rows)
+    lse = symbol("lse")
+    b.map("lse2", select(lse > -sympy.oo, lse * symbol("LOG2E"), sympy.oo), lse="lse")
+    b.store("LSE2", rows, "lse2")
+    return b.kernel()
+
+
+def _probabilities(b: KernelBuilder, where: Any, reads: dict[str, str], a: str, c: str) -> None:
+    """p = 2^(score - lse2), recomputed from the tiles of a and c, whose order gives S or its transpose."""
+    b.dot("s", a, c, "D_QK", "step")
+    b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
+    masked = b.mask("masked", "score", where, reads, "step")
+    b.map("p", exp2(symbol("x") - symbol("lse2")), "step", x=masked, lse2="lse2")
+
+
+def _score_gradients(b: KernelBuilder) -> None:
+    """dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, applied at the end."""
+    p, dp, delta = map(symbol, ("p", "dp", "delta"))
+    b.map("ds", p * (dp - delta), "step", p="p", dp="dp", delta="delta")
+
+
+def build_dkdv(spec: Spec) -> Kernel:
+    """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its whole head group.
+
+    Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end load
+    LSE2 = +inf, so they weigh nothing.
+    """
+    shared = spec.heads.sharing != "mha"
+    b = KernelBuilder(spec, "dkdv", own="kv", head="hkv" if shared else "h")
+    b.tensor("in", "Q", "K", "V", "dO", "LSE2", "DELTA")
+    b.inputs()
+    b.tensor("out", "dK", "dV")
+    b.scalar("scale", "f32")
+    b.sizes()
+
+    group, g = symbol("group"), symbol("g")
+    kv = {"mha": "h", "mqa": sympy.Integer(0), "gqa": "hkv"}[spec.heads.sharing]
+    head = {"mha": symbol("h"), "mqa": g, "gqa": symbol("hkv") * group + g}[spec.heads.sharing]
+    b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
+    b.load("k", "K", ("b", kv, "kv", "d_qk"))
+    b.load("v", "V", ("b", kv, "kv", "d_v"))
+    reads = b.reads("step")
+    starts = {"dk": b.init("dk_init", 0, "BLOCK_KV", "D_QK"), "dv": b.init("dv_init", 0, "BLOCK_KV", "D_V")}
+    q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
+    if shared:
+        b.loop("total", "g", group, "group", cls="all", **starts)
+        b.carried("group", **starts)
+        b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
+        b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
+    else:
+        b.loop("total", "q", q_tiles, "step", **starts)
+
+    b.carried("step", **({"dk_step": "dk_init", "dv_step": "dv_init"} if shared else starts))
+    dk, dv = ("dk_step", "dv_step") if shared else ("dk", "dv")
+    b.load("q", "Q", ("b", head, "q", "d_qk"), "step")
+    b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
+    _probabilities(b, spec.mask.expression(), reads, "k", "q")
+    b.load("do", "dO", ("b", head, "q", "d_v"), "step")
+    b.dot("dv_next", "p", "do", "BLOCK_Q", "step", acc=dv)
+    b.load("delta", "DELTA", ("b", head, "q"), "step")
+    b.dot("dp", "v", "do", "D_V", "step")
+    _score_gradients(b)
+    b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
+    b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
+
+    b.map("dk_out", symbol("dk") * symbol("scale"), dtype="T", dk="total.dk", scale="scale")
+    b.store("dK", ("b", kv, "kv", "d_qk"), "dk_out")
+    b.map("dv_out", symbol("dv"), dtype="T", dv="total.dv")
+    b.store("dV", ("b", kv, "kv", "d_v"), "dv_out")
+    return b.kernel()
+
+
+def build_dq(spec: Spec) -> Kernel:
+    """dQ (FlashAttention-2, Algorithm 2, with the loop order of the forward): one program per query tile."""
+    b = KernelBuilder(spec, "dq", own="q", head="h")
+    b.tensor("in", "Q", "K", "V", "dO", "LSE2", "DELTA")
+    b.inputs()
+    b.tensor("out", "dQ")
+    b.scalar("scale", "f32")
+    b.sizes()
+
+    rows = ("b", "h", "q")
+    b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
+    b.load("q", "Q", (*rows, "d_qk"))
+    b.load("do", "dO", (*rows, "d_v"))
+    b.load("lse2", "LSE2", rows, other=sympy.oo)
+    b.load("delta", "DELTA", rows)
+    starts = {"dq": b.init("dq_init", 0, "BLOCK_Q", "D_QK")}
+    reads = b.reads("step")
+    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
+
+    b.carried("step", **starts)
+    b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
+    _probabilities(b, sympy.And(spec.mask.expression(), in_bounds("kv")), reads, "q", "k")
+    b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
+    b.dot("dp", "do", "v", "D_V", "step")
+    _score_gradients(b)
+    b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
+    b.add(Yield("yield_step", (("dq", "dq_next"),)), "step")
+
+    b.map("dq_out", symbol("dq") * symbol("scale"), dtype="T", dq="keys.dq", scale="scale")
+    b.store("dQ", (*rows, "d_qk"), "dq_out")
+    return b.kernel()

@@ -1,0 +1,1 @@
+"""Target IR to source: expressions, per-node views, Jinja."""

@@ -1,0 +1,352 @@
+"""What the templates see: one view per node, every string ready to print.
+
+Names and source strings are made here; what a kernel does was decided by the passes. Python variables are named after
+the IR's values; a carried field has one variable from its start to its end.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from attngen.emit.printer import to_triton
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    KIND,
+    Access,
+    Arg,
+    Dot,
+    Init,
+    Load,
+    Loop,
+    Map,
+    Mask,
+    Op,
+    Reduce,
+    SoftmaxStep,
+    Store,
+    Yield,
+)
+
+LETTERS = {"B": "b", "Hq": "h", "Hkv": "h", "Nq": "n", "Nk": "n"}  # how strides are named
+
+
+@dataclass
+class Node:
+    """A view of one op: its kind names the macro that prints it, `text` holds that macro's strings."""
+
+    kind: str
+    text: dict[str, Any]
+    body: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class KernelView:
+    """A kernel as its template prints it."""
+
+    name: str
+    summary: str
+    params: list[str]
+    not_specialized: list[str]
+    prologue: list[str]
+    nodes: list[Node]
+
+
+class KernelContext:
+    """Builds the views of one kernel."""
+
+    def __init__(self, module: Module, kernel: Kernel) -> None:
+        self.module, self.kernel = module, kernel
+        self.variables = self._variables()
+        self.bounds: dict[str, list[tuple[Expr, str]]] = {}
+
+    # ------------------------------------------------------------------ names
+
+    def _variables(self) -> dict[str, str]:
+        """Value -> Python variable."""
+        names: dict[str, str] = {}
+        for op in self.kernel.ops():
+            for f in op.results():
+                names[f"{op.name}.{f}" if f else op.name] = f"{f}_new" if f in ("m", "l") else (f or op.name)
+        for loop in self.kernel.loops:  # outermost first: entry comes before bodies
+            for f, start in loop.carry:
+                shared = names[start] if "." in start or not start.endswith("_init") else f
+                for ref in (start, f, f"{loop.name}.{f}"):
+                    names[ref] = shared
+        for op in self.kernel.ops():
+            if isinstance(op, Mask):  # a loop that does not apply it sees the value unchanged
+                names[op.name] = names[op.value]
+        for block in self.kernel.blocks:
+            for op in block.ops:
+                if isinstance(op, Yield):
+                    self._reuse_carried(names, op, block.ops)
+        return names
+
+    def _reuse_carried(self, names: dict[str, str], yielded: Yield, ops: tuple[Op, ...]) -> None:
+        """A yielded value takes the carried variable itself when nothing reads the old one after it is made."""
+        position = {op.name: i for i, op in enumerate(ops)}
+        for f, ref in yielded.values:
+            made = position.get(ref.split(".")[0], -1)
+            old = {r for r, n in names.items() if n == names[f]}
+            later = [op for op in ops[made + 1 :] if op is not yielded and old & set(op.operands())]
+            defined = self.kernel.op(ref)
+            if not later and not isinstance(defined, (Loop, SoftmaxStep)):
+                names[ref] = names[f]
+
+    def var(self, ref: str) -> str:
+        return self.variables[ref]
+
+    def _lookup(self, uses: dict[str, str], fp32: bool = False) -> Any:
+        def look(name: str) -> tuple[str, tuple[str, ...]]:
+            if name in uses:
+                type_ = self.kernel.type_of(uses[name])
+                text = self.var(uses[name])
+                return (f"{text}.to(tl.float32)" if fp32 and type_.dtype == "T" else text), type_.dims
+            for axis, dim in AXIS_DIM.items():
+                if name == f"{axis}_idx":
+                    return name, (dim,)
+            return self.variables.get(name, name), ()
+
+        return look
+
+    def scalar(self, e: Any) -> str:
+        return to_triton(e, self._lookup({}))
+
+    # ------------------------------------------------------------------ kernels
+
+    def view(self) -> KernelView:
+        kernel = self.kernel
+        args = kernel.args
+        strides = [s for a in args if a.role != "scalar" for s in stride_names(a)]
+        nodes = self.block("entry", "entry")
+        used = _names_in(nodes)
+        sizes = [a.name for a in args if a.role == "scalar"]
+        return KernelView(
+            name=kernel.name,
+            summary=SUMMARIES.get(kernel.name, ""),
+            params=[*(a.name for a in args if a.role != "scalar"), *sizes, *strides],
+            not_specialized=[s for s in sizes if s in ("Nq", "Nk")],
+            prologue=self._prologue(used),
+            nodes=nodes,
+        )
+
+    def _prologue(self, used: set[str]) -> list[str]:
+        """Which tile, head and sequence this program has."""
+        own, *outer = self.kernel.grid
+        tiles = f"{own.var}_tiles"
+        lines = ["pid = tl.program_id(0)", f"{tiles} = {self.scalar(own.extent)}"]
+        position = f"pid % {tiles}"
+        lines.append(f"{own.var}_start = ({f'{tiles} - 1 - {position}' if own.descending else position}) * {AXIS_DIM[own.var]}")
+        rest = f"pid // {tiles}"
+        for head in outer[:-1]:
+            extent = self.scalar(head.extent)
+            lines.append(f"{head.var} = {rest} % {extent}")
+            rest = f"{rest} // {extent}"
+        lines.append(f"{outer[-1].var} = {rest}")
+        for axis in ("q", "kv"):
+            off = f"{axis}_off"
+            if off in used or f"{axis}_idx" in used:
+                lines.append(f"{off} = tl.arange(0, {AXIS_DIM[axis]})")
+        if "dtype" in used:
+            tensor = next(a.name for a in self.kernel.args if a.type.dtype == "T")
+            lines.append(f"dtype = {tensor}.dtype.element_ty")
+        if f"{own.var}_idx" in used:
+            lines.append(f"{own.var}_idx = {own.var}_start + {own.var}_off")
+        for axis in ("d_qk", "d_v"):
+            if axis in used:
+                lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
+        return lines
+
+    def _width(self, axis: str) -> str:
+        dim = AXIS_DIM[axis]
+        size = self.module.head_dim_qk if dim == "D_QK" else self.module.head_dim_v
+        return f"{dim}_PAD" if size & (size - 1) else dim
+
+    # ------------------------------------------------------------------ nodes
+
+    def block(self, name: str, cls: str) -> list[Node]:
+        """Views of a block's ops, as a loop of class `cls` runs them."""
+        nodes = []
+        for op in self.kernel.walk(name):
+            if isinstance(op, Arg) or (isinstance(op, Mask) and not _applies(op.when, cls)):
+                continue
+            if isinstance(op, Loop):
+                nodes += self._bound_nodes(op)
+            text = getattr(self, f"_{KIND[type(op)]}")(op, cls)
+            body = self.block(op.body, op.cls) if isinstance(op, Loop) else []
+            if isinstance(op, Loop):
+                self._loop_header(op, text, body)
+            nodes.append(Node(KIND[type(op)], text, body))
+        return nodes
+
+    def _bound_nodes(self, loop: Loop) -> list[Node]:
+        """Names for the boundaries of a body's loops, said once before the first of them."""
+        if not loop.tiles or loop.body in self.bounds:
+            return []
+        start, full_start, full_end, end = loop.tiles
+        named: list[tuple[Expr, str]] = []
+        lines = []
+        ranges = {e for x in self.kernel.loops if x.body == loop.body for r in x.ranges for e in r}
+        for e, name in ((end, "end"), (start, "first"), (full_start, "full_first"), (full_end, "full_end")):
+            if e in ranges and not e.is_Atom and e not in (b for b, _ in named):
+                short = e.xreplace({earlier: symbol(earlier_name) for earlier, earlier_name in named})
+                named.append((e, f"{loop.var}_{name}"))
+                lines.append((f"{loop.var}_{name}", self.scalar(short)))
+        self.bounds[loop.body] = named
+        return [Node("bounds", {"lines": lines, "axis": {"q": "query", "kv": "key"}[loop.var]})] if lines else []
+
+    def _loop(self, op: Loop, cls: str) -> dict[str, Any]:
+        named = self.bounds.get(op.body, [])
+        ranges = []
+        for lo, hi in op.ranges:
+            short = []
+            for e in (lo, hi):
+                name = next((n for b, n in named if b == e), None)
+                short.append(name or self.scalar(e))
+            ranges.append(tuple(short))
+        return {"ranges": ranges, "cls": op.cls}
+
+    def _loop_header(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
+        """Loop variable, its range, and the lines that every turn starts with."""
+        used = _names_in(body)
+        ranges = text["ranges"]
+        tile = f"{op.var}_tile" if op.cls != "all" else op.var
+        (lo, hi), *more = ranges
+        stop = hi
+        steps = []
+        for before, (next_lo, next_hi) in zip(ranges, more):
+            stop += f" + ({next_hi} - {next_lo})"
+            steps.append(f"{tile} = tl.where({tile} < {before[1]}, {tile}, {tile} + ({next_lo} - {before[1]}))")
+        if op.cls != "all":
+            steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
+            if f"{op.var}_idx" in used:
+                steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
+        text.update(var=tile, start=lo, stop=stop, steps=steps, comment=LOOP_COMMENTS[op.cls])
+
+    def _base(self, op: Any, cls: str) -> dict[str, Any]:
+        tensor = self.kernel.op(op.src.tensor)
+        assert isinstance(tensor, Arg)
+        terms = [op.src.tensor]
+        for index, stride in zip(op.src.index, stride_names(tensor)):
+            if index != 0:
+                text = self.scalar(index)
+                terms.append(f"tl.cast({text}, tl.int64) * {stride}")
+        return {"var": op.name, "expr": " + ".join(terms)}
+
+    def _pointer(self, access: Access) -> str:
+        """Address of a tile: 64-bit scalar start of its rows, 32-bit offsets inside it."""
+        source = self.kernel.op(access.tensor)
+        tensor = source if isinstance(source, Arg) else self.kernel.op(source.src.tensor)  # type: ignore[attr-defined]
+        assert isinstance(tensor, Arg)
+        strides = [*stride_names(tensor), ""][-len(access.index) :]
+        scalars, tiles = [access.tensor], []
+        dims = tuple(AXIS_DIM[a] for a in access.axes())
+        for index, stride in zip(access.index, strides):
+            axis = str(index)
+            times = f" * {stride}" if stride else ""
+            if axis not in AXIS_DIM:
+                scalars.append(f"{self.scalar(index)}{times}")
+                continue
+            spread = "" if len(dims) == 1 else "[" + ", ".join(":" if d == AXIS_DIM[axis] else "None" for d in dims) + "]"
+            if axis in ("q", "kv"):
+                scalars.append(f"tl.cast({axis}_start, tl.int64){times}" if times else f"{axis}_start")
+                tiles.append(f"{axis}_off{spread}{times}")
+            else:
+                tiles.append(f"{axis}{spread}")
+        inner = " + ".join(tiles)
+        return " + ".join([*scalars, f"({inner})" if len(tiles) > 1 else inner] if tiles else scalars)
+
+    def _check(self, checks: Any, access: Access, cls: str) -> str:
+        dims = tuple(AXIS_DIM[a] for a in access.axes())
+        conditions = []
+        for axis, when in checks:
+            if _applies(when, cls):
+                index = f"{axis}_idx" if axis in ("q", "kv") else axis
+                text = f"{index} < {AXIS_EXTENT[axis]}"
+                if len(dims) > 1:
+                    text = f"({text})[{', '.join(':' if d == AXIS_DIM[axis] else 'None' for d in dims)}]"
+                conditions.append(text)
+        return " & ".join(conditions)
+
+    def _load(self, op: Load, cls: str) -> dict[str, Any]:
+        check = self._check(op.check, op.src, cls)
+        return {"var": self.var(op.name), "ptr": self._pointer(op.src), "check": check, "other": self._constant(op.other)}
+
+    def _constant(self, e: Expr) -> str:
+        return "0.0" if e == 0 else self.scalar(e)
+
+    def _store(self, op: Store, cls: str) -> dict[str, Any]:
+        return {"ptr": self._pointer(op.dst), "value": self.var(op.value), "check": self._check(op.check, op.dst, cls)}
+
+    def _init(self, op: Init, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "shape": ", ".join(op.type.dims), "value": self._constant(op.value)}
+
+    def _dot(self, op: Dot, cls: str) -> dict[str, Any]:
+        a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
+        left = self.var(op.a) if a.dims[1] == op.over else f"tl.trans({self.var(op.a)})"
+        right = self.var(op.b) if b.dims[0] == op.over else f"tl.trans({self.var(op.b)})"
+        acc = self.var(op.acc) if op.acc else ""
+        return {"var": self.var(op.name), "a": left, "b": right, "acc": acc, "precision": op.precision}
+
+    def _map(self, op: Map, cls: str) -> dict[str, Any]:
+        uses = dict(op.uses)
+        casting = op.type.dtype == "T"
+        text = to_triton(op.expr, self._lookup(uses, fp32=not casting), op.type.dims)
+        if casting:
+            text = f"{text}.to(dtype)" if re.fullmatch(r"\w+", text) else f"({text}).to(dtype)"
+        return {"var": self.var(op.name), "expr": text}
+
+    def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
+        condition = to_triton(op.where, self._lookup(dict(op.uses)), op.type.dims)
+        present = {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in condition}
+        present |= {d for _, r in op.uses for d in self.kernel.type_of(r).dims}
+        if len(present) == 1:  # one row or one column of conditions
+            condition = f"({condition})[{', '.join(':' if d in present else 'None' for d in op.type.dims)}]"
+        return {"var": self.var(op.name), "condition": condition}
+
+    def _softmax_step(self, op: SoftmaxStep, cls: str) -> dict[str, Any]:
+        scale = self.var(op.scale) if op.scale else ""
+        return {"s": self.var(op.s), "m": self.var(op.m), "l": self.var(op.l), "scale": scale, "guard": _applies(op.guard, cls)}
+
+    def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
+        axis = self.kernel.type_of(op.value).dims.index(op.over)
+        return {"var": self.var(op.name), "value": self.var(op.value), "op": op.op, "axis": axis}
+
+    def _yield(self, op: Yield, cls: str) -> dict[str, Any]:
+        pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]
+        return {"pairs": [(f, v) for f, v in pairs if f != v]}
+
+
+LOOP_COMMENTS = {
+    "full": "tiles with nothing to mask: no mask, no bounds checks",
+    "partial": "tiles that the mask or the ends of the tensors cut",
+    "all": "query heads that share this key head",
+}
+SUMMARIES = {
+    "fwd": "Forward: online softmax over key tiles, one program per query tile.",
+    "delta": "Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).",
+    "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
+    "dq": "Backward, dQ: one program per query tile, over key tiles.",
+}
+
+
+def stride_names(arg: Arg) -> list[str]:
+    """Stride parameters of a tensor: every dimension but the last, which is contiguous."""
+    return [f"stride_{arg.name.lower()}_{LETTERS[d]}" for d in arg.type.dims[:-1]]
+
+
+def _applies(when: str, cls: str) -> bool:
+    return when == "always" or (when == "partial" and cls == "partial")
+
+
+def _names_in(nodes: list[Node]) -> set[str]:
+    """Every word in the strings of these nodes and their bodies."""
+    words: set[str] = set()
+    for node in nodes:
+        words |= set(re.findall(r"\w+", repr(node.text)))
+        words |= _names_in(node.body)
+    return words

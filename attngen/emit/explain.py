@@ -1,0 +1,75 @@
+"""`attngen explain` as rich renderables: formulas, fit per device, traffic, roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
+from attngen.analysis.io import hbm_bytes, standard_bytes
+from attngen.analysis.roofline import KERNELS, Problem, estimate, row_for, standard_total
+from attngen.analysis.sram import row_formula
+from attngen.devices import DEVICES
+from attngen.ir.expr import to_text
+from attngen.ir.graph import Module
+from attngen.ir.ops import Loop, Mask
+
+
+def explain(module: Module, problem: Problem) -> Iterator[RenderableType]:
+    """Everything that the analysis knows of a target module, for one problem size."""
+    yield Text(f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}", style="bold")
+    yield Text("\nTiles that the mask leaves (per program; j counts tiles along the loop)", style="bold")
+    for kernel in module.kernels:
+        for op in kernel.ops():
+            if isinstance(op, Mask):
+                yield Text(f"  @{kernel.name} mask: {to_text(op.where)}")
+            if isinstance(op, Loop) and op.cls != "all":
+                ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in op.ranges)
+                yield Text(f"  @{kernel.name} {op.cls}: {ranges}")
+    yield Text("\nFormulas", style="bold")
+    for direction in KERNELS:
+        yield Text(
+            f"  {direction} FLOPs = {to_text(useful_flops(module, direction))}   (standard bytes: {to_text(standard_bytes(direction))})"
+        )
+    for kernel in module.kernels:
+        row = row_for(module, kernel, DEVICES["H100"], problem.n_q)
+        if kernel.loops:
+            yield Text(f"  @{kernel.name} tiles = {total_tiles(kernel)}")
+            yield Text(f"  @{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
+        yield Text(f"  @{kernel.name} HBM bytes <= {to_text(hbm_bytes(kernel))}")
+        yield Text(f"  @{kernel.name} SRAM bytes (H100) = {to_text(row_formula(module, kernel, row))}")
+    size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
+    yield Text(f"\nPer device, for {size}", style="bold")
+    yield device_table(module, problem)
+    yield Text("Bytes count every tile load, as if the L2 held nothing; standard attention keeps the score matrix in HBM.", style="dim")
+
+
+def device_table(module: Module, problem: Problem) -> Table:
+    """One line per device and kernel."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("device", "kernel", "tile", "warps", "stages", "SRAM", "margin", "TFLOP", "GB", "vs standard", "FLOP/B", "roof", "ms"):
+        table.add_column(heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True)
+    for device in DEVICES.values():
+        for direction, names in KERNELS.items():
+            for name in names:
+                e = estimate(module, module.kernel(name), device, problem)
+                ratio = e.bytes / standard_total(module, direction, e.row, problem)
+                table.add_row(
+                    device.name,
+                    name,
+                    f"{e.row.block_q}x{e.row.block_kv}",
+                    str(e.row.num_warps),
+                    str(e.row.num_stages),
+                    f"{e.sram / 1024:.0f}K",
+                    f"{100 * (1 - e.sram / e.limit):.0f}%",
+                    f"{e.flops / 1e12:.2f}",
+                    f"{e.bytes / 1e9:.2f}",
+                    f"{ratio:.2f}x",
+                    f"{e.intensity:.0f}",
+                    e.binds,
+                    f"{e.seconds * 1e3:.2f}",
+                )
+    return table

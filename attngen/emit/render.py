@@ -1,0 +1,145 @@
+"""Target modules to files: Jinja prints the views, nothing else. The same module gives the same bytes."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from attngen.emit.context import KernelContext, stride_names
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.text import print_module
+
+WIDTH = 100
+_TORCH = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32"}
+_SHARING = {
+    "mha": "one K/V head per query head (mha)",
+    "mqa": "one K/V head for all query heads (mqa)",
+    "gqa": "one K/V head per group of query heads (gqa)",
+}
+_SIZES = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "k.shape[1]", "Nq": "q.shape[2]", "Nk": "k.shape[2]"}
+_SIZES["group"] = "q.shape[1] // k.shape[1]"
+_TENSORS = {"O": "out", "dO": "grad_out"}
+
+
+def templates_dir() -> Path:
+    """The templates: in the wheel inside the package, in a checkout beside it."""
+    packaged = Path(str(resources.files("attngen"))) / "templates"
+    return packaged if packaged.is_dir() else packaged.parent.parent / "templates"
+
+
+def render(module: Module) -> dict[str, str]:
+    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `schedule.ir`, `report.json`."""
+    from attngen.analysis.report import report
+
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates_dir()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    env.globals["call"] = _call
+    env.globals["launch"] = lambda name: _launch(module.kernel(name))
+    env.filters["fill"] = _fill
+    env.filters["repeat"] = lambda value, times: value * times if isinstance(value, list) else [value] * times
+    return {
+        "__init__.py": env.get_template("triton/module.py.jinja").render(_module_context(module)),
+        "kernels.py": env.get_template("triton/kernels.py.jinja").render(_kernels_context(module)),
+        "schedule.ir": print_module(module),
+        "report.json": json.dumps(report(module), indent=2) + "\n",
+    }
+
+
+def _kernels_context(module: Module) -> dict[str, Any]:
+    constants = []
+    for name, size in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)):
+        constants.append((name, size))
+        if size & (size - 1):
+            constants.append((f"{name}_PAD", 1 << size.bit_length()))
+    sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})
+    classes = sorted({row.device for _, rows in module.schedules for row in rows} - {"any"})
+    return {
+        "module": module,
+        "constants": constants,
+        "schedules": _schedules(module),
+        "elem_sizes": sizes,
+        "classes": ", ".join(f'"{c}"' for c in classes),
+        "kernels": [KernelContext(module, kernel).view() for kernel in module.kernels],
+    }
+
+
+def _schedules(module: Module) -> list[Any]:
+    out = []
+    for kernel, rows in module.schedules:
+        classes: dict[str, list[Any]] = {}
+        for row in rows:
+            config = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "num_warps": row.num_warps, "num_stages": row.num_stages}
+            entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
+            entry.append((row.max_rows, json.dumps(config)))
+        out.append((kernel, list(classes.items())))
+    return out
+
+
+def _module_context(module: Module) -> dict[str, Any]:
+    names = [i.name for i in module.inputs]
+    return {
+        "module": module,
+        "sharing_help": _SHARING[module.sharing],
+        "kv_heads": {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}[module.sharing],
+        "torch_dtypes": ", ".join(_TORCH[d] for d in module.dtypes) + ("," if len(module.dtypes) == 1 else ""),
+        "input_types": {i.name: _TORCH[i.dtype] for i in module.inputs},
+        "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) + ("," if len(i.shape) == 1 else "") for i in module.inputs},
+        "input_args": "".join(f", {n}" for n in names),
+        "input_kwargs": "".join(f", {n}={n}" for n in names),
+        "input_params": "".join(f", {n}: torch.Tensor" for n in names),
+    }
+
+
+def _launch(kernel: Kernel) -> str:
+    """Statements that launch a kernel on the tensors of the wrapper."""
+    own = kernel.own_axis
+    rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
+    block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
+    heads = [_SIZES[str(axis.extent)] for axis in kernel.grid[1:]]
+    args = [_TENSORS.get(a.name, a.name.lower()) for a in kernel.args if a.role != "scalar"]
+    args += [_SIZES.get(a.name, a.name) for a in kernel.args if a.role == "scalar"]
+    for a in kernel.args:
+        strides = stride_names(a) if a.role != "scalar" else []
+        if strides:
+            args.append(f"*{_TENSORS.get(a.name, a.name.lower())}.stride()[:{len(strides)}]")
+    grid = " * ".join([f'triton.cdiv({rows}, config["{block}"])', *heads])
+    tensor = "q" if any(a.name == "Q" for a in kernel.args) else "out"
+    return "\n".join(
+        [
+            f'config = kernels.schedule("{kernel.name}", {tensor}, {rows})',
+            f"grid = ({grid},)",
+            f"kernels.{kernel.name}[grid](",
+            *(f"    {line}" for line in _fill(args, WIDTH - 16)),
+            "    **config,",
+            ")",
+        ]
+    )
+
+
+def _call(name: str, args: list[str]) -> str:
+    """A call on one line where it fits, else one argument a line."""
+    line = f"{name}({', '.join(args)})"
+    if len(line) <= WIDTH - 12:
+        return line
+    return "\n".join([f"{name}(", *(f"    {a}," for a in args), ")"])
+
+
+def _fill(items: list[str], width: int) -> list[str]:
+    """Items, comma after each, on as few lines as fit."""
+    lines = [""]
+    for item in items:
+        text = f"{item},"
+        if lines[-1] and len(lines[-1]) + 1 + len(text) > width:
+            lines.append("")
+        lines[-1] += f" {text}" if lines[-1] else text
+    return lines

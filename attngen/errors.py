@@ -1,0 +1,37 @@
+"""The errors a user can meet. Each is one sentence: where, what is wrong, what was expected, and a hint."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AttngenError(Exception):
+    """Base of every error that attngen raises on purpose; the CLI prints it without a traceback."""
+
+
+class SpecError(AttngenError):
+    """A spec that is not valid: names the file, the key or line, what was expected, and a hint."""
+
+
+class IRError(AttngenError):
+    """Textual IR that does not parse: names the line and what was expected."""
+
+
+class VerifyError(AttngenError):
+    """IR that breaks a rule of its phase: carries the rule, the reason, and the IR's text."""
+
+    def __init__(self, rule: str, reason: str, ir_text: str) -> None:
+        self.rule, self.reason, self.ir_text = rule, reason, ir_text
+        super().__init__(f"the IR breaks rule `{rule}`: {reason}")
+
+
+class FitError(AttngenError):
+    """A kernel that no tile makes fit on a device: names the device, the bytes needed and had, and what to change."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt word: the nearest known one, or the list of all."""
+    options = sorted(known)
+    near = difflib.get_close_matches(str(word), options, n=1, cutoff=0.6)
+    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(options)}"

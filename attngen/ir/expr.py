@@ -1,0 +1,245 @@
+"""Symbols and expressions of the IR: sympy in memory, a small grammar in text.
+
+Text is parsed with Python's `ast` on a whitelist (never `eval`), and printing then parsing gives the same
+expression. Integers are floor-divided with `//`; `cdiv` rounds up; `select(c, a, b)` is `a if c else b`.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, TypeAlias
+
+import sympy
+from sympy.printing.str import StrPrinter
+
+from attngen.errors import IRError
+
+Expr: TypeAlias = Any  # a sympy expression; sympy has no types of its own
+Bool: TypeAlias = Any  # a sympy boolean
+
+
+class floordiv(sympy.Function):  # noqa: N801 - printed by its name
+    """floor(a / b) of integers, b > 0."""
+
+    nargs = 2
+    is_integer = True
+
+    @classmethod
+    def eval(cls, a: Expr, b: Expr) -> Expr | None:
+        if a.is_Integer and b.is_Integer:
+            return sympy.Integer(int(a) // int(b))
+        return a if b == 1 or a == 0 else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return self.args[0].is_nonnegative and self.args[1].is_positive
+
+
+class cdiv(sympy.Function):  # noqa: N801
+    """ceil(a / b) of integers, b > 0."""
+
+    nargs = 2
+    is_integer = True
+
+    @classmethod
+    def eval(cls, a: Expr, b: Expr) -> Expr | None:
+        if a.is_Integer and b.is_Integer:
+            return sympy.Integer(-(-int(a) // int(b)))
+        return a if b == 1 or a == 0 else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return self.args[0].is_nonnegative and self.args[1].is_positive
+
+
+class select(sympy.Function):  # noqa: N801
+    """a if condition else b."""
+
+    nargs = 3
+
+    @classmethod
+    def eval(cls, condition: Any, a: Expr, b: Expr) -> Expr | None:
+        if condition == sympy.true:
+            return a
+        if condition == sympy.false:
+            return b
+        return a if a == b else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return self.args[1].is_nonnegative and self.args[2].is_nonnegative
+
+
+class exp2(sympy.Function):  # noqa: N801
+    """2 ** x, the exponential that the hardware has."""
+
+    nargs = 1
+
+
+class log2(sympy.Function):  # noqa: N801
+    """The base-2 logarithm."""
+
+    nargs = 1
+
+
+FUNCTIONS: dict[str, Any] = {
+    "floordiv": floordiv,
+    "cdiv": cdiv,
+    "select": select,
+    "exp2": exp2,
+    "log2": log2,
+    "min": sympy.Min,
+    "max": sympy.Max,
+}
+
+# Integers the kernels are given or derive: sizes, tile sizes, positions. All are >= 0, tile sizes are >= 1.
+_POSITIVE = ("BLOCK_Q", "BLOCK_KV", "D_QK", "D_V", "D_QK_PAD", "D_V_PAD", "Hq", "Hkv", "group", "stages", "elem")
+_NONNEGATIVE = ("Nq", "Nk", "B", "b", "h", "hkv", "g", "q_idx", "kv_idx", "q_start", "kv_start")
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """The symbol of that name, with what is known of its sign; any other name is a real number."""
+    if name in _POSITIVE:
+        return sympy.Symbol(name, integer=True, positive=True)
+    if name in _NONNEGATIVE:
+        return sympy.Symbol(name, integer=True, nonnegative=True)
+    return sympy.Symbol(name, extended_real=True)
+
+
+class _Printer(StrPrinter):
+    """Prints what `parse` reads."""
+
+    def _print_floordiv(self, e: Any) -> str:
+        a, b = (f"({self._print(x)})" if x.is_Add or x.is_Mul else self._print(x) for x in e.args)
+        return f"({a} // {b})"
+
+    def _print_Min(self, e: Any) -> str:
+        return f"min({self._sorted(e)})"
+
+    def _print_Max(self, e: Any) -> str:
+        return f"max({self._sorted(e)})"
+
+    def _sorted(self, e: Any) -> str:
+        return ", ".join(self._print(a) for a in sorted(e.args, key=sympy.default_sort_key))
+
+    def _print_And(self, e: Any) -> str:
+        return " and ".join(self._wrapped(a) for a in sorted(e.args, key=sympy.default_sort_key))
+
+    def _print_Or(self, e: Any) -> str:
+        return " or ".join(self._wrapped(a) for a in sorted(e.args, key=sympy.default_sort_key))
+
+    def _print_Not(self, e: Any) -> str:
+        return f"not {self._wrapped(e.args[0])}"
+
+    def _wrapped(self, e: Any) -> str:
+        text = self._print(e)
+        return f"({text})" if isinstance(e, (sympy.And, sympy.Or)) else text
+
+    def _print_Relational(self, e: Any) -> str:
+        return f"{self._print(e.lhs)} {e.rel_op} {self._print(e.rhs)}"
+
+    def _print_BooleanTrue(self, e: Any) -> str:
+        return "true"
+
+    def _print_BooleanFalse(self, e: Any) -> str:
+        return "false"
+
+    def _print_Infinity(self, e: Any) -> str:
+        return "inf"
+
+    def _print_NegativeInfinity(self, e: Any) -> str:
+        return "-inf"
+
+    def _print_Float(self, e: Any) -> str:
+        return repr(float(e))
+
+
+def to_text(e: Any) -> str:
+    """The expression in the IR's grammar."""
+    text = str(_Printer().doprint(e))
+    return text[1:-1] if isinstance(e, floordiv) else text
+
+
+_COMPARE = {ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge}
+
+
+def parse(text: str, where: str = "expression") -> Any:
+    """Parse an expression of the IR's grammar into sympy.
+
+    Raises IRError, naming `where`, on anything outside the grammar.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise IRError(f"{where}: `{text}` is not an expression") from error
+    return _Builder(text, where).visit(tree.body)
+
+
+class _Builder(ast.NodeVisitor):
+    def __init__(self, text: str, where: str) -> None:
+        self.text, self.where = text, where
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        raise IRError(f"{self.where}: `{self.text}` uses {type(node).__name__}, which expressions do not have")
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, bool) or not isinstance(node.value, (int, float)):
+            return self.generic_visit(node)
+        return sympy.Integer(node.value) if isinstance(node.value, int) else sympy.Float(node.value)
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        constants = {"true": sympy.true, "false": sympy.false, "inf": sympy.oo}
+        return constants.get(node.id, symbol(node.id))
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        a, b = self.visit(node.left), self.visit(node.right)
+        match node.op:
+            case ast.Add():
+                return a + b
+            case ast.Sub():
+                return a - b
+            case ast.Mult():
+                return a * b
+            case ast.Div():
+                return a / b
+            case ast.FloorDiv():
+                return floordiv(a, b)
+        return self.generic_visit(node.op)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        value = self.visit(node.operand)
+        if isinstance(node.op, ast.USub):
+            return -value
+        return sympy.Not(value) if isinstance(node.op, ast.Not) else self.generic_visit(node.op)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        join = sympy.And if isinstance(node.op, ast.And) else sympy.Or
+        return join(*(self.visit(v) for v in node.values))
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        if len(node.ops) != 1 or type(node.ops[0]) not in _COMPARE:
+            return self.generic_visit(node)
+        return _COMPARE[type(node.ops[0])](self.visit(node.left), self.visit(node.comparators[0]))
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        name = node.func.id if isinstance(node.func, ast.Name) else "?"
+        if name not in FUNCTIONS or node.keywords:
+            raise IRError(f"{self.where}: `{self.text}` calls `{name}`; known: {', '.join(sorted(FUNCTIONS))}")
+        try:
+            return FUNCTIONS[name](*(self.visit(a) for a in node.args))
+        except TypeError as error:
+            raise IRError(f"{self.where}: `{self.text}`: {error}") from error
+
+
+def prove_le(a: Expr, b: Expr) -> bool:
+    """True only if a <= b for every value of the symbols; False means not proven."""
+    if a == b or (b - a).is_nonnegative:
+        return True
+    if isinstance(a, sympy.Max):
+        return all(prove_le(x, b) for x in a.args)
+    if isinstance(b, sympy.Min):
+        return all(prove_le(a, x) for x in b.args)
+    if isinstance(a, sympy.Min) and any(prove_le(x, b) for x in a.args):
+        return True
+    if isinstance(b, sympy.Max) and any(prove_le(a, x) for x in b.args):
+        return True
+    if isinstance(a, (floordiv, cdiv)) and isinstance(b, (floordiv, cdiv)) and a.args[1] == b.args[1]:
+        return not (isinstance(a, cdiv) and isinstance(b, floordiv)) and prove_le(a.args[0], b.args[0])
+    return False

@@ -1,0 +1,156 @@
+"""Kernels and modules: a typed facade over one networkx graph per kernel.
+
+Nodes are op names, edges run from operand to user. Ops live in blocks: `entry`, and one block per loop body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import networkx as nx
+
+from attngen.errors import VerifyError
+from attngen.ir.expr import Expr
+from attngen.ir.ops import Arg, Loop, Op, Type
+
+PHASES = ("logical", "scheduled", "target")
+
+
+@dataclass(frozen=True)
+class GridAxis:
+    """One loop over program ids; the first axis runs fastest. `descending` starts with the last (longest) tiles."""
+
+    var: str
+    extent: Expr
+    descending: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A straight-line list of ops: the kernel's `entry`, or a loop body."""
+
+    name: str
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One GPU kernel: launch grid, and ops in blocks held as a graph."""
+
+    name: str
+    grid: tuple[GridAxis, ...]
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[str]:
+        """Ops by name, with edges operand -> user; raises VerifyError on a name defined twice or never."""
+        graph: nx.DiGraph[str] = nx.DiGraph(name=self.name)
+        for block in self.blocks:
+            for op in block.ops:
+                if op.name in graph:
+                    raise VerifyError("defined-once", f"%{op.name} is defined twice in @{self.name}", "")
+                graph.add_node(op.name, op=op, block=block.name, order=len(graph))
+        for block in self.blocks:
+            for op in block.ops:
+                for ref in op.operands():
+                    source = ref.split(".")[0]
+                    if source not in graph:
+                        raise VerifyError("defined", f"%{op.name} in @{self.name} reads %{ref}, which nothing defines", "")
+                    graph.add_edge(source, op.name)
+        return graph
+
+    def op(self, ref: str) -> Op:
+        """The op that defines a value."""
+        op: Op = self.graph.nodes[ref.split(".")[0]]["op"]
+        return op
+
+    def block(self, name: str) -> Block:
+        return next(b for b in self.blocks if b.name == name)
+
+    def walk(self, block: str) -> list[Op]:
+        """The block's ops, operands first, otherwise in the order written."""
+        inside = self.graph.subgraph(op.name for op in self.block(block).ops)
+        order = nx.lexicographical_topological_sort(inside, key=lambda n: inside.nodes[n]["order"])
+        return [self.graph.nodes[name]["op"] for name in order]
+
+    def ops(self) -> Iterable[Op]:
+        return (op for block in self.blocks for op in block.ops)
+
+    def type_of(self, ref: str) -> Type:
+        """The type of a value; a loop's fields have the types of the values they start from."""
+        op, field = self.op(ref), ref.partition(".")[2]
+        if isinstance(op, Loop):
+            return self.type_of(dict(op.carry)[field])
+        return op.results()[field]
+
+    @property
+    def args(self) -> list[Arg]:
+        return [op for op in self.block("entry").ops if isinstance(op, Arg)]
+
+    @property
+    def loops(self) -> list[Loop]:
+        return [op for op in self.ops() if isinstance(op, Loop)]
+
+    @property
+    def own_axis(self) -> str:
+        """The tiled axis that the grid runs over: `q` or `kv`."""
+        return self.grid[0].var
+
+    def rewrite(self, change: Callable[[str, Op], Iterable[Op]]) -> Kernel:
+        """A kernel with every op replaced by those that change(block name, op) gives."""
+        blocks = (replace(b, ops=tuple(n for op in b.ops for n in change(b.name, op))) for b in self.blocks)
+        return replace(self, blocks=tuple(blocks))
+
+
+@dataclass(frozen=True)
+class Input:
+    """A run-time mask input of the generated function: keyword, element type, symbolic shape, one line of help."""
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...]
+    help: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a kernel's schedule table: for a device class, element size and number of rows on the tiled axis."""
+
+    device: str
+    elem_bytes: int
+    max_rows: int | None
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """All that a generated module is made from. Nothing else reaches the templates."""
+
+    name: str
+    version: str
+    spec_hash: str
+    phase: str
+    backend: str
+    sharing: str
+    head_dim_qk: int
+    head_dim_v: int
+    dtypes: tuple[str, ...]
+    precision: str
+    mask: str
+    inputs: tuple[Input, ...]
+    kernels: tuple[Kernel, ...]
+    schedules: tuple[tuple[str, tuple[Row, ...]], ...] = ()
+
+    def kernel(self, name: str) -> Kernel:
+        return next(k for k in self.kernels if k.name == name)
+
+    def rows(self, kernel: str) -> tuple[Row, ...]:
+        return dict(self.schedules).get(kernel, ())
+
+    def map_kernels(self, change: Callable[[Kernel], Kernel]) -> Module:
+        return replace(self, kernels=tuple(change(k) for k in self.kernels))

@@ -1,0 +1,232 @@
+"""The op kinds of the tile-schedule IR, all on one screen, and the values they work on.
+
+A value has a type: element type, named dimensions, memory space. `T` is the element type of q, k and v. Dimensions are
+names (`BLOCK_Q`, `BLOCK_KV`, `D_QK`, `D_V`, ...), so a dot product or a broadcast is checked by name, not by size.
+Fields marked `operand` are references to other values: `name`, or `name.field` for ops with several results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import sympy
+
+from attngen.ir.expr import Bool, Expr
+
+DTYPE_BYTES = {"f32": 4, "i32": 4, "b1": 1, "ptr": 8}  # `T` depends on the module
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
+AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
+
+
+@dataclass(frozen=True)
+class Type:
+    """`dtype[dims] @space`; space is `hbm`, `sram` or `reg`, and `?` until place-memory has decided."""
+
+    dtype: str
+    dims: tuple[str, ...] = ()
+    space: str = "?"
+
+
+@dataclass(frozen=True)
+class Access:
+    """A place in a tensor: `%K[b, h // group, kv, d_qk]`. A bare axis letter stands for the current tile of it."""
+
+    tensor: str
+    index: tuple[Expr, ...]
+
+    def axes(self) -> tuple[str, ...]:
+        return tuple(str(i) for i in self.index if str(i) in AXIS_DIM)
+
+
+Uses = tuple[tuple[str, str], ...]  # (symbol in the expression, value that it stands for)
+Checks = tuple[tuple[str, str], ...]  # (axis letter, `always` or `partial`): where an access is bounds-checked
+
+
+OPERAND = {"operand": True}
+SomeOp = TypeVar("SomeOp", bound="Op")
+
+
+@dataclass(frozen=True)
+class Op:
+    """What every op has: the name of its value."""
+
+    name: str
+
+    def operands(self) -> Iterator[str]:
+        """References this op reads, in field order."""
+        for f in fields(self):
+            if f.metadata.get("operand"):
+                value = getattr(self, f.name)
+                if isinstance(value, Access):
+                    yield value.tensor
+                elif isinstance(value, str):
+                    yield value
+                elif value is not None:
+                    yield from (ref for _, ref in value)
+
+    def results(self) -> dict[str, Type]:
+        """Result types by field; the key is empty for ops with one result."""
+        return {"": self.type} if hasattr(self, "type") else {}
+
+    def with_operands(self: SomeOp, rename: dict[str, str]) -> SomeOp:
+        """The same op reading other values."""
+        new: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not f.metadata.get("operand") or value is None:
+                continue
+            if isinstance(value, Access):
+                new[f.name] = replace(value, tensor=rename.get(value.tensor, value.tensor))
+            elif isinstance(value, str):
+                new[f.name] = rename.get(value, value)
+            else:
+                new[f.name] = tuple((k, rename.get(r, r)) for k, r in value)
+        return replace(self, **new)
+
+
+@dataclass(frozen=True)
+class Arg(Op):
+    """A parameter: of the kernel (`in`, `out`, `scalar`) or of a loop body (`carry`)."""
+
+    role: str
+    type: Type
+
+
+@dataclass(frozen=True)
+class Base(Op):
+    """Pointer to the first row of one (batch, head) of a tensor, in 64-bit arithmetic."""
+
+    src: Access = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Load(Op):
+    """Read a tile; out of bounds reads give `other`. In a loop, tiles in SRAM have a ring of `num_stages` buffers."""
+
+    src: Access = field(metadata=OPERAND)
+    type: Type
+    check: Checks = ()
+    other: Expr = sympy.Integer(0)
+
+
+@dataclass(frozen=True)
+class Init(Op):
+    """A tile filled with one value: where a loop's carried field starts."""
+
+    value: Expr
+    type: Type
+
+
+@dataclass(frozen=True)
+class Loop(Op):
+    """Run `body` for each tile of the ranges, in order; its results are the carried fields after the last turn.
+
+    Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles;
+    `unknown`: not classified yet. `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
+    """
+
+    var: str
+    ranges: tuple[tuple[Expr, Expr], ...]
+    carry: Uses = field(metadata=OPERAND)
+    body: str
+    cls: str = "unknown"
+    tiles: tuple[Expr, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dot(Op):
+    """Matrix product over a named dimension, accumulated in fp32, onto `acc` when there is one."""
+
+    a: str = field(metadata=OPERAND)
+    b: str = field(metadata=OPERAND)
+    over: str
+    type: Type
+    acc: str | None = field(default=None, metadata=OPERAND)
+    precision: str = ""
+
+
+@dataclass(frozen=True)
+class Map(Op):
+    """Elementwise expression, broadcast by dimension name. A narrower result type is a cast. `score` marks modifiers."""
+
+    expr: Any
+    uses: Uses = field(metadata=OPERAND)
+    type: Type
+    score: bool = False
+
+
+@dataclass(frozen=True)
+class Mask(Op):
+    """Where the condition is false, the score is -inf. `partial`: only loops of that class apply it."""
+
+    value: str = field(metadata=OPERAND)
+    where: Bool
+    uses: Uses = field(metadata=OPERAND)
+    type: Type
+    when: str = "partial"
+
+
+@dataclass(frozen=True)
+class SoftmaxStep(Op):
+    """One online softmax update in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Algorithm 1).
+
+    m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')); l' = alpha l + rowsum p.
+    `guard` keeps rows that have seen nothing yet (m' = -inf) free of NaN.
+    """
+
+    s: str = field(metadata=OPERAND)
+    m: str = field(metadata=OPERAND)
+    l: str = field(metadata=OPERAND)  # noqa: E741 - the paper's name
+    type: Type
+    scale: str | None = field(default=None, metadata=OPERAND)
+    guard: str = "partial"
+
+    def results(self) -> dict[str, Type]:
+        row = replace(self.type, dims=self.type.dims[:1])
+        return {"p": self.type, "alpha": row, "m": row, "l": row}
+
+
+@dataclass(frozen=True)
+class Reduce(Op):
+    """Reduce one named dimension: `sum`, `min` or `max`."""
+
+    value: str = field(metadata=OPERAND)
+    op: str
+    over: str
+    type: Type
+
+
+@dataclass(frozen=True)
+class Yield(Op):
+    """Carried values for the next turn of the loop."""
+
+    values: Uses = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Store(Op):
+    """Write a tile."""
+
+    dst: Access = field(metadata=OPERAND)
+    value: str = field(metadata=OPERAND)
+    check: Checks = ()
+
+
+OPS: dict[str, type[Op]] = {
+    "arg": Arg,
+    "base": Base,
+    "load": Load,
+    "init": Init,
+    "loop": Loop,
+    "dot": Dot,
+    "map": Map,
+    "mask": Mask,
+    "softmax_step": SoftmaxStep,
+    "reduce": Reduce,
+    "yield": Yield,
+    "store": Store,
+}
+KIND = {cls: kind for kind, cls in OPS.items()}

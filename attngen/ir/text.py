@@ -1,0 +1,332 @@
+"""The IR's textual form: `print_module` and `parse_module`, which undo each other.
+
+One line per op: `%name = kind positional... key(value)... : type`. Fields at their default are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from typing import Any
+
+from attngen.errors import IRError
+from attngen.ir.expr import parse, to_text
+from attngen.ir.graph import Block, GridAxis, Input, Kernel, Module, Row
+from attngen.ir.ops import KIND, OPS, Access, Op, Type
+
+HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
+_POSITIONAL = {
+    "arg": ("role",),
+    "base": ("src",),
+    "load": ("src",),
+    "init": ("value",),
+    "loop": ("var",),
+    "dot": ("a", "b"),
+    "mask": ("value",),
+    "softmax_step": ("s",),
+    "reduce": ("op", "value"),
+    "store": ("dst", "value"),
+}
+_UNNAMED = ("yield", "store")  # ops without a result: `store %O[...] %o`, named for the graph by position
+
+
+# ---------------------------------------------------------------------------------------------- values of fields
+
+
+def _print_type(t: Type) -> str:
+    return f"{t.dtype}[{', '.join(t.dims)}] @{t.space}"
+
+
+def _parse_type(text: str, where: str) -> Type:
+    match = re.fullmatch(r"(\w+)\[([\w, ]*)\] @(hbm|sram|reg|\?)", text.strip())
+    if not match:
+        raise IRError(f"{where}: `{text.strip()}` is not a type; expected `f32[BLOCK_Q, D_V] @reg`")
+    dims = tuple(d.strip() for d in match[2].split(",") if d.strip())
+    return Type(match[1], dims, match[3])
+
+
+def _print_access(a: Access) -> str:
+    return f"%{a.tensor}[{', '.join(to_text(i) for i in a.index)}]"
+
+
+def _parse_access(text: str, where: str) -> Access:
+    match = re.fullmatch(r"%([\w.]+)\[(.*)\]", text)
+    if not match:
+        raise IRError(f"{where}: `{text}` is not an access; expected `%K[b, h, kv, d_qk]`")
+    return Access(match[1], tuple(parse(i, where) for i in _split(match[2], ",")))
+
+
+def _parse_ref(text: str, where: str) -> str:
+    if not re.fullmatch(r"%\w+(\.\w+)?", text):
+        raise IRError(f"{where}: `{text}` is not a value; expected `%name` or `%name.field`")
+    return text[1:]
+
+
+def _parse_word(text: str, where: str) -> str:
+    if not re.fullmatch(r"@?\w+", text):
+        raise IRError(f"{where}: `{text}` is not a word")
+    return text.removeprefix("@")
+
+
+def _parse_uses(text: str, where: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.partition("=") for part in _split(text, ",")]
+    return tuple((_parse_word(k.strip(), where), _parse_ref(v.strip(), where)) for k, _, v in pairs)
+
+
+def _parse_ranges(text: str, where: str) -> Any:
+    ranges = []
+    for part in _split(text, ","):
+        lo, dots, hi = part.partition("..")
+        if not dots:
+            raise IRError(f"{where}: `{part.strip()}` is not a range; expected `0 .. cdiv(Nk, BLOCK_KV)`")
+        ranges.append((parse(lo, where), parse(hi, where)))
+    return tuple(ranges)
+
+
+def _parse_checks(text: str, where: str) -> Any:
+    checks = []
+    for part in _split(text, ","):
+        axis, _, when = part.strip().partition(" if ")
+        checks.append((_parse_word(axis, where), _parse_word(when.strip() or "always", where)))
+    return tuple(checks)
+
+
+Codec = tuple[Callable[[Any], str], Callable[[str, str], Any]]
+_REF: Codec = (lambda v: f"%{v}", _parse_ref)
+_WORD: Codec = (str, _parse_word)
+_EXPR: Codec = (to_text, parse)
+_ACCESS: Codec = (_print_access, _parse_access)
+_FLAG: Codec = (lambda v: "yes", lambda t, w: True)
+_USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
+_CODECS: dict[str, Codec] = {
+    "type": (_print_type, _parse_type),
+    **dict.fromkeys(("src", "dst"), _ACCESS),
+    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "l", "scale"), _REF),
+    **dict.fromkeys(("uses", "values", "carry"), _USES),
+    **dict.fromkeys(("expr", "where", "other"), _EXPR),
+    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op"), _WORD),
+    "score": _FLAG,
+    "body": (lambda v: f"@{v}", _parse_word),
+    "ranges": (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges),
+    "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in _split(t, ";"))),
+    "check": (lambda v: ", ".join(a if w == "always" else f"{a} if {w}" for a, w in v), _parse_checks),
+}
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at separators outside any bracket."""
+    parts, depth, current = [], 0, ""
+    for c in text:
+        depth += (c in "([") - (c in ")]")
+        if c == separator and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += c
+    return [p for p in (*parts, current) if p.strip()]
+
+
+# ---------------------------------------------------------------------------------------------- printing
+
+
+def print_op(op: Op) -> str:
+    """One op as one line of text."""
+    kind = KIND[type(op)]
+    positional = _POSITIONAL.get(kind, ())
+    codecs = {**_CODECS, "value": _EXPR} if kind == "init" else _CODECS
+    words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
+    for f in fields(op):
+        value = getattr(op, f.name)
+        if f.name in ("name", "type", *positional) or value is None or (f.default is not MISSING and value == f.default):
+            continue
+        words.append(f"{f.name}({_CODECS[f.name][0](value)})")
+    line = " ".join(words)
+    if kind not in _UNNAMED:
+        line = f"%{op.name} = {line}"
+    return f"{line} : {_print_type(op.type)}" if hasattr(op, "type") else line
+
+
+def print_kernel(kernel: Kernel) -> str:
+    """A kernel's header and blocks."""
+    axes = (f"{a.var} in {to_text(a.extent)}{' descending' if a.descending else ''}" for a in kernel.grid)
+    lines = [f"kernel @{kernel.name} grid({', '.join(axes)})"]
+    for block in kernel.blocks:
+        lines.append(f"  block @{block.name}")
+        lines += [f"    {print_op(op)}" for op in block.ops]
+    return "\n".join(lines)
+
+
+def _print_row(row: Row) -> str:
+    rows = f"rows<={row.max_rows}" if row.max_rows is not None else "rows<=inf"
+    return (
+        f"  {row.device} bytes={row.elem_bytes} {rows} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
+        f" num_warps={row.num_warps} num_stages={row.num_stages}"
+    )
+
+
+def print_module(module: Module) -> str:
+    """The whole module as text; `parse_module` reads it back."""
+    lines = [
+        HEADER,
+        f"module @{module.name}",
+        f"  version {module.version}",
+        f"  spec {module.spec_hash}",
+        f"  phase {module.phase}",
+        f"  backend {module.backend}",
+        f"  heads {module.sharing}",
+        f"  head_dim qk={module.head_dim_qk} v={module.head_dim_v}",
+        f"  dtype {' '.join(module.dtypes)}",
+        f"  precision {module.precision}",
+        f"  mask {module.mask}",
+    ]
+    for i in module.inputs:
+        lines.append(f"  input {i.name} : {i.dtype}[{', '.join(i.shape)}] {i.help}")
+    for kernel in module.kernels:
+        lines += ["", print_kernel(kernel)]
+    for name, rows in module.schedules:
+        lines += ["", f"schedule @{name}", *map(_print_row, rows)]
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------- parsing
+
+
+def _tokens(text: str) -> list[str]:
+    """Words at depth 0; a word may hold brackets."""
+    return [t.strip() for t in _split(text, " ")]
+
+
+def parse_op(line: str, where: str, position: int) -> Op:
+    """One line of text as an op; `position` names ops that have no result."""
+    head, _, rest = line.partition(" = ") if line.startswith("%") else ("", "", line)
+    typed = _split_type(rest)
+    words = _tokens(typed[0])
+    kind = words[0] if words else ""
+    if kind not in OPS:
+        raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(OPS)}")
+    positional = _POSITIONAL.get(kind, ())
+    codecs = {**_CODECS, "value": _EXPR} if kind == "init" else _CODECS
+    values: dict[str, Any] = {"name": head[1:] if head else f"{kind}_{position}"}
+    if len(words) <= len(positional):
+        raise IRError(f"{where}: `{kind}` needs {' and '.join(positional)} after its name")
+    for name, word in zip(positional, words[1:]):
+        values[name] = codecs[name][1](word, where)
+    known = {f.name for f in fields(OPS[kind])} - {"name", "type", *positional}
+    for word in words[1 + len(positional) :]:
+        match = re.fullmatch(r"(\w+)\((.*)\)", word)
+        if not match or match[1] not in known:
+            raise IRError(f"{where}: `{word}` is not a field of {kind}; known: {', '.join(sorted(known))}")
+        values[match[1]] = _CODECS[match[1]][1](match[2], where)
+    if typed[1]:
+        values["type"] = _parse_type(typed[1], where)
+    try:
+        return OPS[kind](**values)
+    except TypeError as error:
+        missing = re.findall(r"'(\w+)'", str(error))
+        raise IRError(f"{where}: {kind} lacks {', '.join(missing) or 'a field'}") from error
+
+
+def _split_type(text: str) -> tuple[str, str]:
+    parts = _split(text, ":")
+    return (parts[0], parts[1]) if len(parts) == 2 else (text, "")
+
+
+def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
+    axes = []
+    for part in _split(text, ","):
+        match = re.fullmatch(r"\s*(\w+) in (.+?)( descending)?\s*", part)
+        if not match:
+            raise IRError(f"{where}: `{part.strip()}` is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`")
+        axes.append(GridAxis(match[1], parse(match[2], where), bool(match[3])))
+    return tuple(axes)
+
+
+_ROW = re.compile(r"(\w+) bytes=(\d+) rows<=(\d+|inf) : BLOCK_Q=(\d+) BLOCK_KV=(\d+) num_warps=(\d+) num_stages=(\d+)")
+
+
+def _parse_row(line: str, where: str) -> Row:
+    match = _ROW.fullmatch(line)
+    if not match:
+        raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
+    rows = None if match[3] == "inf" else int(match[3])
+    return Row(match[1], int(match[2]), rows, *(int(match[i]) for i in range(4, 8)))
+
+
+def parse_module(text: str, source: str = "IR") -> Module:
+    """Parse a module's text.
+
+    Raises IRError naming `source`, the line and what was expected there. Nothing is verified: see `ir.verify`.
+    """
+    header: dict[str, str] = {}
+    inputs: list[Input] = []
+    kernels: list[tuple[str, tuple[GridAxis, ...], list[tuple[str, list[Op]]]]] = []
+    schedules: list[tuple[str, list[Row]]] = []
+    section = "module"
+    for number, raw in enumerate(text.splitlines(), 1):
+        where, line = f"{source}, line {number}", raw.strip()
+        if not line or line.startswith("//"):
+            continue
+        word, _, rest = line.partition(" ")
+        if word == "module":
+            header["name"] = _parse_word(rest, where)
+        elif word == "kernel":
+            match = re.fullmatch(r"@(\w+) grid\((.*)\)", rest)
+            if not match:
+                raise IRError(f"{where}: not a kernel header; expected `kernel @fwd grid(...)`")
+            kernels.append((match[1], _parse_grid(match[2], where), []))
+            section = "kernel"
+        elif word == "schedule":
+            schedules.append((_parse_word(rest, where), []))
+            section = "schedule"
+        elif section == "schedule":
+            schedules[-1][1].append(_parse_row(line, where))
+        elif section == "kernel" and word == "block":
+            kernels[-1][2].append((_parse_word(rest, where), []))
+        elif section == "kernel":
+            blocks = kernels[-1][2]
+            if not blocks:
+                raise IRError(f"{where}: an op outside a block; expected `block @entry` first")
+            blocks[-1][1].append(parse_op(line, where, sum(len(ops) for _, ops in blocks)))
+        elif word == "input":
+            inputs.append(_parse_input(rest, where))
+        else:
+            header[word] = rest
+    return _module(header, inputs, kernels, schedules, source)
+
+
+def _parse_input(text: str, where: str) -> Input:
+    match = re.fullmatch(r"(\w+) : (\w+)\[([\w, ]*)\] (.*)", text)
+    if not match:
+        raise IRError(f"{where}: not an input; expected `input kv_lengths : i32[B] what it is`")
+    return Input(match[1], match[2], tuple(d.strip() for d in match[3].split(",")), match[4])
+
+
+def _module(header: dict[str, str], inputs: list[Input], kernels: Any, schedules: Any, source: str) -> Module:
+    expected = ("name", "version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask")
+    for key in expected:
+        if key not in header:
+            raise IRError(f"{source}: the module header lacks `{key}`")
+    dims = re.fullmatch(r"qk=(\d+) v=(\d+)", header["head_dim"])
+    if not dims:
+        raise IRError(f"{source}: `head_dim {header['head_dim']}`; expected `head_dim qk=64 v=64`")
+    return Module(
+        name=header["name"],
+        version=header["version"],
+        spec_hash=header["spec"],
+        phase=header["phase"],
+        backend=header["backend"],
+        sharing=header["heads"],
+        head_dim_qk=int(dims[1]),
+        head_dim_v=int(dims[2]),
+        dtypes=tuple(header["dtype"].split()),
+        precision=header["precision"],
+        mask=header["mask"],
+        inputs=tuple(inputs),
+        kernels=tuple(Kernel(n, g, _blocks(b)) for n, g, b in kernels),
+        schedules=tuple((n, tuple(rows)) for n, rows in schedules),
+    )
+
+
+def _blocks(blocks: Iterable[tuple[str, list[Op]]]) -> tuple[Block, ...]:
+    return tuple(Block(name, tuple(ops)) for name, ops in blocks)

@@ -1,0 +1,347 @@
+"""The verifier: one table of rules per phase. A rule yields a reason for each thing that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import networkx as nx
+
+from attngen.errors import VerifyError
+from attngen.ir.expr import prove_le, to_text
+from attngen.ir.graph import PHASES, Kernel, Module
+from attngen.ir.ops import (
+    AXIS_DIM,
+    Arg,
+    Base,
+    Dot,
+    Init,
+    Load,
+    Loop,
+    Map,
+    Mask,
+    Op,
+    Reduce,
+    SoftmaxStep,
+    Store,
+    Type,
+    Yield,
+)
+
+Rule = Callable[[Module, Kernel], Iterator[str]]
+CONSTANTS = {"LOG2E", "LN2"}
+POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
+
+
+def verify(module: Module) -> Module:
+    """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's text."""
+    from attngen.ir.text import print_module
+
+    try:
+        if module.phase not in RULES:
+            raise VerifyError("phase", f"`{module.phase}` is not a phase; expected one of {', '.join(PHASES)}", "")
+        for kernel in module.kernels:
+            for name, rule in RULES[module.phase].items():
+                for reason in rule(module, kernel):
+                    raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
+    except VerifyError as error:
+        raise VerifyError(error.rule, error.reason, print_module(module)) from None
+    return module
+
+
+# ---------------------------------------------------------------------------------------------- every phase
+
+
+def header(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The module's own fields are ones that the templates know."""
+    for key, value, known in (
+        ("heads", module.sharing, ("mha", "mqa", "gqa")),
+        ("precision", module.precision, ("ieee", "tf32")),
+        ("backend", module.backend, ("triton",)),
+        *(("dtype", d, ("bf16", "fp16", "fp32")) for d in module.dtypes),
+        *((f"head_dim {n}", d, range(16, 257, 8)) for n, d in (("qk", module.head_dim_qk), ("v", module.head_dim_v))),
+    ):
+        if value not in known:
+            yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
+    for text in (module.name, *(i.name for i in module.inputs)):
+        if not text.isidentifier():
+            yield f"`{text}` is not an identifier"
+
+
+def order(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Values are defined before they are used, in the same block or in one around it."""
+    if not nx.is_directed_acyclic_graph(kernel.graph):
+        yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
+    parents = {loop.body: kernel.graph.nodes[loop.name]["block"] for loop in kernel.loops}
+    for name, data in kernel.graph.nodes.items():
+        for ref in data["op"].operands():
+            source = kernel.graph.nodes[ref.split(".")[0]]
+            block: str | None = data["block"]
+            while block is not None and block != source["block"]:
+                block = parents.get(block)
+            if block is None or (block == data["block"] and source["order"] >= data["order"]):
+                yield f"%{name} reads %{ref} where it is not defined"
+
+
+def loops(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A loop's fields, its body's arguments and what the body yields are the same, with the same types."""
+    blocks = {b.name: b for b in kernel.blocks}
+    if "entry" not in blocks:
+        yield "no block @entry"
+        return
+    for loop in kernel.loops:
+        if loop.body not in blocks:
+            yield f"%{loop.name} runs @{loop.body}, which is not a block"
+            continue
+        if loop.cls not in ("unknown", "full", "partial", "all"):
+            yield f"%{loop.name} has class `{loop.cls}`; expected unknown, full, partial or all"
+        ops = blocks[loop.body].ops
+        starts = {f: kernel.type_of(r) for f, r in loop.carry}
+        args = {op.name: op.type for op in ops if isinstance(op, Arg)}
+        yields = [op for op in ops if isinstance(op, Yield)]
+        if len(yields) != 1 or ops[-1] is not yields[0]:
+            yield f"@{loop.body} does not end with its one yield"
+        elif not (starts == args == {f: kernel.type_of(r) for f, r in yields[0].values}):
+            yield f"%{loop.name} carries {_fields(starts)}, @{loop.body} takes {_fields(args)} and yields other types or fields"
+
+
+def _fields(types: dict[str, Type]) -> str:
+    return ", ".join(f"{k}: {t.dtype}[{', '.join(t.dims)}]" for k, t in types.items())
+
+
+def references(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A field reference names a result that the op has."""
+    for op in kernel.ops():
+        for ref in op.operands():
+            source, _, field = ref.partition(".")
+            defined = kernel.op(source)
+            known = dict(defined.carry) if isinstance(defined, Loop) else defined.results()
+            if field not in known:
+                yield f"%{op.name} reads %{ref}; %{source} has {', '.join(f'.{k}' if k else 'one result' for k in known) or 'none'}"
+
+
+def types(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Dimensions agree by name: contractions, broadcasts, accesses."""
+    for op in kernel.ops():
+        yield from (f"%{op.name}: {reason}" for reason in _type_errors(kernel, op))
+
+
+def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
+    of = kernel.type_of
+    match op:
+        case Dot():
+            a, b = of(op.a), of(op.b)
+            if len(a.dims) != 2 or len(b.dims) != 2 or op.over not in a.dims or op.over not in b.dims:
+                yield f"cannot contract [{', '.join(a.dims)}] with [{', '.join(b.dims)}] over {op.over}"
+                return
+            dims = tuple(d for t in (a, b) for d in t.dims if d != op.over)
+            if dims != op.type.dims or op.type.dtype != "f32":
+                yield f"the product is f32[{', '.join(dims)}]"
+            if op.acc and of(op.acc).dims != dims:
+                yield f"the accumulator is [{', '.join(of(op.acc).dims)}], the product [{', '.join(dims)}]"
+        case Map() | Mask():
+            for _, ref in op.uses:
+                if not set(of(ref).dims) <= set(op.type.dims):
+                    yield f"%{ref} of [{', '.join(of(ref).dims)}] does not broadcast to [{', '.join(op.type.dims)}]"
+            if isinstance(op, Mask) and of(op.value) != op.type:
+                yield "a masked value keeps its type"
+        case SoftmaxStep():
+            row = op.type.dims[:1]
+            if of(op.s).dims != op.type.dims or of(op.m).dims != row or of(op.l).dims != row:
+                yield f"needs s of [{', '.join(op.type.dims)}], and m and l of its rows"
+        case Reduce():
+            value = of(op.value).dims
+            if op.over not in value or tuple(d for d in value if d != op.over) != op.type.dims:
+                yield f"cannot reduce [{', '.join(value)}] over {op.over} to [{', '.join(op.type.dims)}]"
+            if op.op not in ("sum", "min", "max"):
+                yield f"`{op.op}` is not a reduction; expected sum, min or max"
+        case Load() | Base() | Store():
+            access = op.dst if isinstance(op, Store) else op.src
+            source = of(access.tensor)
+            if source.dtype != "ptr" and not isinstance(op, Base) and len(access.index) != len(source.dims):
+                yield f"%{access.tensor} has {len(source.dims)} dimensions, the access {len(access.index)}"
+            tile = of(op.value).dims if isinstance(op, Store) else op.type.dims
+            dims = tuple(AXIS_DIM[a] for a in access.axes())
+            if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) != dims:
+                yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile)}]"
+            checks = () if isinstance(op, Base) else op.check
+            for axis, when in checks:
+                if axis not in access.axes() or when not in ("always", "partial"):
+                    yield f"cannot check `{axis} if {when}`; expected one of {', '.join(access.axes())}, always or partial"
+
+
+def names(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant."""
+    scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map)) and not op.results()[""].dims}
+    variables = {loop.var for loop in kernel.loops} | {a.var for a in kernel.grid} | set(AXIS_DIM)
+    known = scalars | POSITIONS | CONSTANTS | variables
+    for a in kernel.grid:
+        yield from _unknown(f"the grid axis {a.var}", a.extent, known | {"B", "Hq", "Hkv", "Nq", "Nk"})
+    for op in kernel.ops():
+        extra: set[str] = set()
+        exprs: list[Any] = []
+        match op:
+            case Map():
+                extra, exprs = {s for s, _ in op.uses}, [op.expr]
+            case Mask():
+                extra, exprs = {s for s, _ in op.uses}, [op.where]
+            case Loop():
+                exprs = [e for r in op.ranges for e in r] + list(op.tiles)
+            case Load() | Base():
+                exprs = list(op.src.index)
+            case Store():
+                exprs = list(op.dst.index)
+            case Init():
+                exprs = [op.value]
+        for e in exprs:
+            yield from _unknown(f"%{op.name}", e, known | extra)
+
+
+def _unknown(where: str, e: Any, known: set[str]) -> Iterator[str]:
+    for s in sorted(map(str, getattr(e, "free_symbols", ()))):
+        if s not in known:
+            yield f"{where}: `{to_text(e)}` has `{s}`, which is no operand, scalar or position"
+
+
+# ---------------------------------------------------------------------------------------------- scheduled
+
+
+def classified(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Every loop over tiles has a class."""
+    for loop in kernel.loops:
+        if loop.cls == "unknown":
+            yield f"%{loop.name} has class unknown; classify-tiles and split-loops come first"
+
+
+def covers(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Loops over tiles visit, between them and once each, every tile that holds something visible."""
+    from attngen.passes.classify_tiles import tile_ranges
+
+    for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all"):
+        visible = tile_ranges(kernel, body)
+        pieces = [r for loop in kernel.loops if loop.body == body for r in loop.ranges]
+        chains = [c for c in _chains(pieces) if len(c) == len(pieces)]
+        if not any(prove_le(c[0][0], visible[0]) and prove_le(visible[3], c[-1][1]) for c in chains):
+            have = ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in pieces)
+            need = f"{to_text(visible[0])} .. {to_text(visible[3])}"
+            yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
+
+
+def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
+    """Orders in which each range starts where the one before it ends."""
+    chains = []
+    for first in range(len(pieces)):
+        chain, rest = [pieces[first]], [p for i, p in enumerate(pieces) if i != first]
+        while following := next((p for p in rest if p[0] == chain[-1][1]), None):
+            chain.append(following)
+            rest.remove(following)
+        chains.append(chain)
+    return chains
+
+
+def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A loop of class full runs only over tiles that the mask's expression proves full."""
+    from attngen.passes.classify_tiles import tile_ranges
+
+    for loop in kernel.loops:
+        if loop.cls != "full":
+            continue
+        _, start, end, _ = tile_ranges(kernel, loop.body)
+        for lo, hi in loop.ranges:
+            if not (prove_le(start, lo) and prove_le(hi, end)):
+                yield (
+                    f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)} as class full, but only {to_text(start)} .. "
+                    f"{to_text(end)} is proven to hold nothing masked or out of bounds; class partial is right for any range"
+                )
+
+
+def placed(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Once place-memory has run, every value has a memory space."""
+    spaces = {op.name: t.space for op in kernel.ops() for t in op.results().values()}
+    if "?" in spaces.values() and len(set(spaces.values())) > 1:
+        yield f"%{next(n for n, s in spaces.items() if s == '?')} has no memory space"
+
+
+def fits(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Every row of the schedule table fits the device class it is for."""
+    from attngen.analysis.sram import misfit
+
+    for row in module.rows(kernel.name):
+        reason = misfit(module, kernel, row)
+        if reason:
+            yield reason
+
+
+# ---------------------------------------------------------------------------------------------- target
+
+
+def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
+    """There is a schedule for each device class and element size, ending in one for any number of rows."""
+    from attngen.analysis.sram import elem_sizes
+    from attngen.devices import CLASSES
+
+    rows = module.rows(kernel.name)
+    for device in CLASSES:
+        for size in elem_sizes(module):
+            mine = [r.max_rows for r in rows if (r.device, r.elem_bytes) == (device, size)]
+            limits = [m for m in mine if m is not None]
+            if not mine or mine[-1] is not None or mine.count(None) != 1 or limits != sorted(set(limits)):
+                yield f"the rows for {device} at {size} bytes do not rise to rows<=inf"
+
+
+def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Triton's tiles: powers of two, 16 at least; warps a power of two."""
+    for row in module.rows(kernel.name):
+        for name, value, least in (("BLOCK_Q", row.block_q, 16), ("BLOCK_KV", row.block_kv, 16), ("num_warps", row.num_warps, 1)):
+            if value < least or value & (value - 1):
+                yield f"{row.device}: {name}={value}; Triton needs a power of two, {least} at least"
+        if not 1 <= row.num_stages <= 8:
+            yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"
+
+
+def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Both operands of a dot have the tensors' element type."""
+    for op in kernel.ops():
+        if isinstance(op, Dot):
+            for ref in (op.a, op.b):
+                if kernel.type_of(ref).dtype != "T":
+                    yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to T first"
+
+
+def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Tiles padded to a power of two check the head dimension on every access."""
+    for op in kernel.ops():
+        if isinstance(op, (Load, Store)):
+            dims = kernel.type_of(op.value).dims if isinstance(op, Store) else op.type.dims
+            axes = {a for a, _ in op.check}
+            for d in dims:
+                if d.endswith("_PAD") and d.removesuffix("_PAD").lower() not in axes:
+                    yield f"%{op.name} is padded to {d} but does not check {d.removesuffix('_PAD').lower()}"
+
+
+_STRUCTURE: dict[str, Rule] = {
+    "header": header,
+    "references": references,
+    "order": order,
+    "loops": loops,
+    "types": types,
+    "names": names,
+}
+_SCHEDULED: dict[str, Rule] = {
+    "classified": classified,
+    "covers": covers,
+    "full-is-proven": full_is_proven,
+    "placed": placed,
+    "fits": fits,
+}
+_TARGET: dict[str, Rule] = {
+    "scheduled-everywhere": scheduled_everywhere,
+    "powers-of-two": powers_of_two,
+    "dot-operands": dot_operands,
+    "padding-checked": padding_checked,
+}
+RULES: dict[str, dict[str, Rule]] = {
+    "logical": _STRUCTURE,
+    "scheduled": {**_STRUCTURE, **_SCHEDULED},
+    "target": {**_STRUCTURE, **_SCHEDULED, **_TARGET},
+}

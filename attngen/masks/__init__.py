@@ -1,0 +1,81 @@
+"""Masks, one file each. A new mask is a new file here: it is found by discovery, with no other edit.
+
+A mask file holds one subclass of `Mask`: its parameters (pydantic fields), its run-time inputs, its expression over
+`q_idx`, `kv_idx`, `Nq`, `Nk` and the inputs' names, and a hand-written eager oracle for the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import sympy
+from pydantic import BaseModel, ConfigDict
+
+from attngen.ir.expr import Bool, symbol
+from attngen.ir.graph import Input
+
+if TYPE_CHECKING:
+    import torch
+
+Q, KV, NQ, NK = symbol("q_idx"), symbol("kv_idx"), symbol("Nq"), symbol("Nk")
+
+
+class Mask(BaseModel):
+    """Base of every mask. Fields of the subclass are the parameters that a spec may give."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: ClassVar[str]
+
+    def inputs(self) -> tuple[Input, ...]:
+        """Run-time tensors the mask reads; in the expression their names stand for the element at (b, h, q, kv)."""
+        return ()
+
+    def expression(self) -> Bool:
+        """True where query q_idx may attend to key kv_idx."""
+        raise NotImplementedError
+
+    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        """The oracle: a bool tensor that broadcasts to [B, H, n_q, n_kv], written by hand, apart from `expression`."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for docs: the name, and the parameters that differ from their defaults."""
+        given = self.model_dump(exclude_defaults=True)
+        return f"{self.name}({', '.join(f'{k}={v}' for k, v in given.items())})" if given else self.name
+
+
+class AllOf(Mask):
+    """Several masks at once: visible where every one of them says so."""
+
+    name: ClassVar[str] = "all_of"
+    masks: tuple[Mask, ...]
+
+    def inputs(self) -> tuple[Input, ...]:
+        return tuple({i.name: i for m in self.masks for i in m.inputs()}.values())
+
+    def expression(self) -> Bool:
+        return sympy.And(*(m.expression() for m in self.masks))
+
+    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        first, *rest = (m.reference(n_q, n_kv, device, inputs) for m in self.masks)
+        for mask in rest:
+            first = first & mask
+        return first
+
+    def describe(self) -> str:
+        return " and ".join(m.describe() for m in self.masks)
+
+
+@cache
+def registry() -> dict[str, type[Mask]]:
+    """Every mask by name, from the files of this folder."""
+    found: dict[str, type[Mask]] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for cls in vars(module).values():
+            if isinstance(cls, type) and issubclass(cls, Mask) and cls.__module__ == module.__name__:
+                found[cls.name] = cls
+    return dict(sorted(found.items()))

@@ -1,0 +1,34 @@
+"""Causal: a query sees no key that comes after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from attngen.ir.expr import Bool
+from attngen.masks import KV, NK, NQ, Mask, Q
+
+if TYPE_CHECKING:
+    import torch
+
+Align = Literal["bottom_right", "top_left"]
+
+
+def position_offset(align: Align) -> Any:
+    """Key position of query 0: the last query meets the last key (bottom_right), or the first the first (top_left)."""
+    return NK - NQ if align == "bottom_right" else 0
+
+
+class Causal(Mask):
+    """A query sees no later key. With Nq != Nk, `bottom_right` (FlashAttention) aligns the ends, `top_left` (SDPA) the starts."""
+
+    name: ClassVar[str] = "causal"
+    align: Align = "bottom_right"
+
+    def expression(self) -> Bool:
+        return Q + position_offset(self.align) >= KV
+
+    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        import torch
+
+        diagonal = n_kv - n_q if self.align == "bottom_right" else 0
+        return torch.ones(n_q, n_kv, dtype=torch.bool, device=device).tril(diagonal)[None, None]

@@ -1,0 +1,34 @@
+"""Key padding: each sequence of the batch has its own keys that count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attngen.ir.expr import Bool, symbol
+from attngen.ir.graph import Input
+from attngen.masks import KV, Mask
+
+if TYPE_CHECKING:
+    import torch
+
+
+class KeyPadding(Mask):
+    """Keys that count, per sequence: `key_padding` (bool [B, Nk], True = visible), or with `lengths` the first kv_lengths[b]."""
+
+    name: ClassVar[str] = "key_padding"
+    lengths: bool = False
+
+    def inputs(self) -> tuple[Input, ...]:
+        if self.lengths:
+            return (Input("kv_lengths", "i32", ("B",), "number of keys of each sequence that count, from the first"),)
+        return (Input("key_padding", "b1", ("B", "Nk"), "True where a key may be attended to"),)
+
+    def expression(self) -> Bool:
+        return symbol("kv_lengths") > KV if self.lengths else symbol("key_padding")
+
+    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        import torch
+
+        positions = torch.arange(n_kv, device=device)[None, :]
+        visible: torch.Tensor = positions < inputs["kv_lengths"][:, None] if self.lengths else inputs["key_padding"]
+        return visible[:, None, None, :]

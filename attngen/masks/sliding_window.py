@@ -1,0 +1,48 @@
+"""Sliding window: a query sees `left` keys before it and `right` after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import sympy
+from pydantic import Field, model_validator
+
+from attngen.ir.expr import Bool
+from attngen.masks import KV, Mask, Q
+from attngen.masks.causal import Align, position_offset
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SlidingWindow(Mask):
+    """Keys from `left` before the query to `right` after it; an omitted side is unbounded. Aligned as `causal` is."""
+
+    name: ClassVar[str] = "sliding_window"
+    left: int | None = Field(default=None, ge=0, lt=2**31)
+    right: int | None = Field(default=None, ge=0, lt=2**31)
+    align: Align = "bottom_right"
+
+    @model_validator(mode="after")
+    def _bounded(self) -> SlidingWindow:
+        if self.left is None and self.right is None:
+            raise ValueError("needs `left`, `right` or both; for no bound at all use the mask `none`")
+        return self
+
+    def expression(self) -> Bool:
+        position = Q + position_offset(self.align)
+        left = sympy.true if self.left is None else position - KV <= self.left
+        right = sympy.true if self.right is None else KV - position <= self.right
+        return sympy.And(left, right)
+
+    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        import torch
+
+        shift = n_kv - n_q if self.align == "bottom_right" else 0
+        distance = torch.arange(n_q, device=device)[:, None] + shift - torch.arange(n_kv, device=device)[None, :]
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            visible &= distance <= self.left
+        if self.right is not None:
+            visible &= -distance <= self.right
+        return visible[None, None]

@@ -1,0 +1,104 @@
+"""classify-tiles: from the mask's expression, which tiles along the loop are empty, partial or full.
+
+before:  %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) ...
+after:   the same, with tiles(visible start; full start; full end; visible end), in tiles, in closed form
+
+Each linear inequality of the conjunction is bounded over the box of (this program's tile) x (tile j of the loop): its
+least value says where tiles may hold something visible, its greatest where they hold nothing hidden. A condition that
+is not linear in the indices (a tensor of booleans, say) can be neither, so its tiles are partial.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import sympy
+
+from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select, symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask, Op
+from attngen.passes.base import Pass
+
+Tiles = tuple[Expr, Expr, Expr, Expr]
+
+
+@dataclass(frozen=True)
+class ClassifyTiles(Pass):
+    name: ClassVar[str] = "classify-tiles"
+    phase: ClassVar[str] = "logical"
+
+    def run(self, module: Module) -> Module:
+        def change(kernel: Kernel, op: Op) -> Op:
+            if isinstance(op, Loop) and op.cls == "unknown":
+                return replace(op, tiles=tile_ranges(kernel, op.body))
+            return op
+
+        return module.map_kernels(lambda k: k.rewrite(lambda _, op: [change(k, op)]))
+
+
+def tile_ranges(kernel: Kernel, body: str) -> Tiles:
+    """Visible start, full start, full end, visible end of the loops over `body`, in tiles, from the mask in it."""
+    masks = [op.where for op in kernel.block(body).ops if isinstance(op, Mask)]
+    own = kernel.own_axis
+    return classify(sympy.And(*masks), own=own, loop="kv" if own == "q" else "q")
+
+
+def classify(where: Bool, own: str, loop: str) -> Tiles:
+    """Bounds of tiles j along the axis `loop`, for the program that owns the tile of `own` at `own`_start.
+
+    Sound: every tile with a visible in-bounds pair is in [visible start, visible end), and a tile in [full start, full end)
+    holds no hidden or out-of-bounds pair among valid rows. visible start <= full start <= full end <= visible end.
+    """
+    block, extent = symbol(AXIS_DIM[loop]), symbol(AXIS_EXTENT[loop])
+    conjuncts = sympy.And.make_args(where) if where != sympy.true else ()
+    lows: list[Expr] = [sympy.Integer(0)]
+    highs: list[Expr] = [extent]
+    full_lows: list[Expr] = [sympy.Integer(0)]
+    full_highs: list[Expr] = [extent]
+    for condition in conjuncts:
+        linear = linear_parts(condition, own, loop)
+        if linear is None:  # nothing is known: may be visible anywhere, and full nowhere
+            full_highs.append(sympy.Integer(0))
+            continue
+        a, c, rest = linear  # the condition is a*own + c*loop + rest <= 0
+        least, greatest = _extremes(a, own)
+        _bound(c, rest + least, lows, highs)
+        _bound(c, rest + greatest, full_lows, full_highs)
+    end = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
+    start = sympy.Min(floordiv(sympy.Max(*lows), block), end)
+    full_start = sympy.Min(cdiv(sympy.Max(*full_lows), block), end)  # >= start: each full bound is at least the visible one
+    full_end = sympy.Max(full_start, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block))
+    return start, full_start, full_end, end
+
+
+def _bound(c: int, rest: Expr, lows: list[Expr], highs: list[Expr]) -> None:
+    """Positions x with c*x + rest <= 0, as a lower or an upper (exclusive) bound."""
+    if c > 0:
+        highs.append(1 - rest if c == 1 else floordiv(sympy.Max(0, c - rest), sympy.Integer(c)))
+    elif c < 0:
+        lows.append(rest if c == -1 else cdiv(sympy.Max(0, rest), sympy.Integer(-c)))
+    else:
+        highs.append(select(rest <= 0, highs[0], sympy.Integer(0)))
+
+
+def _extremes(a: int, own: str) -> tuple[Expr, Expr]:
+    """Least and greatest a*x over the program's valid rows x."""
+    first = symbol(f"{own}_start")
+    last = sympy.Min(first + symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])) - 1
+    return (a * first, a * last) if a >= 0 else (a * last, a * first)
+
+
+def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
+    """(a, c, rest) with the condition equal to a*own_idx + c*loop_idx + rest <= 0 over integers; None if not linear."""
+    if not isinstance(condition, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+        return None
+    difference: Any = condition.lts - condition.gts
+    if isinstance(condition, (sympy.Lt, sympy.Gt)):
+        difference = difference + 1
+    own_idx, loop_idx = symbol(f"{own}_idx"), symbol(f"{loop}_idx")
+    a, c = difference.coeff(own_idx), difference.coeff(loop_idx)
+    rest = sympy.expand(difference - a * own_idx - c * loop_idx)
+    if not (a.is_Integer and c.is_Integer) or rest.has(own_idx, loop_idx):
+        return None
+    return int(a), int(c), rest

@@ -1,0 +1,105 @@
+"""legalize-triton: what Triton asks of a kernel, made explicit.
+
+before:  %k = load %K[b, h // group, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
+         %acc_next = dot %soft.p %v over(BLOCK_KV) acc(%rescaled)
+after:   %K_head = base %K[b, h // group] : ptr[] @reg
+         %k = load %K_head[kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
+         %p_cast = map expr(p) uses(p=%soft.p) : T[BLOCK_Q, BLOCK_KV] @reg
+         %acc_next = dot %p_cast %v over(BLOCK_KV) acc(%rescaled)
+
+Heads are addressed in 64 bits, once; operands of a dot share the tensors' element type; fp32 dots state their precision;
+head dimensions that are not powers of two are padded on chip (D_QK_PAD) and checked on every access.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import AXIS_DIM, Access, Arg, Base, Checks, Dot, Load, Map, Op, Store, Type
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class LegalizeTriton(Pass):
+    name: ClassVar[str] = "legalize-triton"
+    phase: ClassVar[str] = "target"
+
+    def run(self, module: Module) -> Module:
+        padded = tuple(n for n, d in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)) if d & (d - 1))
+        precision = module.precision if "fp32" in module.dtypes else ""
+
+        def legal(kernel: Kernel) -> Kernel:
+            kernel = kernel.rewrite(lambda _, op: _cast_operands(kernel, op, precision))
+            kernel = _bases(kernel)
+            return kernel.rewrite(lambda _, op: [_pad(op, padded)])
+
+        return replace(module.map_kernels(legal), phase=self.phase)
+
+
+def _cast_operands(kernel: Kernel, op: Op, precision: str) -> list[Op]:
+    if not isinstance(op, Dot):
+        return [op]
+    casts: list[Op] = []
+    renamed = {}
+    for ref in (op.a, op.b):
+        source = kernel.type_of(ref)
+        if source.dtype != "T":
+            short = ref.rpartition(".")[2]
+            casts.append(Map(f"{short}_cast", symbol(short), ((short, ref),), replace(source, dtype="T")))
+            renamed[ref] = casts[-1].name
+    operands = {k: v for k, v in renamed.items() if k != op.acc}
+    return [*casts, replace(op.with_operands(operands), precision=precision)]
+
+
+def _bases(kernel: Kernel) -> Kernel:
+    """One pointer per tensor and head, made in the outermost block that knows the head."""
+    parents = {loop.body: (kernel.graph.nodes[loop.name]["block"], loop.var) for loop in kernel.loops}
+    made: dict[tuple[str, str], Base] = {}
+    renamed: dict[str, Access] = {}
+
+    for block in kernel.blocks:
+        for op in block.ops:
+            if not isinstance(op, (Load, Store)):
+                continue
+            access = op.dst if isinstance(op, Store) else op.src
+            if not access.axes():
+                continue
+            scalars = tuple(i for i in access.index if str(i) not in AXIS_DIM)
+            needed = {str(s) for i in scalars for s in i.free_symbols}
+            home = block.name
+            while home in parents and parents[home][1] not in needed:
+                home = parents[home][0]
+            name = f"{access.tensor}_{'head' if len(scalars) > 1 else 'batch'}"
+            made.setdefault((home, access.tensor), Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
+            renamed[op.name] = Access(name, tuple(i for i in access.index if str(i) in AXIS_DIM))
+
+    def change(_: str, op: Op) -> list[Op]:
+        if op.name not in renamed:
+            return [op]
+        moved: Any = op
+        return [replace(moved, **{"dst" if isinstance(op, Store) else "src": renamed[op.name]})]
+
+    blocks = []
+    for block in kernel.rewrite(change).blocks:
+        bases = [base for (home, _), base in made.items() if home == block.name]
+        first = next((i for i, op in enumerate(block.ops) if not isinstance(op, Arg)), len(block.ops))
+        blocks.append(replace(block, ops=(*block.ops[:first], *bases, *block.ops[first:])))
+    return replace(kernel, blocks=tuple(blocks))
+
+
+def _pad(op: Op, padded: tuple[str, ...]) -> Op:
+    """Tiles of a padded dimension take its padded name; accesses check it."""
+    changed: Any = op
+    if hasattr(op, "over") and changed.over in padded:
+        changed = replace(changed, over=f"{changed.over}_PAD")
+    if hasattr(op, "type") and not isinstance(op, Arg) or (isinstance(op, Arg) and op.role == "carry"):
+        dims = tuple(f"{d}_PAD" if d in padded else d for d in changed.type.dims)
+        changed = replace(changed, type=replace(changed.type, dims=dims))
+    if isinstance(op, (Load, Store)):
+        access = op.dst if isinstance(op, Store) else op.src
+        extra: Checks = tuple((a, "always") for a in access.axes() if AXIS_DIM[a] in padded)
+        changed = replace(changed, check=(*changed.check, *extra))
+    return changed  # type: ignore[no-any-return]

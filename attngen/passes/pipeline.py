@@ -1,0 +1,57 @@
+"""The passes in order, and running them with verification after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.build import build_module
+from attngen.errors import SpecError, suggest
+from attngen.ir.graph import Module
+from attngen.ir.verify import verify
+from attngen.passes.base import Pass
+from attngen.passes.classify_tiles import ClassifyTiles
+from attngen.passes.dce import Dce
+from attngen.passes.inline_scores import InlineScores
+from attngen.passes.legalize_triton import LegalizeTriton
+from attngen.passes.pipeline_loads import PipelineLoads
+from attngen.passes.place_memory import PlaceMemory
+from attngen.passes.select_tiles import SelectTiles
+from attngen.passes.simplify import Simplify
+from attngen.passes.split_loops import SplitLoops
+from attngen.spec import Spec
+
+
+def passes(spec: Spec) -> tuple[Pass, ...]:
+    """The passes for a spec, with its schedule overrides."""
+    s = spec.schedule
+    return (
+        InlineScores(),
+        ClassifyTiles(),
+        SplitLoops(),
+        Simplify(),
+        PlaceMemory(),
+        SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.num_warps, num_stages=s.num_stages),
+        PipelineLoads(num_stages=s.num_stages),
+        Dce(),
+        LegalizeTriton(),
+    )
+
+
+def stages(spec: Spec) -> Iterator[tuple[str, Module]]:
+    """(name of the step, verified module) from the logical module, `build`, to the target one."""
+    module = verify(build_module(spec))
+    yield "build", module
+    for step in passes(spec):
+        module = verify(step.run(module))
+        yield step.name, module
+
+
+def lower(spec: Spec, after: str | None = None) -> Module:
+    """The module after a pass, or after all of them; SpecError for a pass that does not exist."""
+    names = ["build", *(p.name for p in passes(spec))]
+    if after is not None and after not in names:
+        raise SpecError(f"`{after}` is not a pass; {suggest(after, names)}")
+    for name, module in stages(spec):
+        if name == after:
+            return module
+    return module

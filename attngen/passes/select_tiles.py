@@ -1,0 +1,86 @@
+"""select-tiles: tile sizes and warps for every device class, element size and range of rows; and where to start.
+
+before:  (no schedule)                        grid(q in cdiv(Nq, BLOCK_Q), ...)
+after:   schedule @fwd
+           sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
+                                              grid(q in cdiv(Nq, BLOCK_Q) descending, ...)
+
+Of the candidates that fit, the one that the cost model finds cheapest. Programs with the most tiles start first, so that
+the last to finish are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar
+
+from attngen.analysis.cost import MANY_ROWS, best_stages, cost
+from attngen.analysis.sram import elem_sizes, misfit
+from attngen.analysis.tiles import evaluate, tile_loops, visited
+from attngen.devices import CLASSES
+from attngen.errors import FitError
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.passes.base import Pass
+
+BLOCKS = (16, 32, 64, 128)
+WARPS = (4, 8)
+SHORT_ROWS = (64,)  # ranges of rows, besides "any number", that get a schedule of their own
+
+
+@dataclass(frozen=True)
+class SelectTiles(Pass):
+    name: ClassVar[str] = "select-tiles"
+    phase: ClassVar[str] = "scheduled"
+    block_q: int | None = None  # the spec's overrides
+    block_kv: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def run(self, module: Module) -> Module:
+        module = module.map_kernels(_longest_first)
+        schedules = tuple((k.name, tuple(self._rows(module, k))) for k in module.kernels)
+        return replace(module, schedules=schedules)
+
+    def _rows(self, module: Module, kernel: Kernel) -> Iterator[Row]:
+        for device, elem in product(CLASSES, elem_sizes(module)):
+            rows = [self._choose(module, kernel, device, elem, limit) for limit in (*SHORT_ROWS, None)]
+            for row, after in zip(rows, rows[1:]):
+                if replace(row, max_rows=None) != after:
+                    yield row
+            yield rows[-1]
+
+    def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
+        def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
+            for q, kv, w in product(blocks_q, blocks_kv, warps):
+                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1)
+
+        given_q, given_kv = (self.block_q,) if self.block_q else BLOCKS, (self.block_kv,) if self.block_kv else BLOCKS
+        warps = (self.num_warps,) if self.num_warps else WARPS
+        if not tile_loops(kernel):
+            return Row(device, elem, limit, 64, 64, 4, 1)
+        rows = list(candidates(given_q, given_kv, warps))
+
+        def price(row: Row) -> float:
+            return cost(module, kernel, row if self.num_stages else best_stages(module, kernel, row))
+
+        best = min(rows, key=price)
+        if price(best) < float("inf"):
+            return best
+        fitting = [r for r in rows if not misfit(module, kernel, r)]  # asked for by the spec, though it may spill
+        if not fitting:
+            smallest = min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q))
+            raise FitError(f"{module.name}: {misfit(module, kernel, smallest)}")
+        return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps))
+
+
+def _longest_first(kernel: Kernel) -> Kernel:
+    """Reverse the grid's own axis when later tiles visit more."""
+    if not tile_loops(kernel):
+        return kernel
+    sizes = {"BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
+    own = kernel.own_axis
+    first, last = (int(evaluate(visited(kernel), {**sizes, f"{own}_start": x})) for x in (0, MANY_ROWS - 64))
+    grid = (replace(kernel.grid[0], descending=last > first), *kernel.grid[1:])
+    return replace(kernel, grid=grid)

@@ -1,0 +1,91 @@
+"""simplify: say each condition once, in the form that is cheapest to test.
+
+before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < Nk)
+after:   mask %s where(kv_idx <= Nk - Nq + q_idx)          # for valid queries the first implies the second
+
+Each linear condition is written with the loop's index alone on one side, so that it is compared with one vector that
+does not change in the loop. What is marked `if partial` in a body that no full loop runs becomes unconditional.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import sympy
+
+from attngen.ir.expr import Bool, symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import AXIS_EXTENT, Load, Mask, Op, SoftmaxStep
+from attngen.passes.base import Pass
+from attngen.passes.classify_tiles import linear_parts
+
+
+@dataclass(frozen=True)
+class Simplify(Pass):
+    name: ClassVar[str] = "simplify"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return module.map_kernels(_simplify)
+
+
+def _simplify(kernel: Kernel) -> Kernel:
+    own = kernel.own_axis
+    loop = "kv" if own == "q" else "q"
+    with_full = {x.body for x in kernel.loops if x.cls == "full"}
+
+    def change(block: str, op: Op) -> list[Op]:
+        always = block != "entry" and block not in with_full
+        if isinstance(op, Mask):
+            where = simplify_condition(op.where, own, loop)
+            if where == sympy.true:
+                return []
+            used = {str(s) for s in where.free_symbols}
+            uses = tuple(u for u in op.uses if u[0] in used)
+            return [replace(op, where=where, uses=uses, when="always" if always else op.when)]
+        if isinstance(op, Load) and always:
+            return [replace(op, check=tuple((axis, "always") for axis, _ in op.check))]
+        if isinstance(op, SoftmaxStep) and always:
+            return [replace(op, guard="always")]
+        return [op]
+
+    return kernel.rewrite(change)
+
+
+def simplify_condition(where: Bool, own: str, loop: str) -> Bool:
+    """The conjunction without what the rest implies for valid rows, each part solved for the loop's index."""
+    parts = list(sympy.And.make_args(where)) if where != sympy.true else []
+    kept = list(parts)
+    for part in parts:
+        others = [p for p in kept if p is not part]
+        if any(_implies(p, part, own, loop) for p in others):
+            kept = others
+    return sympy.And(*(_solved(p, own, loop) for p in kept))
+
+
+def _implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
+    """p implies q for rows 0 <= own_idx <= extent - 1, both linear with the same sense in the loop's index."""
+    first, second = linear_parts(p, own, loop), linear_parts(q, own, loop)
+    if first is None or second is None or first[1] != second[1]:
+        return False
+    slope = second[0] - first[0]  # q's left side is at most p's plus slope*own + difference
+    last = symbol(AXIS_EXTENT[own]) - 1
+    greatest = second[2] - first[2] + (slope * last if slope > 0 else 0)
+    return bool(sympy.expand(greatest).is_nonpositive)
+
+
+def _solved(p: Bool, own: str, loop: str) -> Bool:
+    linear = linear_parts(p, own, loop)
+    if linear is None or linear[1] not in (1, -1):
+        return p
+    a, c, rest = linear
+    bound = -c * (a * symbol(f"{own}_idx") + rest)
+    index = symbol(f"{loop}_idx")
+    if c == 1:  # index <= bound; written with < where that drops a constant
+        return index < bound + 1 if _shorter(bound + 1, bound) else index <= bound
+    return index > bound - 1 if _shorter(bound - 1, bound) else index >= bound
+
+
+def _shorter(a: sympy.Expr, b: sympy.Expr) -> bool:
+    return len(sympy.Add.make_args(a)) < len(sympy.Add.make_args(b))
