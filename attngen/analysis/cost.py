@@ -24,7 +24,7 @@ LATENCY = {1: 2500, 2: 1080, 3: 665}  # cycles per turn that only other programs
 SPLIT_MATRIX, SPLIT_ALU = 0.2, 0.019
 REGISTER_LIMIT = 255  # per thread, of the hardware
 LIVE_LIMIT = 180  # tiles live in registers of one thread before the compiler spills
-FMA_LIMIT = 2048  # multiply-adds of one dot per thread, where products are not on matrix units: code size
+FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units: code size
 MANY_ROWS = 4096  # rows that stand for "any number"
 
 
@@ -42,15 +42,14 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     tiled = any(loop.cls != "all" for loop in kernel.loops)
     how = mode(module, row.elem_bytes)
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
-    if row.num_warps > max(4, own // 16):  # two warps on the same rows split the columns, at half the rate
-        return float("inf")
+    crowded = how != "ieee" and row.num_warps > max(4, own // 16)  # warps that share rows split the columns, at half the rate
     matrix = 0.0
     for op in kernel.ops():
         if isinstance(op, Dot):
             flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)
             if how == "ieee" and flops / 2 / threads > FMA_LIMIT:
                 return float("inf")
-            matrix += flops / device.flops_per_cycle[how]
+            matrix += flops / device.flops_per_cycle[how] * (2 if crowded else 1)
     scores = row.block_q * row.block_kv
     split = row.num_warps > 4
     cycles = (MATRIX + SPLIT_MATRIX * split) * matrix + (ALU + SPLIT_ALU * split) * scores

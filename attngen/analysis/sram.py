@@ -10,7 +10,7 @@ from attngen.analysis.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import DTYPE_BYTES, Dot, Init, Load, Map, Mask, SoftmaxStep, Type
+from attngen.ir.ops import DTYPE_BYTES, Dot, Init, Load, Map, Mask, Op, SoftmaxStep, Type
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -33,13 +33,13 @@ def tile_bytes(t: Type) -> Expr:
 
 
 @cache
-def sram_formula(kernel: Kernel, device: DeviceClass, on_matrix_units: bool) -> Expr:
+def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
     How deep a ring of `stages` is, and what scratch there is, depends on whether matrix instructions read their operands
     from shared memory (see DeviceClass). It is an upper bound where Triton keeps a tile in registers or shares room.
     """
-    from_shared = device.reads_shared and on_matrix_units
+    from_shared = device.reads_shared and matrix_units
     depth = STAGES if from_shared else sympy.Max(1, STAGES - 1)
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
@@ -110,10 +110,7 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
-    device = CLASSES[row.device]
-    own = row.block_q if kernel.own_axis == "q" else row.block_kv
-    on_matrix_units = own >= device.matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
-    return sram_formula(kernel, device, on_matrix_units)
+    return sram_formula(kernel, CLASSES[row.device], on_matrix_units(module, kernel, row))
 
 
 def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
@@ -124,9 +121,22 @@ def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 
 
 def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
-    """32-bit registers that live tiles take of each thread."""
-    threads = row.num_warps * CLASSES[row.device].threads_per_warp
-    return int(evaluate(register_formula(kernel), sizes(module, row))) // 4 // threads
+    """32-bit registers of each thread that live tiles take; with them, where products read registers, tiles loaded once."""
+    device = CLASSES[row.device]
+    live = register_formula(kernel)
+    if not (device.reads_shared and on_matrix_units(module, kernel, row)):
+        live += sympy.Add(*(tile_bytes(op.type) for op in kernel.block("entry").ops if _in_sram(op)))
+    return int(evaluate(live, sizes(module, row))) // 4 // (row.num_warps * device.threads_per_warp)
+
+
+def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether products run on the device's own matrix instruction: enough rows, and not full fp32 precision."""
+    own = row.block_q if kernel.own_axis == "q" else row.block_kv
+    return own >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
+
+
+def _in_sram(op: Op) -> bool:
+    return isinstance(op, Load) and op.type.space == "sram"
 
 
 def misfit(module: Module, kernel: Kernel, row: Row) -> str | None:

@@ -102,4 +102,4 @@ def _pad(op: Op, padded: tuple[str, ...]) -> Op:
         access = op.dst if isinstance(op, Store) else op.src
         extra: Checks = tuple((a, "always") for a in access.axes() if AXIS_DIM[a] in padded)
         changed = replace(changed, check=(*changed.check, *extra))
-    return changed  # type: ignore[no-any-return]
+    return changed
