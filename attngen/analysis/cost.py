@@ -23,7 +23,7 @@ STREAM = 0.008  # cycles per byte that a turn loads from L2
 LATENCY = {1: 2500, 2: 1080, 3: 665}  # cycles per turn that only other programs on the SM hide, by depth of the ring
 SPLIT_MATRIX, SPLIT_ALU = 0.2, 0.019
 REGISTER_LIMIT = 255  # per thread, of the hardware
-LIVE_LIMIT = 180  # tiles live in registers of one thread before the compiler spills
+LIVE_LIMIT = 165  # tiles live in registers of one thread before the compiler spills
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units: code size
 MANY_ROWS = 4096  # rows that stand for "any number"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import sympy
@@ -71,24 +72,26 @@ def register_formula(kernel: Kernel) -> Expr:
     for op in kernel.ops():
         if isinstance(op, Init):
             carried += tile_bytes(op.type)
-    widest: Expr = sympy.Integer(0)
-    bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
-    for body in sorted(bodies):
-        ops = kernel.walk(body)
-        last_use = {ref.split(".")[0]: i for i, op in enumerate(ops) for ref in op.operands()}
-        live: dict[str, Expr] = {}
-        peaks = []
-        for i, op in enumerate(ops):
-            if isinstance(op, (Dot, Map, Mask, SoftmaxStep)) and len(op.type.dims) == 2:
-                accumulates = isinstance(op, Dot) and op.acc is not None
-                carried_tile = isinstance(op, Map) and "D_" in "".join(op.type.dims)
-                if not accumulates and not carried_tile:
-                    live[op.name] = tile_bytes(op.type)
-            live = {n: b for n, b in live.items() if last_use.get(n, -1) > i or n == op.name}
-            peaks.append(sympy.Add(*live.values()))
-        probe = {s: v for p in peaks for s, v in zip(sorted(p.free_symbols, key=str), (64, 64, 2))}
-        widest += max(peaks, key=lambda p: p.subs(probe), default=sympy.Integer(0))
-    return carried + widest
+    bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
+    return carried + sympy.Add(*(_widest(kernel, body) for body in bodies))
+
+
+def _widest(kernel: Kernel, body: str) -> Expr:
+    """The most bytes of score-shaped values live at once; an operand of a product is live beside its cast to `T`."""
+    ops = kernel.walk(body)
+    last_use = {ref.split(".")[0]: i for i, op in enumerate(ops) for ref in op.operands()}
+    live: dict[str, Expr] = {}
+    peaks: list[Expr] = [sympy.Integer(0)]
+    for i, op in enumerate(ops):
+        if isinstance(op, Dot):
+            casts = [kernel.type_of(ref) for ref in (op.a, op.b) if kernel.type_of(ref).dtype != "T"]
+            peaks.append(sympy.Add(*live.values(), *(tile_bytes(replace(t, dtype="T")) for t in casts)))
+        live = {n: b for n, b in live.items() if last_use[n] > i}
+        is_score = isinstance(op, (Dot, Map, Mask, SoftmaxStep)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"}
+        if is_score and op.name in last_use:
+            live[op.name] = tile_bytes(op.type)
+        peaks.append(sympy.Add(*live.values()))
+    return max(peaks, key=lambda p: p.subs({s: 64 for s in p.free_symbols - {ELEM}}).subs(ELEM, 2))
 
 
 def sizes(module: Module, row: Row) -> dict[str, int]:

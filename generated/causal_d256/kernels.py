@@ -19,8 +19,7 @@ D_V = tl.constexpr(256)
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
@@ -32,10 +31,10 @@ SCHEDULES = {
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 2}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
         ),
     },
     "delta": {
@@ -57,27 +56,26 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 2}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
         ),
         ("any", 2): (
             (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
         ),
     },
     "dq": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
@@ -89,7 +87,7 @@ SCHEDULES = {
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 2}),
         ),
         ("any", 2): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
