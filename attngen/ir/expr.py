@@ -10,6 +10,7 @@ import ast
 from typing import Any, TypeAlias
 
 import sympy
+from sympy.core.function import Application
 from sympy.printing.str import StrPrinter
 
 from attngen.errors import IRError
@@ -107,7 +108,7 @@ class _Printer(StrPrinter):
     """Prints what `parse` reads."""
 
     def _print_floordiv(self, e: Any) -> str:
-        a, b = (f"({self._print(x)})" if x.is_Add or x.is_Mul else self._print(x) for x in e.args)
+        a, b = (self._print(x) if isinstance(x, Application) or x.is_Symbol or x.is_Integer else f"({self._print(x)})" for x in e.args)
         return f"({a} // {b})"
 
     def _print_Min(self, e: Any) -> str:
@@ -165,11 +166,22 @@ def parse(text: str, where: str = "expression") -> Any:
 
     Raises IRError, naming `where`, on anything outside the grammar.
     """
+    shown = text if len(text) <= 100 else f"{text[:97]}..."
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise IRError(f"{where}: `{text}` is not an expression") from error
-    return _Builder(text, where).visit(tree.body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise IRError(f"{where}: `{shown}` is not an expression") from error
+    try:
+        value = _Builder(shown, where).visit(tree.body)
+    except (TypeError, ValueError) as error:
+        raise IRError(f"{where}: `{shown}` mixes numbers and conditions") from error
+    except RecursionError as error:
+        raise IRError(f"{where}: `{shown}` is nested too deeply") from error
+    except ZeroDivisionError:
+        value = sympy.nan
+    if value.has(sympy.nan, sympy.zoo):
+        raise IRError(f"{where}: `{shown}` has no value: it divides by zero or subtracts infinities")
+    return value
 
 
 class _Builder(ast.NodeVisitor):
@@ -201,6 +213,8 @@ class _Builder(ast.NodeVisitor):
                 return a / b
             case ast.FloorDiv():
                 return floordiv(a, b)
+            case ast.Pow() if b.is_Integer and not (a.is_Number or a.is_Mul):  # how a product of equal factors is printed
+                return a**b
         return self.generic_visit(node.op)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
