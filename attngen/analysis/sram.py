@@ -91,7 +91,7 @@ def _widest(kernel: Kernel, body: str) -> Expr:
         if is_score and op.name in last_use:
             live[op.name] = tile_bytes(op.type)
         peaks.append(sympy.Add(*live.values()))
-    return max(peaks, key=lambda p: p.subs({s: 64 for s in p.free_symbols - {ELEM}}).subs(ELEM, 2))
+    return max(peaks, key=lambda p: p.subs(dict.fromkeys(p.free_symbols - {ELEM}, 64)).subs(ELEM, 2))
 
 
 def sizes(module: Module, row: Row) -> dict[str, int]:

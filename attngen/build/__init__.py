@@ -24,5 +24,6 @@ def build_module(spec: Spec) -> Module:
         precision=spec.fp32_precision,
         mask=spec.mask.describe(),
         inputs=spec.mask.inputs(),
+        derived=spec.mask.derived(),
         kernels=(build_forward(spec), build_delta(spec), build_dkdv(spec), build_dq(spec)),
     )

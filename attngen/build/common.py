@@ -25,6 +25,7 @@ from attngen.ir.ops import (
     Store,
     Type,
 )
+from attngen.masks import is_linear
 from attngen.spec import Spec
 
 SHAPES = {
@@ -76,9 +77,14 @@ class KernelBuilder:
         for name in (*names, "Nq", "Nk"):
             self.scalar(name)
 
+    def _mask_tensors(self) -> list[tuple[str, Type]]:
+        """What the mask reads: its inputs, and what the wrapper derives from them."""
+        given = [(i.name, Type(i.dtype, i.shape)) for i in self.spec.mask.inputs()]
+        return given + [(name, Type("i32", ("B",))) for d in self.spec.mask.derived() for name in d.names]
+
     def inputs(self) -> None:
-        for i in self.spec.mask.inputs():
-            self.add(Arg(i.name.upper(), "in", Type(i.dtype, i.shape)))
+        for name, type_ in self._mask_tensors():
+            self.add(Arg(name.upper(), "in", type_))
 
     def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0) -> str:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
@@ -122,9 +128,9 @@ class KernelBuilder:
     def reads(self, block: str) -> dict[str, str]:
         """Loads of the mask's inputs: in the loop body where they vary along the loop, before the loop elsewhere."""
         found = {}
-        for i in self.spec.mask.inputs():
-            index = tuple(INPUT_AXES[d] for d in i.shape)
-            found[i.name] = self.load(i.name, i.name.upper(), index, block if self.loop_axis in index else "entry")
+        for name, type_ in self._mask_tensors():
+            index = tuple(INPUT_AXES[d] for d in type_.dims)
+            found[name] = self.load(name, name.upper(), index, block if self.loop_axis in index else "entry")
         return found
 
     def mask(self, name: str, value: str, where: Bool, reads: dict[str, str], block: str) -> str:
@@ -133,7 +139,8 @@ class KernelBuilder:
             return value
         names = {str(s) for s in where.free_symbols}
         uses = tuple((n, r) for n, r in reads.items() if n in names)
-        return self.add(Mask(name, value, where, uses, self.types[value]), block)
+        known = {} if is_linear(where) else {"needs": self.spec.mask.needs(), "enough": self.spec.mask.enough()}
+        return self.add(Mask(name, value, where, uses, self.types[value], **known), block)
 
     def kernel(self) -> Kernel:
         return Kernel(self.name, self.grid, tuple(Block(n, tuple(ops)) for n, ops in self.ops.items()))

@@ -172,7 +172,7 @@ class KernelContext:
         """Views of a block's ops, as a loop of class `cls` runs them."""
         nodes = []
         for op in self.kernel.walk(name):
-            if isinstance(op, Arg) or (isinstance(op, Mask) and not _applies(op.when, cls)):
+            if isinstance(op, Arg) or self._idle(op, cls):
                 continue
             if isinstance(op, Loop):
                 nodes += self._bound_nodes(op)
@@ -182,6 +182,15 @@ class KernelContext:
                 self._loop_header(op, text, body)
             nodes.append(Node(KIND[type(op)], text, body))
         return nodes
+
+    def _idle(self, op: Op, cls: str) -> bool:
+        """A mask that loops of this class do not apply, or a value in the same body that only such a mask reads."""
+        if isinstance(op, Mask):
+            return not _applies(op.when, cls)
+        nodes = self.kernel.graph.nodes
+        users = [nodes[n] for n in self.kernel.graph.successors(op.name)]
+        masks = [u["op"] for u in users if isinstance(u["op"], Mask) and u["block"] == nodes[op.name]["block"]]
+        return 0 < len(users) == len(masks) and all(m.value != op.name and self._idle(m, cls) for m in masks)
 
     def _bound_nodes(self, loop: Loop) -> list[Node]:
         """Names for the boundaries of a body's loops, said once before the first of them."""
@@ -274,7 +283,8 @@ class KernelContext:
 
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls)
-        return {"var": self.var(op.name), "ptr": self._pointer(op.src), "check": check, "other": self._constant(op.other)}
+        other = "False" if op.type.dtype == "b1" else self._constant(op.other)
+        return {"var": self.var(op.name), "ptr": self._pointer(op.src), "check": check, "other": other}
 
     def _constant(self, e: Expr) -> str:
         return "0.0" if e == 0 else self.scalar(e)

@@ -86,7 +86,8 @@ def _schedules(module: Module) -> list[Any]:
 
 
 def _module_context(module: Module) -> dict[str, Any]:
-    names = [i.name for i in module.inputs]
+    given = [i.name for i in module.inputs]
+    names = given + [name for d in module.derived for name in d.names]
     return {
         "module": module,
         "sharing_help": _SHARING[module.sharing],
@@ -94,9 +95,11 @@ def _module_context(module: Module) -> dict[str, Any]:
         "torch_dtypes": ", ".join(_TORCH[d] for d in module.dtypes) + ("," if len(module.dtypes) == 1 else ""),
         "input_types": {i.name: _TORCH[i.dtype] for i in module.inputs},
         "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) + ("," if len(i.shape) == 1 else "") for i in module.inputs},
-        "input_args": "".join(f", {n}" for n in names),
-        "input_kwargs": "".join(f", {n}={n}" for n in names),
-        "input_params": "".join(f", {n}: torch.Tensor" for n in names),
+        "input_args": "".join(f", {n}" for n in given),
+        "tensor_args": "".join(f", {n}" for n in names),
+        "tensor_count": len(names),
+        "input_kwargs": "".join(f", {n}={n}" for n in given),
+        "input_params": "".join(f", {n}: torch.Tensor" for n in given),
     }
 
 

@@ -55,6 +55,7 @@ class select(sympy.Function):  # noqa: N801
     """a if condition else b."""
 
     nargs = 3
+    is_extended_real = True
 
     @classmethod
     def eval(cls, condition: Any, a: Expr, b: Expr) -> Expr | None:
@@ -72,12 +73,14 @@ class exp2(sympy.Function):  # noqa: N801
     """2 ** x, the exponential that the hardware has."""
 
     nargs = 1
+    is_extended_real = True
 
 
 class log2(sympy.Function):  # noqa: N801
     """The base-2 logarithm."""
 
     nargs = 1
+    is_extended_real = True
 
 
 FUNCTIONS: dict[str, Any] = {

@@ -115,6 +115,15 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Derived:
+    """Scalars per sequence (i32 [B]) that the wrapper computes from an input, by a function that its template holds."""
+
+    names: tuple[str, ...]
+    function: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of a kernel's schedule table: for a device class, element size and number of rows on the tiled axis."""
 
@@ -143,6 +152,7 @@ class Module:
     precision: str
     mask: str
     inputs: tuple[Input, ...]
+    derived: tuple[Derived, ...]
     kernels: tuple[Kernel, ...]
     schedules: tuple[tuple[str, tuple[Row, ...]], ...] = ()
 

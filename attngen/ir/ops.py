@@ -160,12 +160,18 @@ class Map(Op):
 
 @dataclass(frozen=True)
 class Mask(Op):
-    """Where the condition is false, the score is -inf. `partial`: only loops of that class apply it."""
+    """Where the condition is false, the score is -inf. `partial`: only loops of that class apply it.
+
+    What is known of parts that are not linear in the indices (a tensor of booleans, say): `needs` holds wherever the
+    condition does, and `enough` says where those parts all hold. Both are linear; classify-tiles bounds tiles by them.
+    """
 
     value: str = field(metadata=OPERAND)
     where: Bool
     uses: Uses = field(metadata=OPERAND)
     type: Type
+    needs: Bool = sympy.true
+    enough: Bool = sympy.false
     when: str = "partial"
 
 

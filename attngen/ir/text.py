@@ -12,7 +12,7 @@ from typing import Any
 
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Block, GridAxis, Input, Kernel, Module, Row
+from attngen.ir.graph import Block, Derived, GridAxis, Input, Kernel, Module, Row
 from attngen.ir.ops import KIND, OPS, Access, Op, Type
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
@@ -104,7 +104,7 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(("src", "dst"), _ACCESS),
     **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "l", "scale"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "other"), _EXPR),
+    **dict.fromkeys(("expr", "where", "needs", "enough", "other"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op"), _WORD),
     "score": _FLAG,
     "body": (lambda v: f"@{v}", _parse_word),
@@ -182,6 +182,8 @@ def print_module(module: Module) -> str:
     ]
     for i in module.inputs:
         lines.append(f"  input {i.name} : {i.dtype}[{', '.join(i.shape)}] {i.help}")
+    for d in module.derived:
+        lines.append(f"  derive {' '.join(d.names)} = {d.function}({d.source})")
     for kernel in module.kernels:
         lines += ["", print_kernel(kernel)]
     for name, rows in module.schedules:
@@ -260,6 +262,7 @@ def parse_module(text: str, source: str = "IR") -> Module:
     """
     header: dict[str, str] = {}
     inputs: list[Input] = []
+    derived: list[Derived] = []
     kernels: list[tuple[str, tuple[GridAxis, ...], list[tuple[str, list[Op]]]]] = []
     schedules: list[tuple[str, list[Row]]] = []
     section = "module"
@@ -290,9 +293,11 @@ def parse_module(text: str, source: str = "IR") -> Module:
             blocks[-1][1].append(parse_op(line, where, sum(len(ops) for _, ops in blocks)))
         elif word == "input":
             inputs.append(_parse_input(rest, where))
+        elif word == "derive":
+            derived.append(_parse_derived(rest, where))
         else:
             header[word] = rest
-    return _module(header, inputs, kernels, schedules, source)
+    return _module(header, inputs, derived, kernels, schedules, source)
 
 
 def _parse_input(text: str, where: str) -> Input:
@@ -302,7 +307,14 @@ def _parse_input(text: str, where: str) -> Input:
     return Input(match[1], match[2], tuple(d.strip() for d in match[3].split(",")), match[4])
 
 
-def _module(header: dict[str, str], inputs: list[Input], kernels: Any, schedules: Any, source: str) -> Module:
+def _parse_derived(text: str, where: str) -> Derived:
+    match = re.fullmatch(r"([\w ]+) = (\w+)\((\w+)\)", text)
+    if not match:
+        raise IRError(f"{where}: not a derived input; expected `derive first run end = key_span(key_padding)`")
+    return Derived(tuple(match[1].split()), match[2], match[3])
+
+
+def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived], kernels: Any, schedules: Any, source: str) -> Module:
     expected = ("name", "version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask")
     for key in expected:
         if key not in header:
@@ -323,6 +335,7 @@ def _module(header: dict[str, str], inputs: list[Input], kernels: Any, schedules
         precision=header["precision"],
         mask=header["mask"],
         inputs=tuple(inputs),
+        derived=tuple(derived),
         kernels=tuple(Kernel(n, g, _blocks(b)) for n, g, b in kernels),
         schedules=tuple((n, tuple(rows)) for n, rows in schedules),
     )

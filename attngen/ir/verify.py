@@ -184,7 +184,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
             case Map():
                 extra, exprs = {s for s, _ in op.uses}, [op.expr]
             case Mask():
-                extra, exprs = {s for s, _ in op.uses}, [op.where]
+                extra, exprs = {s for s, _ in op.uses}, [op.where, op.needs, op.enough]
             case Loop():
                 exprs = [e for r in op.ranges for e in r] + list(op.tiles)
             case Load() | Base():

@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 from pydantic import BaseModel, ConfigDict
+from sympy.core.relational import Relational
 
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.graph import Input
+from attngen.ir.graph import Derived, Input
 
 if TYPE_CHECKING:
     import torch
 
 Q, KV, NQ, NK = symbol("q_idx"), symbol("kv_idx"), symbol("Nq"), symbol("Nk")
+
+
+def is_linear(expression: Bool) -> bool:
+    """Whether the expression is a conjunction of comparisons: what classify-tiles can bound."""
+    return all(isinstance(c, Relational) or c == sympy.true for c in sympy.And.make_args(expression))
 
 
 class Mask(BaseModel):
@@ -33,9 +39,21 @@ class Mask(BaseModel):
         """Run-time tensors the mask reads; in the expression their names stand for the element at (b, h, q, kv)."""
         return ()
 
+    def derived(self) -> tuple[Derived, ...]:
+        """Scalars per sequence computed from an input before the kernels run; `needs` and `enough` may name them."""
+        return ()
+
     def expression(self) -> Bool:
         """True where query q_idx may attend to key kv_idx."""
         raise NotImplementedError
+
+    def needs(self) -> Bool:
+        """A linear condition that holds wherever the parts of the expression that are not linear do."""
+        return sympy.true
+
+    def enough(self) -> Bool:
+        """A linear condition under which the parts of the expression that are not linear hold; false if none is known."""
+        return sympy.true if is_linear(self.expression()) else sympy.false
 
     def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         """The oracle: a bool tensor that broadcasts to [B, H, n_q, n_kv], written by hand, apart from `expression`."""
@@ -56,8 +74,17 @@ class AllOf(Mask):
     def inputs(self) -> tuple[Input, ...]:
         return tuple({i.name: i for m in self.masks for i in m.inputs()}.values())
 
+    def derived(self) -> tuple[Derived, ...]:
+        return tuple({d.names: d for m in self.masks for d in m.derived()}.values())
+
     def expression(self) -> Bool:
         return sympy.And(*(m.expression() for m in self.masks))
+
+    def needs(self) -> Bool:
+        return sympy.And(*(m.needs() for m in self.masks))
+
+    def enough(self) -> Bool:
+        return sympy.And(*(m.enough() for m in self.masks))
 
     def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         first, *rest = (m.reference(n_q, n_kv, device, inputs) for m in self.masks)

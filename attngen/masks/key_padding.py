@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import sympy
+
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.graph import Input
+from attngen.ir.graph import Derived, Input
 from attngen.masks import KV, Mask
 
 if TYPE_CHECKING:
     import torch
+
+
+# of each sequence: its first visible key, the end of the unbroken run from there, the end of its last visible key
+SPAN = ("key_padding_first", "key_padding_run", "key_padding_end")
 
 
 class KeyPadding(Mask):
@@ -22,6 +28,17 @@ class KeyPadding(Mask):
         if self.lengths:
             return (Input("kv_lengths", "i32", ("B",), "number of keys of each sequence that count, from the first"),)
         return (Input("key_padding", "b1", ("B", "Nk"), "True where a key may be attended to"),)
+
+    def derived(self) -> tuple[Derived, ...]:
+        return () if self.lengths else (Derived(SPAN, "key_span", "key_padding"),)
+
+    def needs(self) -> Bool:
+        first, _, end = map(symbol, SPAN)
+        return sympy.true if self.lengths else sympy.And(first <= KV, end > KV)
+
+    def enough(self) -> Bool:
+        first, run, _ = map(symbol, SPAN)
+        return sympy.true if self.lengths else sympy.And(first <= KV, run > KV)
 
     def expression(self) -> Bool:
         return symbol("kv_lengths") > KV if self.lengths else symbol("key_padding")

@@ -5,7 +5,8 @@ after:   the same, with tiles(visible start; full start; full end; visible end),
 
 Each linear inequality of the conjunction is bounded over the box of (this program's tile) x (tile j of the loop): its
 least value says where tiles may hold something visible, its greatest where they hold nothing hidden. A condition that
-is not linear in the indices (a tensor of booleans, say) can be neither, so its tiles are partial.
+is not linear in the indices (a tensor of booleans, say) is bounded by what the mask says of it (`needs`, `enough`); with
+nothing known, its tiles are partial.
 """
 
 from __future__ import annotations
@@ -39,32 +40,35 @@ class ClassifyTiles(Pass):
 
 def tile_ranges(kernel: Kernel, body: str) -> Tiles:
     """Visible start, full start, full end, visible end of the loops over `body`, in tiles, from the mask in it."""
-    masks = [op.where for op in kernel.block(body).ops if isinstance(op, Mask)]
+    masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
+    where, needs, enough = (sympy.And(*(getattr(m, f) for m in masks)) for f in ("where", "needs", "enough"))
     own = kernel.own_axis
-    return classify(sympy.And(*masks), own=own, loop="kv" if own == "q" else "q")
+    return classify(where, own=own, loop="kv" if own == "q" else "q", needs=needs, enough=enough)
 
 
-def classify(where: Bool, own: str, loop: str) -> Tiles:
+def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough: Bool = sympy.false) -> Tiles:
     """Bounds of tiles j along the axis `loop`, for the program that owns the tile of `own` at `own`_start.
+
+    `needs` holds wherever the parts of `where` that are not linear do; they all hold wherever `enough` does.
 
     Sound: every tile with a visible in-bounds pair is in [visible start, visible end), and a tile in [full start, full end)
     holds no hidden or out-of-bounds pair among valid rows. visible start <= full start <= full end <= visible end.
     """
     block, extent = symbol(AXIS_DIM[loop]), symbol(AXIS_EXTENT[loop])
-    conjuncts = sympy.And.make_args(where) if where != sympy.true else ()
     lows: list[Expr] = [sympy.Integer(0)]
     highs: list[Expr] = [extent]
     full_lows: list[Expr] = [sympy.Integer(0)]
     full_highs: list[Expr] = [extent]
-    for condition in conjuncts:
-        linear = linear_parts(condition, own, loop)
-        if linear is None:  # nothing is known: may be visible anywhere, and full nowhere
-            full_highs.append(sympy.Integer(0))
-            continue
-        a, c, rest = linear  # the condition is a*own + c*loop + rest <= 0
-        least, greatest = _extremes(a, own)
-        _bound(c, rest + least, lows, highs)
-        _bound(c, rest + greatest, full_lows, full_highs)
+    linear, others = _linear(where, own, loop)
+    if others:  # they hold nowhere outside `needs`, and everywhere inside `enough`
+        known, unknown = _linear(enough, own, loop)
+        full_highs += [sympy.Integer(0)] * len(unknown)
+    else:
+        known = []
+    for a, c, rest in [*linear, *_linear(needs, own, loop)[0]]:  # the condition is a*own + c*loop + rest <= 0
+        _bound(c, rest + _extremes(a, own)[0], lows, highs)
+    for a, c, rest in [*linear, *known]:
+        _bound(c, rest + _extremes(a, own)[1], full_lows, full_highs)
     end = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
     start = sympy.Min(floordiv(sympy.Max(*lows), block), end)
     full_start = sympy.Min(cdiv(sympy.Max(*full_lows), block), end)  # >= start: each full bound is at least the visible one
@@ -87,6 +91,13 @@ def _extremes(a: int, own: str) -> tuple[Expr, Expr]:
     first = symbol(f"{own}_start")
     last = sympy.Min(first + symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])) - 1
     return (a * first, a * last) if a >= 0 else (a * last, a * first)
+
+
+def _linear(where: Bool, own: str, loop: str) -> tuple[list[tuple[int, int, Expr]], list[Bool]]:
+    """The linear parts of a conjunction, and the parts that are not."""
+    parts = sympy.And.make_args(where) if where != sympy.true else ()
+    found = [(part, linear_parts(part, own, loop)) for part in parts]
+    return [x for _, x in found if x is not None], [part for part, x in found if x is None]
 
 
 def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import networkx as nx
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Loop, Store, Yield
+from attngen.ir.ops import Arg, Mask, Store, Yield
 from attngen.passes.base import Pass
 
 
@@ -38,14 +38,9 @@ def _dce(kernel: Kernel) -> Kernel:
 
 
 def _named(kernel: Kernel, live: set[str]) -> set[str]:
-    """Scalars that live loops name in their ranges rather than take as operands, with what these depend on."""
-    symbols = {
-        str(s)
-        for op in kernel.ops()
-        if isinstance(op, Loop) and op.name in live
-        for r in (*op.ranges, op.tiles)
-        for e in r
-        for s in e.free_symbols
-    }
+    """Scalars that loops and masks name rather than take as operands, with what these depend on."""
+    exprs = [e for op in kernel.loops if op.name in live for r in (*op.ranges, op.tiles) for e in r]
+    exprs += [e for op in kernel.ops() if isinstance(op, Mask) for e in (op.needs, op.enough)]
+    symbols = {str(s) for e in exprs for s in e.free_symbols}
     named = {op.name for op in kernel.ops() if op.name in symbols}
     return named.union(*(nx.ancestors(kernel.graph, n) for n in named))

@@ -57,11 +57,12 @@ def attention(
         scale = HEAD_DIM_QK**-0.5
     elif not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
         raise ValueError(f"attention: scale is {scale!r}; expected a positive finite number, or None for 1/sqrt(64)")
+    key_padding_first, key_padding_run, key_padding_end = _key_span(key_padding)
     if q.dtype == torch.bfloat16 and INTERPRETED:  # Triton's interpreter cannot multiply bf16
-        out, lse = _Attention.apply(q.float(), k.float(), v.float(), scale, key_padding)
+        out, lse = _Attention.apply(q.float(), k.float(), v.float(), scale, key_padding, key_padding_first, key_padding_run, key_padding_end)
         out = out.to(torch.bfloat16)
     else:
-        out, lse = _Attention.apply(q, k, v, scale, key_padding)
+        out, lse = _Attention.apply(q, k, v, scale, key_padding, key_padding_first, key_padding_run, key_padding_end)
     return (out, lse) if return_lse else out
 
 
@@ -89,27 +90,27 @@ class Attention(torch.nn.Module):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scale, key_padding):
+    def forward(ctx, q, k, v, scale, key_padding, key_padding_first, key_padding_run, key_padding_end):
         ctx.set_materialize_grads(False)
         ctx.scale = scale
-        out, lse = _forward(q, k, v, scale, key_padding)
-        ctx.save_for_backward(q, k, v, key_padding, out, lse)
+        out, lse = _forward(q, k, v, scale, key_padding, key_padding_first, key_padding_run, key_padding_end)
+        ctx.save_for_backward(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, out, lse)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        q, k, v, key_padding, out, lse = ctx.saved_tensors
+        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, out, lse = ctx.saved_tensors
         need_q, need_k, need_v = ctx.needs_input_grad[:3]
         if grad_out is None and grad_lse is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None, None, None
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        dq, dk, dv = _backward(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, key_padding, need_q, need_k or need_v)
-        return dq, dk if need_k else None, dv if need_v else None, None, None
+        dq, dk, dv = _backward(grad_out, grad_lse, q, k, v, out, lse, ctx.scale, key_padding, key_padding_first, key_padding_run, key_padding_end, need_q, need_k or need_v)
+        return dq, dk if need_k else None, dv if need_v else None, None, None, None, None, None
 
 
-def _forward(q, k, v, scale, key_padding):
+def _forward(q, k, v, scale, key_padding, key_padding_first, key_padding_run, key_padding_end):
     """Launch the forward kernel: (out, lse)."""
     out = _empty_rows(q, HEAD_DIM_V)
     lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
@@ -118,15 +119,15 @@ def _forward(q, k, v, scale, key_padding):
             config = kernels.schedule("fwd", q, q.shape[2])
             grid = (triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0],)
             kernels.fwd[grid](
-                q, k, v, key_padding, out, lse, scale, q.shape[1], q.shape[2], k.shape[2],
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *key_padding.stride()[:1],
-                *out.stride()[:3], *lse.stride()[:2],
+                q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, out, lse,
+                scale, q.shape[1], q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
+                *v.stride()[:3], *key_padding.stride()[:1], *out.stride()[:3], *lse.stride()[:2],
                 **config,
             )
     return out, lse
 
 
-def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, key_padding, need_q, need_kv):
+def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, key_padding, key_padding_first, key_padding_run, key_padding_end, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv), None for what is not needed."""
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
@@ -148,23 +149,35 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, key_padding, need_q,
             config = kernels.schedule("dq", q, q.shape[2])
             grid = (triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0],)
             kernels.dq[grid](
-                q, k, v, grad_out, lse2, delta, key_padding, dq, scale, q.shape[1], q.shape[2],
-                k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                *grad_out.stride()[:3], *lse2.stride()[:2], *delta.stride()[:2],
-                *key_padding.stride()[:1], *dq.stride()[:3],
+                q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run,
+                key_padding_end, dq, scale, q.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
+                *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
+                *delta.stride()[:2], *key_padding.stride()[:1], *dq.stride()[:3],
                 **config,
             )
         if need_kv and dk.numel():
             config = kernels.schedule("dkdv", q, k.shape[2])
             grid = (triton.cdiv(k.shape[2], config["BLOCK_KV"]) * q.shape[1] * q.shape[0],)
             kernels.dkdv[grid](
-                q, k, v, grad_out, lse2, delta, key_padding, dk, dv, scale, q.shape[1], q.shape[2],
-                k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                *grad_out.stride()[:3], *lse2.stride()[:2], *delta.stride()[:2],
-                *key_padding.stride()[:1], *dk.stride()[:3], *dv.stride()[:3],
+                q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run,
+                key_padding_end, dk, dv, scale, q.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
+                *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
+                *delta.stride()[:2], *key_padding.stride()[:1], *dk.stride()[:3], *dv.stride()[:3],
                 **config,
             )
     return dq, dk, dv
+
+
+def _key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per row of a bool [B, Nk]: its first True, the end of the unbroken run from there, the end of its last True; i32 [B]."""
+    n = visible.shape[1]
+    if n == 0:
+        return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
+    position = torch.arange(n, device=visible.device, dtype=torch.int32)
+    first = torch.where(visible, position, n).amin(1)
+    end = torch.where(visible, position + 1, 0).amax(1)
+    run = torch.where(visible | (position < first[:, None]), n, position).amin(1)
+    return first, run, end
 
 
 def _empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -19,22 +19,19 @@ D_V = tl.constexpr(64)
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "delta": {
@@ -56,39 +53,36 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "dq": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
     },
 }
@@ -118,9 +112,10 @@ def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def fwd(
-    Q, K, V, KEY_PADDING, O, LSE, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
-    stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_key_padding_b, stride_o_b,
-    stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
+    Q, K, V, KEY_PADDING, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, O, LSE, scale, Hq,
+    Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b,
+    stride_v_h, stride_v_n, stride_key_padding_b, stride_o_b, stride_o_h, stride_o_n, stride_lse_b,
+    stride_lse_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -152,16 +147,42 @@ def fwd(
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
+    key_padding_first = tl.load(KEY_PADDING_FIRST + b)
+    key_padding_run = tl.load(KEY_PADDING_RUN + b)
+    key_padding_end = tl.load(KEY_PADDING_END + b)
     # key tiles that this program visits
-    kv_end = tl.cdiv(Nk, BLOCK_KV)
+    kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, key_padding_end)), BLOCK_KV)
+    kv_first = tl.minimum(kv_end, tl.maximum(0, key_padding_first) // BLOCK_KV)
+    kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))
+    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, key_padding_run)) // BLOCK_KV)
+    # tiles with nothing to mask: no mask, no bounds checks
+    for kv_tile in tl.range(kv_full_first, kv_full_end):
+        kv_start = kv_tile * BLOCK_KV
+        k = tl.load(
+            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+        )
+        s = tl.dot(q, tl.trans(k))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
+        alpha = tl.exp2((m - m_new) * qk_scale)
+        l_new = l * alpha + tl.sum(p, 1)
+        rescaled = acc * alpha[:, None]
+        v = tl.load(
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+        )
+        p_cast = p.to(dtype)
+        acc = tl.dot(p_cast, v, rescaled)
+        m = m_new
+        l = l_new
     # tiles that the mask or the ends of the tensors cut
-    for kv_tile in tl.range(0, kv_end):
+    for kv_tile in tl.range(kv_first, kv_full_first + (kv_end - kv_full_end)):
+        kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         key_padding = tl.load(
             KEY_PADDING_batch + kv_start + kv_off,
             mask=kv_idx < Nk,
-            other=0.0,
+            other=False,
         )
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
@@ -239,11 +260,11 @@ def delta(
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def dkdv(
-    Q, K, V, dO, LSE2, DELTA, KEY_PADDING, dK, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h,
-    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
-    stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_key_padding_b, stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h,
-    stride_dv_n,
+    Q, K, V, dO, LSE2, DELTA, KEY_PADDING, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, dK,
+    dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n,
+    stride_v_b, stride_v_h, stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b,
+    stride_lse2_h, stride_delta_b, stride_delta_h, stride_key_padding_b, stride_dk_b, stride_dk_h,
+    stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -283,14 +304,37 @@ def dkdv(
     key_padding = tl.load(
         KEY_PADDING_batch + kv_start + kv_off,
         mask=kv_idx < Nk,
-        other=0.0,
+        other=False,
     )
+    key_padding_first = tl.load(KEY_PADDING_FIRST + b)
+    key_padding_run = tl.load(KEY_PADDING_RUN + b)
+    key_padding_end = tl.load(KEY_PADDING_END + b)
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     # query tiles that this program visits
-    q_end = tl.cdiv(Nq, BLOCK_Q)
+    q_end = tl.cdiv(tl.minimum(tl.minimum(Nq, tl.where(1 + kv_start - key_padding_end <= 0, Nq, 0)), tl.where(1 + key_padding_first - tl.minimum(Nk, kv_start + BLOCK_KV) <= 0, Nq, 0)), BLOCK_Q)
+    q_full_end = tl.minimum(tl.minimum(Nq, tl.where(key_padding_first - kv_start <= 0, Nq, 0)), tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) - key_padding_run <= 0, Nq, 0)) // BLOCK_Q
+    # tiles with nothing to mask: no mask, no bounds checks
+    for q_tile in tl.range(0, q_full_end):
+        q_start = q_tile * BLOCK_Q
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+        )
+        lse2 = tl.load(LSE2_head + q_start + q_off)
+        s = tl.dot(k, tl.trans(q))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
+        do = tl.load(
+            dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
+        )
+        p_cast = p.to(dtype)
+        dv = tl.dot(p_cast, do, dv)
+        delta = tl.load(DELTA_head + q_start + q_off)
+        dp = tl.dot(v, tl.trans(do))
+        ds = p * (dp - delta[None, :])
+        ds_cast = ds.to(dtype)
+        dk = tl.dot(ds_cast, q, dk)
     # tiles that the mask or the ends of the tensors cut
-    for q_tile in tl.range(0, q_end):
+    for q_tile in tl.range(q_full_end, q_end):
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
         q = tl.load(
@@ -330,10 +374,11 @@ def dkdv(
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def dq(
-    Q, K, V, dO, LSE2, DELTA, KEY_PADDING, dQ, scale, Hq, Nq, Nk, stride_q_b, stride_q_h,
-    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
-    stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_key_padding_b, stride_dq_b, stride_dq_h, stride_dq_n,
+    Q, K, V, dO, LSE2, DELTA, KEY_PADDING, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, dQ,
+    scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n,
+    stride_v_b, stride_v_h, stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b,
+    stride_lse2_h, stride_delta_b, stride_delta_h, stride_key_padding_b, stride_dq_b, stride_dq_h,
+    stride_dq_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
@@ -372,16 +417,38 @@ def dq(
     lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
     delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
+    key_padding_first = tl.load(KEY_PADDING_FIRST + b)
+    key_padding_run = tl.load(KEY_PADDING_RUN + b)
+    key_padding_end = tl.load(KEY_PADDING_END + b)
     # key tiles that this program visits
-    kv_end = tl.cdiv(Nk, BLOCK_KV)
+    kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, key_padding_end)), BLOCK_KV)
+    kv_first = tl.minimum(kv_end, tl.maximum(0, key_padding_first) // BLOCK_KV)
+    kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))
+    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, key_padding_run)) // BLOCK_KV)
+    # tiles with nothing to mask: no mask, no bounds checks
+    for kv_tile in tl.range(kv_full_first, kv_full_end):
+        kv_start = kv_tile * BLOCK_KV
+        k = tl.load(
+            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+        )
+        s = tl.dot(q, tl.trans(k))
+        p = tl.exp2(s * qk_scale - lse2[:, None])
+        v = tl.load(
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+        )
+        dp = tl.dot(do, tl.trans(v))
+        ds = p * (dp - delta[:, None])
+        ds_cast = ds.to(dtype)
+        dq = tl.dot(ds_cast, k, dq)
     # tiles that the mask or the ends of the tensors cut
-    for kv_tile in tl.range(0, kv_end):
+    for kv_tile in tl.range(kv_first, kv_full_first + (kv_end - kv_full_end)):
+        kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         key_padding = tl.load(
             KEY_PADDING_batch + kv_start + kv_off,
             mask=kv_idx < Nk,
-            other=0.0,
+            other=False,
         )
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
