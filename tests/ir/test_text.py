@@ -1,0 +1,168 @@
+"""The textual IR: printing and parsing undo each other, and what does not parse is refused with its line."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attngen.errors import IRError
+from attngen.ir.expr import parse, to_text
+from attngen.ir.text import parse_module, print_module
+from tests.helpers import ROOT, SPECS, edit, lowered, target
+
+# ---------------------------------------------------------------------------------------------- modules
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_stage_prints_what_parses(name):
+    for stage, module in lowered(name).items():
+        text = print_module(module)
+        assert print_module(parse_module(text)) == text, stage
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "generated").glob("*/schedule.ir")), ids=lambda p: p.parent.name)
+def test_committed_text_is_a_fixed_point(path):
+    text = path.read_text()
+    assert print_module(parse_module(text)) == text
+
+
+def test_comments_and_blank_lines_do_not_count():
+    text = print_module(target("full_mha"))
+    assert print_module(parse_module("// a comment\n\n" + text.replace("\nkernel", "\n\n  // another\nkernel"))) == text
+
+
+BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, what the error says)
+    "unknown op": ("= init -inf", "= fill -inf", "`fill` is not an op; known: arg, base, load"),
+    "missing positional": ("= dot %q %k over(D_QK)", "= dot %q", "`dot` needs a and b after its name"),
+    "missing field": ("over(D_QK) ", "", "dot lacks over"),
+    "missing type": (" : f32[BLOCK_Q, BLOCK_KV] @reg", "", "dot lacks type"),
+    "unknown field": ("over(D_QK)", "over(D_QK) colour(red)", "`colour(red)` is not a field of dot; known: acc, over, precision"),
+    "bad type": ("f32[BLOCK_Q] @reg", "f32(BLOCK_Q) @reg", "is not a type; expected `f32[BLOCK_Q, D_V] @reg`"),
+    "bad space": ("f32[BLOCK_Q] @reg", "f32[BLOCK_Q] @disk", "is not a type"),
+    "bad range": ("ranges(0 .. ", "ranges(0 to ", "is not a range; expected `0 .. cdiv(Nk, BLOCK_KV)`"),
+    "bad access": ("load %Q_head[q, d_qk]", "load Q_head[q]", "`Q_head[q]` is not an access; expected `%K[b, h, kv, d_qk]`"),
+    "bad reference": ("= dot %q %k", "= dot q %k", "`q` is not a value; expected `%name` or `%name.field`"),
+    "bad word": ("over(D_QK)", "over(D QK)", "`D QK` is not a word"),
+    "bad expression": ("expr(LOG2E*scale)", "expr(LOG2E scale)", "`LOG2E scale` is not an expression"),
+    "call": ("expr(LOG2E*scale)", "expr(print(scale))", "calls `print`; known: cdiv, exp2"),
+    "bad grid": ("q in cdiv(Nq, BLOCK_Q)", "q to cdiv(Nq, BLOCK_Q)", "is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`"),
+    "bad kernel": ("kernel @fwd grid(", "kernel fwd grid(", "not a kernel header; expected `kernel @fwd grid(...)`"),
+    "op outside a block": ("  block @entry\n", "", "an op outside a block; expected `block @entry` first"),
+    "bad schedule row": ("rows<=inf : BLOCK_Q=", "rows=inf : BLOCK_Q=", "not a schedule row; expected `sm90 bytes=2 rows<=inf"),
+    "bad module name": ("module @full_mha", "module @full mha", "`@full mha` is not a word"),
+    "bad input": ("  mask none\n", "  mask none\n  input key : b1\n", "not an input; expected `input kv_lengths : i32[B] what it is`"),
+}
+
+
+@pytest.mark.parametrize("old, new, reason", BAD_LINES.values(), ids=BAD_LINES)
+def test_an_error_names_source_line_and_what_was_expected(old, new, reason):
+    text = print_module(target("full_mha"))
+    wrong = edit(text, (old, new))
+    line = next(n for n, (a, b) in enumerate(zip(wrong.splitlines(), text.splitlines()), 1) if a != b)
+    with pytest.raises(IRError) as error:
+        parse_module(wrong, "edited.ir")
+    assert str(error.value).startswith(f"edited.ir, line {line}: ")
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask"])
+def test_every_key_of_the_header_is_needed(key):
+    text = print_module(target("full_mha"))
+    line = next(line for line in text.splitlines() if line.startswith(f"  {key} "))
+    with pytest.raises(IRError, match=f"^edited.ir: the module header lacks `{key}`$"):
+        parse_module(edit(text, (line + "\n", "")), "edited.ir")
+
+
+def test_the_head_dimension_has_a_form():
+    with pytest.raises(IRError, match="edited.ir.*`head_dim 64`; expected `head_dim qk=64 v=64`"):
+        parse_module(edit(print_module(target("full_mha")), ("head_dim qk=64 v=64", "head_dim 64")), "edited.ir")
+
+
+# ---------------------------------------------------------------------------------------------- expressions
+
+NUMBERS = st.sampled_from(["0", "1", "2", "7", "0.5", "inf", "Nq", "Nk", "BLOCK_KV", "q_idx", "kv_idx", "s", "LOG2E"])
+CONDITIONS = st.sampled_from(
+    ["true", "key_padding", "q_idx <= kv_idx", "s > 0 and Nq < Nk", "not (s < 1 or Nq >= 2)", "kv_idx < 4 or false"]
+)
+
+
+def _larger(inner):
+    operators = st.sampled_from(["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / ({})", "({}) // ({})"])
+    calls = st.sampled_from(["min({}, {})", "max({}, {})", "cdiv({}, {})", "floordiv({}, {})", "exp2({})", "log2({})", "-({})"])
+    selects = CONDITIONS.map(lambda c: f"select({c}, {{}}, {{}})")
+    return st.builds(str.format, operators | calls | selects, inner, inner)
+
+
+TEXTS = st.recursive(NUMBERS, _larger, max_leaves=6)
+CONDITION_TEXTS = st.builds(
+    "{} {} {} {} {}".format, TEXTS, st.sampled_from(["<", "<=", ">", ">="]), TEXTS, st.sampled_from(["and", "or"]), CONDITIONS
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS | CONDITION_TEXTS)
+def test_an_expression_prints_what_parses_to_itself(text):
+    try:
+        e = parse(text)
+    except IRError as error:
+        assert "has no value" in str(error)  # divided by zero, inf - inf
+        return
+    assert parse(to_text(e)) == e
+
+
+@pytest.mark.parametrize(
+    "text, printed",
+    [
+        ("Nq*Nq/Nk", "Nq**2/Nk"),
+        ("(Nq + 1) // BLOCK_Q", "(Nq + 1) // BLOCK_Q"),
+        ("Nq // (Nk // 2)", "Nq // (Nk // 2)"),
+        ("Nq // (Nk / 2)", "Nq // (Nk/2)"),
+        ("(s < 1 or s > 2) and s <= 5", "s <= 5 and (s > 2 or s < 1)"),
+        ("not (s < 1)", "s >= 1"),
+        ("select(l > 0, 1/l, 0)", "select(l > 0, 1/l, 0)"),
+        ("-inf", "-inf"),
+        ("cdiv(7, 2) + 7 // 2 + floordiv(-1, 2)", "6"),
+        ("max(Nq, 0) + min(Nk, 0)", "Nq"),
+    ],
+)
+def test_how_expressions_print(text, printed):
+    assert to_text(parse(text)) == printed
+
+
+OUTSIDE = """
+print(1) | __import__('os') | eval(s) | s.real | s[0] | lambda: s | 's' | b's' | f'{s}' | [s for s in s] | {s} | {s: s} | (s, s)
+s if s else s | s := 1 | (s := 1) | await s | *s | s @ s | s << 2 | s & s | s % 2 | ~s | +s | s == s | s != s | s < s < s | s is s
+s in s | None | True | ... | 1j | exp2(x=s) | exp2(*s) | exp2(s)(s) | (exp2)(s, s) | select(s, s) | s; s | import os | s = 1 | s s
+2**s | 9**9**9 | s**s | (9*s)**99 | 1/0 | 5 // 0 | cdiv(5, 0) | inf - inf | true + 1 | s and 3 | (s < 1) < s | min(s < 1, 2)
+"""
+
+
+@pytest.mark.parametrize("text", ["", " ", *(t.strip() for line in OUTSIDE.split("\n") for t in line.split(" | ") if t.strip())])
+def test_outside_the_grammar_is_refused(text):
+    with pytest.raises(IRError, match="^mask: "):
+        parse(text, "mask")
+
+
+@pytest.mark.parametrize("text", ["+".join(["s"] * 5000), "(" * 500 + "s" + ")" * 500, "-" * 5000 + "s", "9" * 5000])
+def test_absurd_expressions_are_refused_in_few_words(text):
+    with pytest.raises(IRError) as error:
+        parse(text, "mask")
+    assert len(str(error.value)) < 250
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("sN q(),.*/+-<>=and'0123_[]:", max_size=12))
+def test_any_text_parses_or_is_refused(text):
+    try:
+        e = parse(text)
+    except IRError:
+        return
+    assert parse(to_text(e)) == e
+
+
+def test_nothing_is_evaluated(monkeypatch):
+    """Names are symbols, whatever Python knows them as."""
+    for name in ("eval", "exec"):
+        monkeypatch.setattr(f"builtins.{name}", lambda *a, **k: pytest.fail("an expression was evaluated"))
+    assert parse("__import__ + print").free_symbols == {parse("__import__"), parse("print")}
