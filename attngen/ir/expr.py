@@ -27,8 +27,8 @@ class floordiv(sympy.Function):  # noqa: N801 - printed by its name
 
     @classmethod
     def eval(cls, a: Expr, b: Expr) -> Expr | None:
-        if a.is_Integer and b.is_Integer:
-            return sympy.Integer(int(a) // int(b))
+        if a.is_Number and b.is_Number:
+            return sympy.floor(a / b)
         return a if b == 1 or a == 0 else None
 
     def _eval_is_nonnegative(self) -> bool | None:
@@ -43,8 +43,8 @@ class cdiv(sympy.Function):  # noqa: N801
 
     @classmethod
     def eval(cls, a: Expr, b: Expr) -> Expr | None:
-        if a.is_Integer and b.is_Integer:
-            return sympy.Integer(-(-int(a) // int(b)))
+        if a.is_Number and b.is_Number:
+            return sympy.ceiling(a / b)
         return a if b == 1 or a == 0 else None
 
     def _eval_is_nonnegative(self) -> bool | None:
@@ -176,14 +176,12 @@ def parse(text: str, where: str = "expression") -> Any:
         raise IRError(f"{where}: `{shown}` is not an expression") from error
     try:
         value = _Builder(shown, where).visit(tree.body)
-    except (TypeError, ValueError) as error:
-        raise IRError(f"{where}: `{shown}` mixes numbers and conditions") from error
+    except (TypeError, ValueError):
+        value = sympy.nan
     except RecursionError as error:
         raise IRError(f"{where}: `{shown}` is nested too deeply") from error
-    except ZeroDivisionError:
-        value = sympy.nan
     if value.has(sympy.nan, sympy.zoo):
-        raise IRError(f"{where}: `{shown}` has no value: it divides by zero or subtracts infinities")
+        raise IRError(f"{where}: `{shown}` has no value: it divides by zero, subtracts infinities, or mixes numbers and conditions")
     return value
 
 

@@ -28,6 +28,7 @@ _POSITIONAL = {
     "reduce": ("op", "value"),
     "store": ("dst", "value"),
 }
+_HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask")
 _UNNAMED = ("yield", "store")  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
@@ -209,6 +210,9 @@ def parse_op(line: str, where: str, position: int) -> Op:
         raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(OPS)}")
     positional = _POSITIONAL.get(kind, ())
     codecs = {**_CODECS, "value": _EXPR} if kind == "init" else _CODECS
+    if bool(head) == (kind in _UNNAMED) or (head and not head[1:].isidentifier()):
+        form = "no name, as it has no result" if kind in _UNNAMED else "`%name = ...`"
+        raise IRError(f"{where}: `{head}` does not name {kind}; expected {form}")
     values: dict[str, Any] = {"name": head[1:] if head else f"{kind}_{position}"}
     if len(words) <= len(positional):
         raise IRError(f"{where}: `{kind}` needs {' and '.join(positional)} after its name")
@@ -221,6 +225,8 @@ def parse_op(line: str, where: str, position: int) -> Op:
             raise IRError(f"{where}: `{word}` is not a field of {kind}; known: {', '.join(sorted(known))}")
         values[match[1]] = _CODECS[match[1]][1](match[2], where)
     if typed[1]:
+        if "type" not in (f.name for f in fields(OPS[kind])):
+            raise IRError(f"{where}: {kind} has no type; expected nothing from `:` on")
         values["type"] = _parse_type(typed[1], where)
     try:
         return OPS[kind](**values)
@@ -295,8 +301,10 @@ def parse_module(text: str, source: str = "IR") -> Module:
             inputs.append(_parse_input(rest, where))
         elif word == "derive":
             derived.append(_parse_derived(rest, where))
-        else:
+        elif word in _HEADER_KEYS:
             header[word] = rest
+        else:
+            raise IRError(f"{where}: `{word}` is not a key of the header; known: {', '.join(_HEADER_KEYS)}, input, derive")
     return _module(header, inputs, derived, kernels, schedules, source)
 
 
@@ -315,8 +323,7 @@ def _parse_derived(text: str, where: str) -> Derived:
 
 
 def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived], kernels: Any, schedules: Any, source: str) -> Module:
-    expected = ("name", "version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask")
-    for key in expected:
+    for key in ("name", *_HEADER_KEYS):
         if key not in header:
             raise IRError(f"{source}: the module header lacks `{key}`")
     dims = re.fullmatch(r"qk=(\d+) v=(\d+)", header["head_dim"])

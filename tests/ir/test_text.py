@@ -33,6 +33,12 @@ def test_comments_and_blank_lines_do_not_count():
 
 
 BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, what the error says)
+    "unknown key": ("  mask none", "  colour red", "`colour` is not a key of the header; known: version, spec, phase"),
+    "op outside a kernel": ("  mask none", "  %x = init 0 : f32[] @reg", "`%x` is not a key of the header"),
+    "no name": ("%m_init = init", "init", "`` does not name init; expected `%name = ...`"),
+    "name that is no word": ("%m_init = init", "%m init = init", "`%m init` does not name init; expected `%name = ...`"),
+    "name without a result": ("    yield ", "    %y = yield ", "`%y` does not name yield; expected no name, as it has no result"),
+    "type without a result": ("acc=%acc_next)\n", "acc=%acc_next) : f32[] @reg\n", "yield has no type; expected nothing from `:` on"),
     "unknown op": ("= init -inf", "= fill -inf", "`fill` is not an op; known: arg, base, load"),
     "missing positional": ("= dot %q %k over(D_QK)", "= dot %q", "`dot` needs a and b after its name"),
     "missing field": ("over(D_QK) ", "", "dot lacks over"),
@@ -88,7 +94,7 @@ CONDITIONS = st.sampled_from(
 
 
 def _larger(inner):
-    operators = st.sampled_from(["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / ({})", "({}) // ({})"])
+    operators = st.sampled_from(["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / l", "({}) // ({})"])
     calls = st.sampled_from(["min({}, {})", "max({}, {})", "cdiv({}, {})", "floordiv({}, {})", "exp2({})", "log2({})", "-({})"])
     selects = CONDITIONS.map(lambda c: f"select({c}, {{}}, {{}})")
     return st.builds(str.format, operators | calls | selects, inner, inner)
