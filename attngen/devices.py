@@ -30,12 +30,13 @@ class DeviceClass:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU's roofs: dense FLOP/s by element type, bytes/s of device memory."""
+    """One GPU's roofs: dense FLOP/s by element type, bytes/s of device memory, and the cache before it."""
 
     name: str
     cls: str
     sms: int
     hbm_bytes_per_s: float
+    cache_bytes: float  # of the last level of cache, which all SMs share
     flops: dict[str, float]
     source: str
 
@@ -81,6 +82,7 @@ DEVICES = {
             "sm80",
             108,
             2.039e12,
+            40e6,
             {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
             "NVIDIA A100 80GB datasheet (SXM4), 2021: dense rates",
         ),
@@ -89,6 +91,7 @@ DEVICES = {
             "sm90",
             132,
             3.35e12,
+            50e6,
             {"bf16": 989.4e12, "fp16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12},
             "NVIDIA H100 Tensor Core GPU architecture whitepaper (SXM5), table 2: dense rates",
         ),
@@ -97,6 +100,7 @@ DEVICES = {
             "sm90",
             132,
             4.8e12,
+            50e6,
             {"bf16": 989.4e12, "fp16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12},
             "NVIDIA H200 datasheet (SXM), 2024; measured on one: bf16 matmul 790 TFLOP/s, copy 4.26 TB/s",
         ),
@@ -105,6 +109,7 @@ DEVICES = {
             "sm100",
             148,
             8.0e12,
+            126e6,
             {"bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 80e12},
             "NVIDIA Blackwell datasheet, 2024 (per GPU of DGX B200): dense rates",
         ),
@@ -113,6 +118,7 @@ DEVICES = {
             "gfx942",
             304,
             5.3e12,
+            256e6,
             {"bf16": 1307.4e12, "fp16": 1307.4e12, "tf32": 653.7e12, "fp32": 163.4e12},
             "AMD Instinct MI300X datasheet, 2023: dense rates",
         ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attngen.analysis.flops import executed_flops, useful_flops
+from attngen.analysis.cost import occupancy
+from attngen.analysis.flops import executed_flops
 from attngen.analysis.io import hbm_bytes, standard_bytes
-from attngen.analysis.sram import misfit, sizes, sram_bytes
+from attngen.analysis.sram import misfit, sizes, sram_bytes, tile_width
 from attngen.analysis.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
@@ -34,7 +35,8 @@ class Estimate:
     row: Row
     sram: int
     limit: int
-    bytes: float
+    loaded: float  # bytes that programs load and store
+    bytes: float  # bytes of them that HBM moves, with the device's cache
     flops: float
     compute_s: float
     memory_s: float
@@ -81,13 +83,16 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     row = row_for(module, kernel, device, rows)
     numbers = values(module, kernel, row, problem)
     rate = device.flops[("tf32" if module.precision == "tf32" else "fp32") if row.elem_bytes == 4 else "bf16"]
-    flops, moved = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
+    flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
     assert misfit(module, kernel, row) is None
+    cached = working_set(module, kernel, row, device, problem) <= device.cache_bytes
+    moved = min(loaded, compulsory_bytes(module, kernel, problem, row.elem_bytes)) if cached else loaded
     return Estimate(
         kernel.name,
         row,
         sram_bytes(module, kernel, row),
         CLASSES[device.cls].smem_per_block,
+        loaded,
         moved,
         flops,
         flops / rate,
@@ -95,8 +100,18 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     )
 
 
+def working_set(module: Module, kernel: Kernel, row: Row, device: Device, problem: Problem) -> float:
+    """Bytes that the programs in flight at one time stream through: the other axis' rows of as many heads as they span."""
+    own, other = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
+    block = row.block_q if kernel.own_axis == "q" else row.block_kv
+    in_flight = device.sms * occupancy(module, kernel, row)
+    heads = min(-(-in_flight * block // max(1, own)), problem.batch * problem.q_heads)
+    per_row = (tile_width(module.head_dim_qk) + tile_width(module.head_dim_v)) * row.elem_bytes
+    return float(heads * other * per_row)
+
+
 def compulsory_bytes(module: Module, kernel: Kernel, problem: Problem, elem: int) -> float:
-    """Each input read once and each output written once: what is left if the L2 serves every re-read."""
+    """Each input read once and each output written once: what is left if the cache serves every re-read."""
     named = {
         "B": problem.batch,
         "Hq": problem.q_heads,
@@ -120,9 +135,3 @@ def standard_total(module: Module, direction: str, row: Row, problem: Problem) -
     """Bytes of standard attention for the whole problem."""
     numbers = {**sizes(module, row), "Nq": problem.n_q, "Nk": problem.n_kv}
     return float(evaluate(standard_bytes(direction), numbers)) * problem.batch * problem.q_heads
-
-
-def useful_total(module: Module, direction: str, row: Row, problem: Problem) -> float:
-    """FLOPs of the algorithm for the whole problem, over the tiles that the mask leaves."""
-    kernel = module.kernel("fwd" if direction == "forward" else "dq")
-    return float(evaluate(useful_flops(module, direction), values(module, kernel, row, problem)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import TypeGuard
 
 import sympy
 
@@ -15,6 +16,7 @@ from attngen.ir.ops import DTYPE_BYTES, Dot, Init, Load, Map, Mask, Op, SoftmaxS
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
+SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 
 def elem_sizes(module: Module) -> tuple[int, ...]:
@@ -87,8 +89,7 @@ def _widest(kernel: Kernel, body: str) -> Expr:
             casts = [kernel.type_of(ref) for ref in (op.a, op.b) if kernel.type_of(ref).dtype != "T"]
             peaks.append(sympy.Add(*live.values(), *(tile_bytes(replace(t, dtype="T")) for t in casts)))
         live = {n: b for n, b in live.items() if last_use[n] > i}
-        is_score = isinstance(op, (Dot, Map, Mask, SoftmaxStep)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"}
-        if is_score and op.name in last_use:
+        if isinstance(op, (Dot, Map, Mask, SoftmaxStep)) and set(op.type.dims) == SCORES and op.name in last_use:
             live[op.name] = tile_bytes(op.type)
         peaks.append(sympy.Add(*live.values()))
     return max(peaks, key=lambda p: p.subs(dict.fromkeys(p.free_symbols - {ELEM}, 64)).subs(ELEM, 2))
@@ -138,7 +139,7 @@ def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
     return own >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
 
 
-def _in_sram(op: Op) -> bool:
+def _in_sram(op: Op) -> TypeGuard[Load]:
     return isinstance(op, Load) and op.type.space == "sram"
 
 

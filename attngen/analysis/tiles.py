@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import sympy
+from sympy.core.relational import Relational
 
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask
 
+NO_BOUND = 2**30
 POSITION = sympy.Symbol("i", integer=True, nonnegative=True)  # index of the program's own tile
 
 
@@ -35,28 +36,36 @@ def tile_sum(kernel: Kernel) -> Expr:
 
 @cache
 def _compiled(e: Expr) -> tuple[list[str], Any]:
-    """The expression's symbols and a numpy function of them. Its source is sympy's print of a tree that we built."""
-    functions = {"floordiv": lambda a, b: a // b, "cdiv": lambda a, b: -(-a // b), "select": np.where}
+    """The expression's symbols and a Python function of them. Its source is sympy's print of a tree that we built."""
+    functions = {"floordiv": lambda a, b: a // b, "cdiv": lambda a, b: -(-a // b), "select": lambda c, a, b: a if c else b}
     names = sorted(str(s) for s in e.free_symbols)
-    return names, sympy.lambdify([symbol(n) for n in names], e, modules=[functions, "numpy"])
+    return names, sympy.lambdify([symbol(n) for n in names], e, modules=[functions, "math"])
 
 
 def evaluate(e: Expr, values: dict[str, Any]) -> Any:
-    """Numbers or arrays for an expression of the IR. Run-time scalars that are not given count as no bound."""
+    """The number that an expression of the IR gives for these values of its symbols."""
     names, function = _compiled(e)
-    return function(*(values.get(n, 2**30) for n in names))
+    return function(*(values[n] for n in names))
 
 
+@cache
+def unbounded(kernel: Kernel) -> dict[str, int]:
+    """Values of the mask's run-time scalars (lengths, say) under which they hide nothing."""
+    found: dict[str, int] = {}
+    for op in kernel.ops():
+        conditions = (op.where, op.needs, op.enough) if isinstance(op, Mask) else ()
+        for part in (part for c in conditions for part in c.atoms(Relational)):
+            difference = part.lts - part.gts
+            for s in difference.free_symbols:
+                found[str(s)] = 0 if difference.coeff(s) > 0 else NO_BOUND
+    return found
+
+
+@cache
 def count_tiles(kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv: int, cls: str | None = None) -> int:
-    """Tiles visited for one head with so many rows on the grid's own axis and on the loop's; lengths count as full."""
+    """Tiles visited for one head with so many rows on the grid's own axis and on the loop's; the mask's lengths hide nothing."""
     own, loop = kernel.own_axis, "kv" if kernel.own_axis == "q" else "q"
     block = {"q": block_q, "kv": block_kv}
-    starts = np.arange(0, n_own, block[own], dtype=np.int64)
-    values = {
-        "BLOCK_Q": block_q,
-        "BLOCK_KV": block_kv,
-        AXIS_EXTENT[own]: n_own,
-        AXIS_EXTENT[loop]: n_loop,
-        f"{own}_start": starts,
-    }
-    return int(np.broadcast_to(evaluate(visited(kernel, cls), values), starts.shape).sum())
+    values = {**unbounded(kernel), "BLOCK_Q": block_q, "BLOCK_KV": block_kv, AXIS_EXTENT[own]: n_own, AXIS_EXTENT[loop]: n_loop}
+    tiles = visited(kernel, cls)
+    return sum(int(evaluate(tiles, {**values, f"{own}_start": start})) for start in range(0, n_own, block[own]))

@@ -12,6 +12,7 @@ nothing known, its tiles are partial.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import sympy
@@ -46,6 +47,7 @@ def tile_ranges(kernel: Kernel, body: str) -> Tiles:
     return classify(where, own=own, loop="kv" if own == "q" else "q", needs=needs, enough=enough)
 
 
+@cache
 def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough: Bool = sympy.false) -> Tiles:
     """Bounds of tiles j along the axis `loop`, for the program that owns the tile of `own` at `own`_start.
 
@@ -83,7 +85,15 @@ def _bound(c: int, rest: Expr, lows: list[Expr], highs: list[Expr]) -> None:
     elif c < 0:
         lows.append(rest if c == -1 else cdiv(sympy.Max(0, rest), sympy.Integer(-c)))
     else:
-        highs.append(select(rest <= 0, highs[0], sympy.Integer(0)))
+        highs[0] = select(_condition(rest), highs[0], sympy.Integer(0))
+
+
+def _condition(rest: Expr) -> Bool:
+    """rest <= 0 over integers, with every term on the side where it is positive."""
+    terms = sympy.Add.make_args(sympy.expand(rest))
+    right = sympy.Add(*(-t for t in terms if t.could_extract_minus_sign()))
+    left = sympy.expand(rest + right)
+    return left - 1 < right if left.as_coeff_Add()[0] >= 1 else left <= right
 
 
 def _extremes(a: int, own: str) -> tuple[Expr, Expr]:

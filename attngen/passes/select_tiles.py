@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from attngen.analysis.cost import MANY_ROWS, best_stages, cost
 from attngen.analysis.sram import elem_sizes, misfit
-from attngen.analysis.tiles import evaluate, tile_loops, visited
+from attngen.analysis.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row
@@ -79,7 +79,7 @@ def _longest_first(kernel: Kernel) -> Kernel:
     """Reverse the grid's own axis when later tiles visit more."""
     if not tile_loops(kernel):
         return kernel
-    sizes = {"BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
+    sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
     own = kernel.own_axis
     first, last = (int(evaluate(visited(kernel), {**sizes, f"{own}_start": x})) for x in (0, MANY_ROWS - 64))
     grid = (replace(kernel.grid[0], descending=last > first), *kernel.grid[1:])

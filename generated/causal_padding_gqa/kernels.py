@@ -303,10 +303,10 @@ def dkdv(
         dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g + hkv * group, tl.int64) * stride_delta_h
         # query tiles that this program visits
-        q_end = tl.cdiv(tl.minimum(Nq, tl.where(1 + kv_start - kv_lengths <= 0, Nq, 0)), BLOCK_Q)
+        q_end = tl.cdiv(tl.where(kv_start < kv_lengths, Nq, 0), BLOCK_Q)
         q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
         q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
-        q_full_end = tl.maximum(q_full_first, tl.minimum(Nq, tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) - kv_lengths <= 0, Nq, 0)) // BLOCK_Q)
+        q_full_end = tl.maximum(q_full_first, tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= kv_lengths, Nq, 0) // BLOCK_Q)
         # tiles with nothing to mask: no mask, no bounds checks
         for q_tile in tl.range(q_full_first, q_full_end):
             q_start = q_tile * BLOCK_Q

@@ -19,19 +19,22 @@ D_V = tl.constexpr(64)
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
         ),
     },
     "delta": {
@@ -53,36 +56,39 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "dq": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
 }
@@ -312,8 +318,8 @@ def dkdv(
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     # query tiles that this program visits
-    q_end = tl.cdiv(tl.minimum(tl.minimum(Nq, tl.where(1 + kv_start - key_padding_end <= 0, Nq, 0)), tl.where(1 + key_padding_first - tl.minimum(Nk, kv_start + BLOCK_KV) <= 0, Nq, 0)), BLOCK_Q)
-    q_full_end = tl.minimum(tl.minimum(Nq, tl.where(key_padding_first - kv_start <= 0, Nq, 0)), tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) - key_padding_run <= 0, Nq, 0)) // BLOCK_Q
+    q_end = tl.cdiv(tl.where(1 + key_padding_first <= tl.minimum(Nk, kv_start + BLOCK_KV), tl.where(kv_start < key_padding_end, Nq, 0), 0), BLOCK_Q)
+    q_full_end = tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= key_padding_run, tl.where(key_padding_first <= kv_start, Nq, 0), 0) // BLOCK_Q
     # tiles with nothing to mask: no mask, no bounds checks
     for q_tile in tl.range(0, q_full_end):
         q_start = q_tile * BLOCK_Q
