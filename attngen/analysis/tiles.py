@@ -24,7 +24,7 @@ def tile_loops(kernel: Kernel) -> list[Loop]:
 def visited(kernel: Kernel, cls: str | None = None) -> Expr:
     """Tiles that the program at {own}_start visits, of one class or of both."""
     loops = [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)]
-    return sympy.Add(*(hi - lo for loop in loops for lo, hi in loop.ranges))
+    return sympy.Add(*(kernel.resolve(hi) - kernel.resolve(lo) for loop in loops for lo, hi in loop.ranges))
 
 
 def tile_sum(kernel: Kernel) -> Expr:

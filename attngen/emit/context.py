@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attngen.emit.printer import to_triton
-from attngen.ir.expr import Expr, symbol
+from attngen.ir.expr import Expr
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -62,7 +62,6 @@ class KernelContext:
     def __init__(self, module: Module, kernel: Kernel) -> None:
         self.module, self.kernel = module, kernel
         self.variables = self._variables()
-        self.bounds: dict[str, list[tuple[Expr, str]]] = {}
 
     # ------------------------------------------------------------------ names
 
@@ -174,8 +173,6 @@ class KernelContext:
         for op in self.kernel.walk(name):
             if isinstance(op, Arg) or self._idle(op, cls):
                 continue
-            if isinstance(op, Loop):
-                nodes += self._bound_nodes(op)
             text = getattr(self, f"_{KIND[type(op)]}")(op, cls)
             body = self.block(op.body, op.cls) if isinstance(op, Loop) else []
             if isinstance(op, Loop):
@@ -192,32 +189,8 @@ class KernelContext:
         masks = [u["op"] for u in users if isinstance(u["op"], Mask) and u["block"] == nodes[op.name]["block"]]
         return 0 < len(users) == len(masks) and all(m.value != op.name and self._idle(m, cls) for m in masks)
 
-    def _bound_nodes(self, loop: Loop) -> list[Node]:
-        """Names for the boundaries of a body's loops, said once before the first of them."""
-        if not loop.tiles or loop.body in self.bounds:
-            return []
-        start, full_start, full_end, end = loop.tiles
-        named: list[tuple[Expr, str]] = []
-        lines = []
-        ranges = {e for x in self.kernel.loops if x.body == loop.body for r in x.ranges for e in r}
-        for e, name in ((end, "end"), (start, "first"), (full_start, "full_first"), (full_end, "full_end")):
-            if e in ranges and not e.is_Atom and e not in (b for b, _ in named):
-                short = e.xreplace({earlier: symbol(earlier_name) for earlier, earlier_name in named})
-                named.append((e, f"{loop.var}_{name}"))
-                lines.append((f"{loop.var}_{name}", self.scalar(short)))
-        self.bounds[loop.body] = named
-        return [Node("bounds", {"lines": lines, "axis": {"q": "query", "kv": "key"}[loop.var]})] if lines else []
-
     def _loop(self, op: Loop, cls: str) -> dict[str, Any]:
-        named = self.bounds.get(op.body, [])
-        ranges = []
-        for lo, hi in op.ranges:
-            short = []
-            for e in (lo, hi):
-                name = next((n for b, n in named if b == e), None)
-                short.append(name or self.scalar(e))
-            ranges.append(tuple(short))
-        return {"ranges": ranges, "cls": op.cls}
+        return {"ranges": [(self.scalar(lo), self.scalar(hi)) for lo, hi in op.ranges], "cls": op.cls}
 
     def _loop_header(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
         """Loop variable, its range, and the lines that every turn starts with."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,43 +14,61 @@ def write_module(files: dict[str, str], folder: Path) -> bool:
     """Write a generated module to `folder`, whole or not at all; True if anything changed.
 
     The files are written to a temporary folder beside it, which is then moved into place. Raises AttngenError if `folder`
-    holds something that attngen did not generate.
+    holds something that attngen did not generate, or cannot be written.
     """
-    if folder.exists() and not (folder / "schedule.ir").is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AttngenError(f"{folder} exists and is not a generated module (it has no schedule.ir); give another --out")
+    _refuse_strangers(files, folder)
     if read_module(folder) == files:
         return False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise AttngenError(f"cannot write to {folder.parent}: {error.strerror}") from error
-    try:
-        for name, text in files.items():
-            (fresh / name).write_text(text, encoding="utf-8", newline="\n")
-        fresh.chmod(0o755)
-        old = fresh.with_name(f"{fresh.name}-old")
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(fresh, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            fresh, old = Path(temporary) / "fresh", Path(temporary) / "old"
+            fresh.mkdir()
+            for name, text in files.items():
+                (fresh / name).write_text(text, encoding="utf-8", newline="\n")
+            _swap(fresh, folder, old)
     except OSError as error:
         raise AttngenError(f"cannot write {folder}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return True
+
+
+def _refuse_strangers(files: dict[str, str], folder: Path) -> None:
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise AttngenError(f"{folder} exists and is not a folder; give another --out")
+    found = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {"__pycache__"}
+    if found and "schedule.ir" not in found:
+        raise AttngenError(f"{folder} exists and is not a generated module (it has no schedule.ir); give another --out")
+    if strangers := sorted(found - set(files)):
+        raise AttngenError(f"{folder} holds {', '.join(strangers)}, which attngen does not write; move it elsewhere, or give another --out")
+
+
+def _swap(fresh: Path, folder: Path, old: Path) -> None:
+    """Move `fresh` to `folder` and what was there to `old`; if that fails, everything is where it was."""
+    if not folder.exists():
+        os.rename(fresh, folder)
+        return
+    os.rename(folder, old)
+    try:
+        os.rename(fresh, folder)
+    except BaseException:
+        os.rename(old, folder)
+        raise
 
 
 def read_module(folder: Path) -> dict[str, str]:
     """The files of a generated module; Python's caches do not count."""
     if not folder.is_dir():
         return {}
-    found = (p for p in folder.iterdir() if p.is_file())
+    found = (p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     return {p.name: p.read_text(encoding="utf-8", errors="replace") for p in sorted(found)}
 
 
 def diff_module(files: dict[str, str], folder: Path) -> str:
     """A unified diff from what is in `folder` to what should be; empty if they are the same."""
+    if not folder.exists():
+        return f"{folder} does not exist"
     have = read_module(folder)
     parts: list[str] = []
     for name in sorted({*files, *have}):

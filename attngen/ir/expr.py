@@ -243,6 +243,11 @@ class _Builder(ast.NodeVisitor):
             raise IRError(f"{self.where}: `{self.text}`: {error}") from error
 
 
+def conjuncts(e: Bool) -> list[Bool]:
+    """The parts of a conjunction, in an order that does not depend on hashes; none for `true`."""
+    return sorted(sympy.And.make_args(e), key=sympy.default_sort_key) if e != sympy.true else []
+
+
 def prove_le(a: Expr, b: Expr) -> bool:
     """True only if a <= b for every value of the symbols; False means not proven."""
     if a == b or (b - a).is_nonnegative:

@@ -12,8 +12,8 @@ from functools import cached_property
 import networkx as nx
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import Expr
-from attngen.ir.ops import Arg, Loop, Op, Type
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.ops import Arg, Loop, Map, Op, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -84,6 +84,13 @@ class Kernel:
         if isinstance(op, Loop):
             return self.type_of(dict(op.carry)[field])
         return op.results()[field]
+
+    def resolve(self, e: Expr) -> Expr:
+        """An expression with the named integer scalars of the kernel written out."""
+        named = {symbol(op.name): op.expr for op in self.ops() if isinstance(op, Map) and op.type.dtype == "i32" and not op.type.dims}
+        while named.keys() & e.free_symbols:
+            e = e.xreplace(named)
+        return e
 
     @property
     def args(self) -> list[Arg]:

@@ -139,7 +139,7 @@ def print_op(op: Op) -> str:
     words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
     for f in fields(op):
         value = getattr(op, f.name)
-        if f.name in ("name", "type", *positional) or value is None or (f.default is not MISSING and value == f.default):
+        if f.name in ("name", "type", *positional) or value in (None, ()) or (f.default is not MISSING and value == f.default):
             continue
         words.append(f"{f.name}({_CODECS[f.name][0](value)})")
     line = " ".join(words)
@@ -219,6 +219,8 @@ def parse_op(line: str, where: str, position: int) -> Op:
     for name, word in zip(positional, words[1:]):
         values[name] = codecs[name][1](word, where)
     known = {f.name for f in fields(OPS[kind])} - {"name", "type", *positional}
+    if "uses" in known:
+        values["uses"] = ()
     for word in words[1 + len(positional) :]:
         match = re.fullmatch(r"(\w+)\((.*)\)", word)
         if not match or match[1] not in known:

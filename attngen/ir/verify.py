@@ -219,12 +219,16 @@ def covers(module: Module, kernel: Kernel) -> Iterator[str]:
 
     for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all"):
         visible = tile_ranges(kernel, body)
-        pieces = [r for loop in kernel.loops if loop.body == body for r in loop.ranges]
+        pieces = [_resolved(kernel, r) for loop in kernel.loops if loop.body == body for r in loop.ranges]
         chains = [c for c in _chains(pieces) if len(c) == len(pieces)]
         if not any(prove_le(c[0][0], visible[0]) and prove_le(visible[3], c[-1][1]) for c in chains):
             have = ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in pieces)
             need = f"{to_text(visible[0])} .. {to_text(visible[3])}"
             yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
+
+
+def _resolved(kernel: Kernel, pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    return kernel.resolve(pair[0]), kernel.resolve(pair[1])
 
 
 def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
@@ -247,7 +251,7 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
         if loop.cls != "full":
             continue
         _, start, end, _ = tile_ranges(kernel, loop.body)
-        for lo, hi in loop.ranges:
+        for lo, hi in (_resolved(kernel, r) for r in loop.ranges):
             if not (prove_le(start, lo) and prove_le(hi, end)):
                 yield (
                     f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)} as class full, but only {to_text(start)} .. "

@@ -15,7 +15,7 @@ import sympy
 from pydantic import BaseModel, ConfigDict
 from sympy.core.relational import Relational
 
-from attngen.ir.expr import Bool, symbol
+from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.graph import Derived, Input
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ Q, KV, NQ, NK = symbol("q_idx"), symbol("kv_idx"), symbol("Nq"), symbol("Nk")
 
 def is_linear(expression: Bool) -> bool:
     """Whether the expression is a conjunction of comparisons: what classify-tiles can bound."""
-    return all(isinstance(c, Relational) or c == sympy.true for c in sympy.And.make_args(expression))
+    return all(isinstance(c, Relational) for c in conjuncts(expression))
 
 
 class Mask(BaseModel):

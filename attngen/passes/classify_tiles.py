@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select, symbol
+from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, floordiv, select, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask, Op
 from attngen.passes.base import Pass
@@ -105,8 +105,7 @@ def _extremes(a: int, own: str) -> tuple[Expr, Expr]:
 
 def _linear(where: Bool, own: str, loop: str) -> tuple[list[tuple[int, int, Expr]], list[Bool]]:
     """The linear parts of a conjunction, and the parts that are not."""
-    parts = sympy.And.make_args(where) if where != sympy.true else ()
-    found = [(part, linear_parts(part, own, loop)) for part in parts]
+    found = [(part, linear_parts(part, own, loop)) for part in conjuncts(where)]
     return [x for _, x in found if x is not None], [part for part, x in found if x is None]
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.expr import Bool, symbol
+from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_EXTENT, Load, Mask, Op, SoftmaxStep
 from attngen.passes.base import Pass
@@ -55,7 +55,7 @@ def _simplify(kernel: Kernel) -> Kernel:
 
 def simplify_condition(where: Bool, own: str, loop: str) -> Bool:
     """The conjunction without what the rest implies for valid rows, each part solved for the loop's index."""
-    parts = list(sympy.And.make_args(where)) if where != sympy.true else []
+    parts = conjuncts(where)
     kept = list(parts)
     for part in parts:
         others = [p for p in kept if p is not part]

@@ -1,8 +1,9 @@
 """split-loops: one loop over all tiles becomes a loop over the full ones and a loop over the partial ones.
 
 before:  %keys = loop kv ranges(0 .. n) body(@step) tiles(a; b; c; d)
-after:   %keys_full = loop kv ranges(b .. c) body(@step) cls(full)
-         %keys_partial = loop kv ranges(a .. b, c .. d) carry(...=%keys_full....) body(@step) cls(partial)
+after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %kv_full_end: those that are not constants)
+         %keys_full = loop kv ranges(kv_full_first .. kv_full_end) body(@step) cls(full)
+         %keys_partial = loop kv ranges(kv_first .. kv_full_first, kv_full_end .. kv_end) body(@step) cls(partial)
 
 Empty tiles are in neither. A range that is provably empty is left out, and so is a loop without ranges. Both loops run
 the same body, in which what is marked `partial` applies in the second alone. Order does not matter to online softmax
@@ -15,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Loop, Op
+from attngen.ir.ops import Arg, Loop, Map, Op, Type
 from attngen.passes.base import Pass
 
 
@@ -36,16 +38,36 @@ def _split(kernel: Kernel) -> Kernel:
         op = op.with_operands(renamed)
         if not isinstance(op, Loop) or not op.tiles:
             return [op]
-        a, b, c, d = op.tiles
-        loops: list[Op] = []
+        bounds, (a, b, c, d) = _name_bounds(kernel, op)
+        loops: list[Op] = [*bounds]
         carry = op.carry
         for cls, pairs in (("full", ((b, c),)), ("partial", ((a, b), (c, d)))):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
             if ranges:
-                loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls)
+                loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())
                 loops.append(loop)
                 carry = tuple((f, f"{loop.name}.{f}") for f, _ in carry)
         renamed.update({f"{op.name}.{f}": r for f, r in carry})
         return loops
 
     return kernel.rewrite(change)
+
+
+def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
+    """The boundaries as named scalars, each in terms of those before it; and the names (or constants), in loop order."""
+    start, full_start, full_end, end = loop.tiles
+    names: dict[Expr, Expr] = {}
+    bounds: list[Map] = []
+    for e, word in ((end, "end"), (start, "first"), (full_start, "full_first"), (full_end, "full_end")):
+        if e in names or e.is_Integer:
+            continue
+        short = e.xreplace(names)
+        uses = tuple((str(s), str(s)) for s in sorted(short.free_symbols, key=str) if _is_value(kernel, str(s), bounds))
+        bounds.append(Map(f"{loop.var}_{word}", short, uses, Type("i32")))
+        names[e] = symbol(bounds[-1].name)
+    return bounds, [names.get(e, e) for e in loop.tiles]
+
+
+def _is_value(kernel: Kernel, name: str, bounds: list[Map]) -> bool:
+    """Whether a symbol is an op's result rather than a size, a tile size or a position."""
+    return name in {b.name for b in bounds} or (name in kernel.graph and not isinstance(kernel.op(name), Arg))

@@ -151,7 +151,6 @@ def fwd(
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
-    # key tiles that this program visits
     kv_end = tl.cdiv(Nk, BLOCK_KV)
     kv_full_end = Nk // BLOCK_KV
     # tiles with nothing to mask: no mask, no bounds checks
@@ -294,7 +293,6 @@ def dkdv(
     )
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
-    # query tiles that this program visits
     q_end = tl.cdiv(Nq, BLOCK_Q)
     q_full_end = Nq // BLOCK_Q
     # tiles with nothing to mask: no mask, no bounds checks
@@ -397,7 +395,6 @@ def dq(
     lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
     delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
-    # key tiles that this program visits
     kv_end = tl.cdiv(Nk, BLOCK_KV)
     kv_full_end = Nk // BLOCK_KV
     # tiles with nothing to mask: no mask, no bounds checks

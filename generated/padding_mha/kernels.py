@@ -156,7 +156,6 @@ def fwd(
     key_padding_first = tl.load(KEY_PADDING_FIRST + b)
     key_padding_run = tl.load(KEY_PADDING_RUN + b)
     key_padding_end = tl.load(KEY_PADDING_END + b)
-    # key tiles that this program visits
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, key_padding_end)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, key_padding_first) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))
@@ -317,8 +316,7 @@ def dkdv(
     key_padding_end = tl.load(KEY_PADDING_END + b)
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
-    # query tiles that this program visits
-    q_end = tl.cdiv(tl.where(1 + key_padding_first <= tl.minimum(Nk, kv_start + BLOCK_KV), tl.where(kv_start < key_padding_end, Nq, 0), 0), BLOCK_Q)
+    q_end = tl.cdiv(tl.where(kv_start < key_padding_end, tl.where(key_padding_first < tl.minimum(Nk, kv_start + BLOCK_KV), Nq, 0), 0), BLOCK_Q)
     q_full_end = tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= key_padding_run, tl.where(key_padding_first <= kv_start, Nq, 0), 0) // BLOCK_Q
     # tiles with nothing to mask: no mask, no bounds checks
     for q_tile in tl.range(0, q_full_end):
@@ -426,7 +424,6 @@ def dq(
     key_padding_first = tl.load(KEY_PADDING_FIRST + b)
     key_padding_run = tl.load(KEY_PADDING_RUN + b)
     key_padding_end = tl.load(KEY_PADDING_END + b)
-    # key tiles that this program visits
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, key_padding_end)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, key_padding_first) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))

@@ -154,7 +154,6 @@ def fwd(
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
-    # key tiles that this program visits
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 1023 - Nq) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1024 - Nq), BLOCK_KV))
@@ -302,7 +301,6 @@ def dkdv(
         LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g + hkv * group, tl.int64) * stride_delta_h
-        # query tiles that this program visits
         q_end = tl.cdiv(tl.maximum(0, tl.minimum(Nq, 1023 + Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q)
         q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
         q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
@@ -409,7 +407,6 @@ def dq(
     lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
     delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
-    # key tiles that this program visits
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 1023 - Nq) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1024 - Nq), BLOCK_KV))
