@@ -10,21 +10,22 @@ from dataclasses import dataclass
 KIB = 1024
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceClass:
     """What the generated code tells apart at run time: limits of one program and of one SM (compute unit), and how
     Triton keeps tiles on chip there (read off compiled kernels: docs/perf-log.md)."""
 
-    name: str
+    name: str  # for HIP devices, the architecture's own name
+    capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     smem_per_block: int  # bytes of shared memory one program may have, at most
     smem_per_sm: int  # bytes
-    registers_per_sm: int  # of 32 bits
-    threads_per_warp: int
+    registers_per_sm: int = 65536  # of 32 bits
+    threads_per_warp: int = 32
     matrix_rows: int  # least rows of a matrix instruction's accumulator
     flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed
-    reads_shared: bool  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
-    keeps_reused: bool  # a streamed tile that several products read has one buffer more
-    shares_stationary: bool  # tiles loaded once go on to registers and leave their room to the ring
+    reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
+    keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
+    shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
     source: str
 
 
@@ -41,21 +42,41 @@ class Device:
     source: str
 
 
-_NV = "CUDA C++ Programming Guide 13.0, technical specifications per compute capability"
-
-
-def _nvidia(name: str, smem: int, smem_sm: int, rows: int, flops: tuple[int, int, int], source: str, **kept: bool) -> DeviceClass:
-    rates = dict(zip(("16-bit", "tf32", "ieee"), flops))
-    kept = {"reads_shared": False, "keeps_reused": False, **kept}
-    return DeviceClass(name, smem * KIB, smem_sm * KIB, 65536, 32, rows, rates, shares_stationary=False, source=f"{_NV}; {source}", **kept)
-
+_CUDA = "CUDA C++ Programming Guide 13.0, technical specifications per compute capability"
 
 CLASSES = {
     c.name: c
     for c in (
-        _nvidia("sm80", 163, 164, 16, (2048, 1024, 128), "NVIDIA A100 whitepaper, 2020"),
-        _nvidia("sm90", 227, 228, 64, (4096, 2048, 256), "NVIDIA H100 whitepaper, 2022", reads_shared=True),
-        _nvidia("sm100", 227, 228, 64, (8192, 4096, 256), "NVIDIA Blackwell datasheet, 2024", reads_shared=True, keeps_reused=True),
+        DeviceClass(
+            name="sm80",
+            capabilities=((8, 0),),
+            smem_per_block=163 * KIB,
+            smem_per_sm=164 * KIB,
+            matrix_rows=16,
+            flops_per_cycle={"16-bit": 2048, "tf32": 1024, "ieee": 128},
+            source=f"{_CUDA}; NVIDIA A100 whitepaper, 2020",
+        ),
+        DeviceClass(
+            name="sm90",
+            capabilities=((9, 0),),
+            smem_per_block=227 * KIB,
+            smem_per_sm=228 * KIB,
+            matrix_rows=64,
+            flops_per_cycle={"16-bit": 4096, "tf32": 2048, "ieee": 256},
+            reads_shared=True,
+            source=f"{_CUDA}; NVIDIA H100 whitepaper, 2022",
+        ),
+        DeviceClass(
+            name="sm100",
+            capabilities=((10, 0), (10, 3)),
+            smem_per_block=227 * KIB,
+            smem_per_sm=228 * KIB,
+            matrix_rows=64,
+            flops_per_cycle={"16-bit": 8192, "tf32": 4096, "ieee": 256},
+            reads_shared=True,
+            keeps_reused=True,
+            source=f"{_CUDA}; NVIDIA Blackwell datasheet, 2024",
+        ),
         DeviceClass(
             name="gfx942",
             smem_per_block=64 * KIB,
@@ -64,13 +85,17 @@ CLASSES = {
             threads_per_warp=64,
             matrix_rows=16,
             flops_per_cycle={"16-bit": 2048, "tf32": 1024, "ieee": 256},
-            reads_shared=False,
-            keeps_reused=False,
             shares_stationary=True,
             source="AMD CDNA 3 whitepaper, 2023: LDS, VGPRs and matrix rates of a compute unit",
         ),
-        # Any other GPU: what the least of those that Triton supports has.
-        _nvidia("any", 64, 64, 16, (512, 128, 128), "column 7.5"),
+        DeviceClass(  # any other GPU has at least this: compute capability 7.5 does
+            name="any",
+            smem_per_block=64 * KIB,
+            smem_per_sm=64 * KIB,
+            matrix_rows=16,
+            flops_per_cycle={"16-bit": 512, "tf32": 128, "ieee": 128},
+            source=f"{_CUDA}, column 7.5",
+        ),
     )
 }
 

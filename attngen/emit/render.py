@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from attngen.devices import CLASSES
 from attngen.emit.context import KernelContext, stride_names
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import print_module
@@ -62,13 +63,15 @@ def _kernels_context(module: Module) -> dict[str, Any]:
         if size & (size - 1):
             constants.append((f"{name}_PAD", 1 << size.bit_length()))
     sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})
-    classes = sorted({row.device for _, rows in module.schedules for row in rows} - {"any"})
+    names = dict.fromkeys(row.device for _, rows in module.schedules for row in rows if row.device in CLASSES)
+    device_classes = [(repr(c), name) for name in names for c in CLASSES[name].capabilities]
+    device_classes += [(f'"{name}"', name) for name in names if not CLASSES[name].capabilities and name != "any"]
     return {
         "module": module,
         "constants": constants,
         "schedules": _schedules(module),
         "elem_sizes": sizes,
-        "classes": ", ".join(f'"{c}"' for c in classes),
+        "device_classes": device_classes,
         "kernels": [KernelContext(module, kernel).view() for kernel in module.kernels],
     }
 

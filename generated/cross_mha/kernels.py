@@ -15,6 +15,15 @@ LN2 = tl.constexpr(0.6931471805599453)
 D_QK = tl.constexpr(128)
 D_V = tl.constexpr(128)
 
+# HIP architecture or CUDA compute capability -> device class
+DEVICE_CLASSES = {
+    (8, 0): "sm80",
+    (9, 0): "sm90",
+    (10, 0): "sm100",
+    (10, 3): "sm100",
+    "gfx942": "gfx942",
+}
+
 # kernel -> (device class, bytes per element) -> (rows of the tiled axis, at most; None: any, tile sizes and launch options)
 SCHEDULES = {
     "fwd": {
@@ -102,11 +111,8 @@ def device_class(device: torch.device) -> str:
     if device.type != "cuda":
         return "any"
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        name = properties.gcnArchName.split(":")[0]
-    else:
-        name = {(8, 0): "sm80", (9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}.get((properties.major, properties.minor))
-    return name if name in ("gfx942", "sm100", "sm80", "sm90") else "any"
+    key = properties.gcnArchName.split(":")[0] if torch.version.hip else (properties.major, properties.minor)
+    return DEVICE_CLASSES.get(key, "any")
 
 
 def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
