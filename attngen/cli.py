@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,60 +16,81 @@ from rich.table import Table
 from attngen import __version__
 from attngen.errors import AttngenError, SpecError, VerifyError
 
+if TYPE_CHECKING:
+    from attngen.ir.graph import Module
+
 app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
-    "Start with `attngen new my_attention`, then `attngen build specs/my_attention.yaml` and "
-    "`from generated.my_attention import attention`.",
+    "\b\nattngen new my_attention                  a spec to start from\nattngen build specs/my_attention.yaml     "
+    "compile it to generated/my_attention/\nattngen test specs/my_attention.yaml      compare it with naive attention\n\n"
+    "Then, in Python: from generated.my_attention import attention",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, soft_wrap=True, markup=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
-SpecPath = Annotated[Path, typer.Argument(help="a spec file, as in specs/causal_mqa.yaml", show_default=False)]
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False)]
 SPECS, GENERATED = Path("specs"), Path("generated")
+UNLIMITED = 10_000  # columns, where nobody's terminal limits them
 
 
 def _version(value: bool) -> None:
     if value:
-        out.print(__version__)
+        print(__version__)
         raise typer.Exit()
 
 
 @app.callback()
 def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
-    pass
+    if not out.is_terminal:
+        out.width = UNLIMITED
+
+
+def _table(*headings: str, folds: str = "") -> Table:
+    """An open table whose cells are never cut; only the column `folds` may break into lines."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold", no_wrap=heading != folds)
+    return table
 
 
 @app.command()
 def build(
-    specs: Annotated[list[Path] | None, typer.Argument(help="spec files", show_default=False)] = None,
+    specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets one folder per spec")] = GENERATED,
     every: Annotated[bool, typer.Option("--all", help="every spec in specs/")] = False,
     check: Annotated[bool, typer.Option("--check", help="write nothing; fail, with a diff, if files are not what the specs give")] = False,
 ) -> None:
-    """Lower specs to Triton modules: `generated/NAME/{__init__.py, kernels.py, schedule.ir, report.json}`.
+    """Compile specs to Triton modules.
 
-    All specs are lowered before anything is written, so a wrong one leaves every file as it was.
+    Each gets a folder with __init__.py, kernels.py, schedule.ir and report.json. All specs are compiled before anything is
+    written, so a wrong one leaves every file as it was.
+
+    \b
+    attngen build specs/causal_mqa.yaml               writes generated/causal_mqa/
+    attngen build specs/causal_mqa.yaml --out build   writes build/causal_mqa/
+    attngen build --all --check                       for CI: is generated/ what specs/ give?
     """
     from attngen.emit.files import diff_module, write_module
     from attngen.emit.render import render
     from attngen.passes.pipeline import lower
     from attngen.spec import load_spec
 
-    paths = [*(specs or []), *(_all_specs() if every else [])]
+    paths = list(dict.fromkeys([*(specs or []), *(_all_specs() if every else [])]))
     if not paths:
-        raise SpecError("no spec given; expected `attngen build specs/NAME.yaml` or `attngen build --all`")
+        raise typer.BadParameter("none given; expected `attngen build specs/NAME.yaml` or `attngen build --all`", param_hint="SPECS")
     loaded = [(path, load_spec(path)) for path in paths]
     names = [spec.name for _, spec in loaded]
     for path, spec in loaded:
         if names.count(spec.name) > 1:
             raise SpecError(f"{path}: another spec of this build is named `{spec.name}` too; names must differ")
     modules = []
-    with err.status("lowering", spinner="dots") as status:
+    with err.status("compiling") as status:
         for path, spec in loaded:
-            status.update(f"lowering {path}")
+            status.update(f"compiling {path}")
             module = lower(spec)
             modules.append((module, render(module)))
     if check:
@@ -78,21 +100,29 @@ def build(
         if any(diffs):
             print("\n".join(d for d in diffs if d))
             raise AttngenError(f"{out_dir} is not what the specs give; run `attngen build` without --check")
-        out.print(f"{len(modules)} modules in {out_dir} are what their specs give")
+        print(f"{out_dir} is what {_count(len(modules), 'spec')} give{'s' if len(modules) == 1 else ''}")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("module", "mask", "heads", "head dim", "dtype", "tiles on sm90: fwd, dkdv, dq", "written"):
-        table.add_column(heading)
+    table = _table("module", "mask", "heads", "dim", "sm90 fwd", "dkdv", "dq", "", folds="mask")
+    written = 0
     for module, files in modules:
         changed = write_module(files, out_dir / module.name)
-        tiles = ", ".join(_tile(module, kernel) for kernel in ("fwd", "dkdv", "dq"))
-        dims = f"{module.head_dim_qk}" + (f"/{module.head_dim_v}" if module.head_dim_v != module.head_dim_qk else "")
-        where = f"{out_dir / module.name}" + ("" if changed else " (unchanged)")
-        table.add_row(module.name, module.mask, module.sharing, dims, " ".join(module.dtypes), tiles, where)
+        written += changed
+        tiles = (_tile(module, kernel) for kernel in ("fwd", "dkdv", "dq"))
+        dim = _head_dim(module.head_dim_qk, module.head_dim_v)
+        table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
     out.print(table)
+    print(f"{_count(written, 'module')} written to {out_dir}, {len(modules) - written} unchanged")
 
 
-def _tile(module: Any, kernel: str) -> str:
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _head_dim(qk: int, v: int) -> str:
+    return f"{qk}" if qk == v else f"{qk}/{v}"
+
+
+def _tile(module: Module, kernel: str) -> str:
     row = next(r for r in reversed(module.rows(kernel)) if r.device == "sm90")
     return f"{row.block_q}x{row.block_kv}"
 
@@ -100,16 +130,24 @@ def _tile(module: Any, kernel: str) -> str:
 def _all_specs() -> list[Path]:
     found = sorted(SPECS.glob("*.yaml"))
     if not found:
-        raise SpecError(f"no specs in {SPECS}/; expected *.yaml there, in the folder that attngen is run from")
+        raise SpecError(f"no *.yaml in {SPECS}/; run attngen in the folder that holds {SPECS}/, or write one with `attngen new NAME`")
     return found
 
 
 @app.command()
 def emit(
-    ir: Annotated[Path, typer.Argument(help="textual IR of the target phase, as in generated/NAME/schedule.ir", show_default=False)],
+    ir: Annotated[
+        Path, typer.Argument(metavar="FILE", help="textual IR of the target phase, as in generated/NAME/schedule.ir", show_default=False)
+    ],
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the module's folder", show_default=False)],
 ) -> None:
-    """Render a module from its textual IR alone; edit tiles, stages or loops there and see the kernel they give."""
+    """Render a module from its textual IR alone.
+
+    Edit tiles, stages or warps there by hand, and get the kernels that they give.
+
+    \b
+    attngen emit generated/causal_mqa/schedule.ir --out build     writes build/causal_mqa/
+    """
     from attngen.emit.files import write_module
     from attngen.emit.render import render
     from attngen.ir.text import parse_module
@@ -121,9 +159,9 @@ def emit(
         raise AttngenError(f"{ir}: cannot be read as text; expected a schedule.ir") from error
     module = parse_module(text, str(ir))
     if module.phase != "target":
-        raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; only phase `target` can be rendered")
+        raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
     write_module(render(verify(module)), out_dir / module.name)
-    out.print(f"{out_dir / module.name}")
+    print(out_dir / module.name)
 
 
 @app.command()
@@ -134,7 +172,14 @@ def explain(
     heads: Annotated[int, typer.Option(min=1, max=2**16, help="query heads")] = 16,
     kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")] = None,
 ) -> None:
-    """Formulas, SRAM fit per device, bytes, FLOPs, roofline and tile choice."""
+    """Show formulas, SRAM fit, bytes, FLOPs, roofline and tiles.
+
+    For every device that attngen knows, at the problem size that the options give.
+
+    \b
+    attngen explain specs/causal_mqa.yaml
+    attngen explain specs/causal_gqa.yaml --seq 4096 --heads 32 --kv-heads 8
+    """
     from attngen.analysis.roofline import Problem
     from attngen.emit.explain import explain as explanation
     from attngen.passes.pipeline import lower
@@ -154,7 +199,14 @@ def dump(
     after: Annotated[str | None, typer.Option(help="pass to stop after, `build` for the logical IR [default: the last]")] = None,
     graph: Annotated[Path | None, typer.Option(help="write the kernels' graphs to a .dot or .svg file instead")] = None,
 ) -> None:
-    """Print the IR after a pass, or draw it."""
+    """Print the IR after a pass, or draw it.
+
+    \b
+    attngen dump specs/causal_mqa.yaml                          the final IR
+    attngen dump specs/causal_mqa.yaml --after build            before the first pass
+    attngen dump specs/causal_mqa.yaml --after split-loops
+    attngen dump specs/causal_mqa.yaml --graph causal_mqa.dot   or .svg, with Graphviz
+    """
     from attngen.ir.text import print_module
     from attngen.passes.pipeline import lower
     from attngen.spec import load_spec
@@ -166,16 +218,25 @@ def dump(
     from attngen.emit.graphviz import write_graph
 
     write_graph(module, graph)
-    out.print(f"{graph}")
+    print(graph)
 
 
 @app.command()
 def test(
     spec: SpecPath,
-    seed: Annotated[int, typer.Option(help="seed of the random inputs")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random inputs")] = 0,
 ) -> None:
-    """Test a spec's module against naive attention: on CUDA if there is a device, else in Triton's interpreter."""
+    """Test a spec's module against naive attention.
+
+    It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors are relative, against fp64. A
+    case passes if none is above twice what naive attention has in the same dtype.
+
+    \b
+    attngen test specs/causal_mqa.yaml
+    attngen test specs/causal_mqa.yaml --seed 7
+    """
     import tempfile
+    import warnings
 
     from attngen.emit.files import write_module
     from attngen.emit.render import render
@@ -184,87 +245,104 @@ def test(
 
     loaded = load_spec(spec)
     module = lower(loaded)
-    with err.status("importing torch", spinner="dots") as status:
+    failed = 0
+    with err.status("importing torch") as status, tempfile.TemporaryDirectory() as folder:
         import torch
 
         cuda = torch.cuda.is_available()
         if not cuda:
             os.environ["TRITON_INTERPRET"] = "1"
-        from attngen.testing import cli_cases, load_module, run_case
+            warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+        from attngen.testing import KEYS, cli_cases, load_module, run_case
 
-        table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-        for heading in ("case", "dtype", "out", "lse", "dq", "dk", "dv", "worst vs naive", ""):
-            table.add_column(heading)
-        failed = 0
-        with tempfile.TemporaryDirectory() as folder:
-            write_module(render(module), Path(folder) / loaded.name)
-            generated = load_module(Path(folder) / loaded.name)
-            for case, dtype in cli_cases(loaded, cuda):
-                status.update(f"{case} {dtype}")
-                result = run_case(generated, loaded, case, dtype, "cuda" if cuda else "cpu", seed)
-                failed += not result.ok
-                errors = [f"{result.ours[k]:.1e}" for k in ("out", "lse", "dq", "dk", "dv")]
-                worst = max(result.ratio(k) for k in result.ours)
-                table.add_row(str(case), dtype, *errors, f"{worst:.2f}x", "ok" if result.ok else "FAILED")
-    out.print(table)
-    where = torch.cuda.get_device_name() if cuda else "Triton's interpreter on the CPU"
-    out.print(f"{loaded.name} on {where}: relative errors against fp64; the bar is twice naive attention's in the same dtype")
+        write_module(render(module), Path(folder) / loaded.name)
+        generated = load_module(Path(folder) / loaded.name)
+        print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")
+        print(f"{'case':<28}{'dtype':<7}{''.join(f'{key:<9}' for key in KEYS)}worst, over naive")
+        for case, dtype in cli_cases(loaded, cuda):
+            status.update(f"{case} {dtype}")
+            result = run_case(generated, loaded, case, dtype, "cuda" if cuda else "cpu", seed)
+            failed += not result.ok
+            errors = "".join(f"{result.ours[key]:<9.1e}" for key in KEYS)
+            worst = f"{result.worst} {result.ratio(result.worst):.2f}x"
+            print(f"{case!s:<28}{dtype:<7}{errors}{worst:<14}{'ok' if result.ok else 'FAILED'}", flush=True)
     if failed:
-        raise AttngenError(f"{failed} cases of {loaded.name} are further from the truth than the bar allows")
+        raise AttngenError(f"{_count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error")
 
 
 @app.command("list")
 def list_specs() -> None:
-    """Specs in specs/, and the masks that a spec can name."""
+    """List the specs in specs/, and the masks that a spec can name.
+
+    \b
+    attngen list
+    """
     from attngen.masks import registry
     from attngen.spec import load_spec
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("spec", "mask", "heads", "head dim", "dtype"):
-        table.add_column(heading)
+    table = _table("spec", "mask", "heads", "dim", "dtype", folds="mask")
     for path in _all_specs():
         spec = load_spec(path)
-        table.add_row(str(path), spec.mask.describe(), spec.heads.sharing, f"{spec.head_dim.qk}/{spec.head_dim.v}", " ".join(spec.dtype))
+        dim = _head_dim(spec.head_dim.qk, spec.head_dim.v)
+        table.add_row(str(path), spec.mask.describe(), spec.heads.sharing, dim, ",".join(spec.dtype))
     out.print(table)
-    out.print()
+    masks = _table("mask", "", folds="")
     for name, mask in registry().items():
-        out.print(f"mask [bold]{name}[/bold]: {(mask.__doc__ or '').splitlines()[0]}")
+        masks.add_row(name, (mask.__doc__ or "").splitlines()[0])
+    out.print()
+    out.print(masks)
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(help="name of the new spec", show_default=False)]) -> None:
-    """Write specs/NAME.yaml: a commented starter that builds as it is."""
-    from attngen.spec import parse_spec, starter
+def new(name: Annotated[str, typer.Argument(metavar="NAME", help="name of the new spec", show_default=False)]) -> None:
+    """Write specs/NAME.yaml: a commented spec that builds as it is.
 
-    text = starter(name)
-    parse_spec(text, f"specs/{name}.yaml")
+    \b
+    attngen new my_attention
+    attngen build specs/my_attention.yaml
+    """
+    from attngen.spec import make_spec, starter
+
+    make_spec({"name": name, "head_dim": 64}, "attngen new")
     path = SPECS / f"{name}.yaml"
-    if path.exists():
-        raise AttngenError(f"{path} exists already; choose another name")
     SPECS.mkdir(exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    out.print(f"{path}\nnext: attngen build {path}")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(starter(name))
+    except FileExistsError as error:
+        raise AttngenError(f"{path} exists already; choose another name") from error
+    print(f"{path}\nnext: attngen build {path}")
 
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of a spec, for editors and validators."""
+    """Print the JSON schema of a spec, for editors and validators.
+
+    \b
+    attngen schema > attngen.schema.json
+    """
     from attngen.spec import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 
 
-def main() -> None:
-    """Entry point: an error that attngen raises on purpose is one message and exit code 1; usage errors exit with 2."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point: an error that attngen raises on purpose is a line on stderr and exit code 1; usage errors exit with 2."""
     try:
-        app()
+        app(args, prog_name="attngen")
     except VerifyError as error:
         print(error.ir_text, file=sys.stderr)
-        err.print(f"error: {error}", style="red", markup=False)
-        sys.exit(1)
+        _fail(str(error))
     except AttngenError as error:
-        err.print(f"error: {error}", style="red", markup=False)
-        sys.exit(1)
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _fail(message: str) -> None:
+    for line in message.splitlines():
+        err.print(f"error: {line}", style="red")
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,19 @@ class FitError(AttngenError):
     """A kernel that no tile makes fit on a device: names the device, the bytes needed and had, and what to change."""
 
 
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is meant, if one is near: in whole, or in one of its parts (`windw` and `sliding_window`)."""
+    options = sorted(known)
+    whole = difflib.get_close_matches(word[:64].lower(), options, n=1, cutoff=0.6)
+    parts = {part: option for option in reversed(options) for part in option.split("_")}
+    part = difflib.get_close_matches(word[:64].lower(), parts, n=1, cutoff=0.75)
+    return whole[0] if whole else parts[part[0]] if part else None
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """A hint for a misspelt word: the nearest known one, or the list of all."""
     options = sorted(known)
-    near = difflib.get_close_matches(str(word), options, n=1, cutoff=0.6)
-    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(options)}"
+    if not options:
+        return "there are none"
+    near = nearest(word, options)
+    return f"did you mean `{near}`?" if near else f"known: {', '.join(options)}"

@@ -1,7 +1,7 @@
 """The spec: what a user writes in YAML, as pydantic models, and its errors.
 
-`load_spec` reads one file safely (one document, plain data) and raises SpecError with one sentence per mistake: file,
-line, key, what was expected, and a hint.
+`load_spec` reads one file and raises SpecError with one sentence per mistake: file, line, key, what was expected, a hint.
+What was expected is read off the JSON schema that `attngen schema` prints.
 """
 
 from __future__ import annotations
@@ -9,19 +9,37 @@ from __future__ import annotations
 import hashlib
 import json
 import keyword
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from attngen.errors import SpecError, suggest
+from attngen import document
+from attngen.document import read_document, shown
+from attngen.errors import SpecError, nearest, suggest
 from attngen.masks import AllOf, Mask, registry
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 MAX_BYTES = 64 * 1024
-_STRICT = ConfigDict(extra="forbid", frozen=True)
+MASK_FORMS = "a mask: its name as in `causal`, {name: {parameter: value}}, or {all_of: [masks]}"
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Mistakes(ValueError):
+    """What is wrong below a value: the path of each mistake from there, and the sentence that follows the key's name."""
+
+    def __init__(self, *found: tuple[document.Path, str]) -> None:
+        super().__init__(*found)
+        self.found = found
+
+
+def _whole(value: Any) -> Any:
+    """Only integers: for a Literal, True is 1 and 64.0 is 64."""
+    if type(value) is int or value is None:
+        return value
+    raise PydanticCustomError("whole", "not a whole number")
 
 
 class Heads(BaseModel):
@@ -41,46 +59,68 @@ class HeadDim(BaseModel):
     v: int = Field(ge=16, le=256, multiple_of=8)
 
 
+Block = Annotated[Literal[16, 32, 64, 128, 256], BeforeValidator(_whole)]
+
+
 class Schedule(BaseModel):
     """Overrides of what tile selection would choose, for the forward, dK/dV and dQ kernels on every device."""
 
     model_config = _STRICT
-    block_q: Literal[16, 32, 64, 128, 256] | None = Field(default=None, description="rows of a query tile")
-    block_kv: Literal[16, 32, 64, 128, 256] | None = Field(default=None, description="rows of a key tile")
-    num_warps: Literal[1, 2, 4, 8, 16] | None = Field(default=None, description="warps per program")
-    num_stages: Literal[1, 2, 3, 4, 5] | None = Field(default=None, description="depth of the load pipeline")
+    block_q: Block | None = Field(default=None, description="rows of a query tile")
+    block_kv: Block | None = Field(default=None, description="rows of a key tile")
+    num_warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
+    num_stages: Annotated[Literal[1, 2, 3, 4, 5], BeforeValidator(_whole)] | None = Field(
+        default=None, description="depth of the load pipeline"
+    )
 
 
 def _parse_head_dim(value: Any) -> Any:
-    return {"qk": value, "v": value} if isinstance(value, int) and not isinstance(value, bool) else value
+    return value if isinstance(value, (dict, HeadDim)) else {"qk": value, "v": value}
 
 
 def _parse_dtype(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
 
 
-def parse_mask(value: Any) -> Any:
+def parse_mask(value: Any) -> Mask:
     """A mask from its spec form: `name`, `{name: {parameters}}` or `{all_of: [masks]}`."""
     if isinstance(value, Mask):
         return value
     if isinstance(value, str):
-        value = {value: None}
-    if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError("expected a mask's name, {name: {parameters}} or {all_of: [masks]}; for no mask write `none`")
+        value = {value: {}}
+    if value is None or isinstance(value, bool):
+        raise Mistakes(((), f"is {_said(value)}; expected {MASK_FORMS}; for no mask write `none`"))
+    if isinstance(value, list) and value or isinstance(value, dict) and len(value) > 1:
+        raise Mistakes(((), f"is {_said(value)} of {len(value)}; expected one mask; for several at once write {{all_of: [masks]}}"))
+    if not isinstance(value, dict) or not value:
+        raise Mistakes(((), f"is {_said(value)}; expected {MASK_FORMS}"))
     ((name, params),) = value.items()
     if name == "all_of":
-        if not isinstance(params, list) or not params:
-            raise ValueError("`all_of` expects a list of at least one mask")
-        return AllOf(masks=tuple(parse_mask(m) for m in params))
+        return _parse_all_of(params)
     if name not in registry():
-        raise ValueError(f"`{name}` is not a mask; {suggest(name, [*registry(), 'all_of'])}")
+        raise Mistakes(((), f"is `{shown(name)}`, which is not a mask; {suggest(str(name), [*registry(), 'all_of'])}"))
+    cls = registry()[name]
     if params is not None and not isinstance(params, dict):
-        raise ValueError(f"parameters of the mask `{name}` are a mapping, as in {{{name}: {{key: value}}}}")
+        raise Mistakes(((name,), f"is {_said(params)}; expected its parameters, {_said_by(cls.model_json_schema())}"))
     try:
-        return registry()[name].model_validate(params or {}, strict=True)
+        return cls.model_validate(params or {}, strict=True)
     except ValidationError as error:
-        known = registry()[name].model_fields
-        raise ValueError("; ".join(_sentence(e, f"mask `{name}`", known) for e in error.errors())) from None
+        found = _mistakes(error, cls.model_json_schema(), params or {})
+        raise Mistakes(*(((name, *path), text) for path, text in found)) from None
+
+
+def _parse_all_of(value: Any) -> AllOf:
+    if not isinstance(value, list) or not value:
+        raise Mistakes((("all_of",), f"is {_said(value)}; expected a list of at least one mask, as in [causal, key_padding]"))
+    masks, found = [], []
+    for i, item in enumerate(value):
+        try:
+            masks.append(parse_mask(item))
+        except Mistakes as error:
+            found += [(("all_of", i, *path), text) for path, text in error.found]
+    if found:
+        raise Mistakes(*found)
+    return AllOf(masks=tuple(masks))
 
 
 def _mask_schema() -> dict[str, Any]:
@@ -96,12 +136,15 @@ def _mask_schema() -> dict[str, Any]:
 class Spec(BaseModel):
     """An attention variant."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, title="attngen spec")
-    name: str = Field(description="identifier; also the folder of the generated module")
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, title="attngen spec")
+    name: str = Field(
+        pattern="^[a-z][a-z0-9_]{0,63}$",
+        description="an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa",
+    )
     heads: Heads = Heads()
     head_dim: Annotated[HeadDim, BeforeValidator(_parse_head_dim)] = Field(description="one number, or {qk: , v: }")
     dtype: Annotated[tuple[Dtype, ...], BeforeValidator(_parse_dtype)] = Field(
-        default=("bf16", "fp16"), min_length=1, description="element types the module accepts"
+        default=("bf16", "fp16"), description="element types the module accepts"
     )
     fp32_precision: Literal["ieee", "tf32"] = Field(default="ieee", description="how fp32 matrix products are computed")
     mask: Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)] = Field(
@@ -111,22 +154,24 @@ class Spec(BaseModel):
 
     @field_validator("name")
     @classmethod
-    def _identifier(cls, value: str) -> str:
-        if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", value) or keyword.iskeyword(value):
-            raise ValueError("expected an identifier of lower-case letters, digits and _ (64 at most), as in `causal_mqa`")
+    def _importable(cls, value: str) -> str:
+        if keyword.iskeyword(value):
+            raise ValueError(f"is `{value}`, a word of Python's grammar, so nothing could import it; expected another name")
         return value
 
     @field_validator("dtype")
     @classmethod
     def _distinct(cls, value: tuple[Dtype, ...]) -> tuple[Dtype, ...]:
+        if not value:
+            raise ValueError(f"is an empty list; expected at least one of {', '.join(f'`{d}`' for d in get_args(Dtype))}")
         if len(set(value)) != len(value):
-            raise ValueError("names an element type twice")
+            raise ValueError("names an element type twice; expected each once")
         return tuple(d for d in get_args(Dtype) if d in value)
 
     @model_validator(mode="after")
     def _tf32_needs_fp32(self) -> Spec:
         if self.fp32_precision == "tf32" and "fp32" not in self.dtype:
-            raise ValueError("`fp32_precision: tf32` needs fp32 in `dtype`")
+            raise Mistakes((("fp32_precision",), "is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out"))
         return self
 
     def canonical(self) -> dict[str, Any]:
@@ -147,7 +192,7 @@ def _mask_data(mask: Mask) -> dict[str, Any]:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema of a spec, for editors."""
-    schema = Spec.model_json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
     schema["properties"]["mask"] = {**_mask_schema(), "default": "none"}
     schema["properties"]["head_dim"] = {
         "description": "width of a head: one number, or one for q and k and one for v",
@@ -172,11 +217,17 @@ def load_spec(path: str | Path) -> Spec:
     """
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_BYTES:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
             raise SpecError(f"{path}: larger than {MAX_BYTES // 1024} KiB; expected a short YAML spec")
-        text = path.read_text(encoding="utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SpecError(f"{path}: not UTF-8 text; expected a YAML spec") from error
+        raise SpecError(f"{path}: byte {error.start} is not UTF-8 text; expected a YAML spec") from error
+    except FileNotFoundError as error:
+        near = nearest(path.name, (p.name for p in path.parent.glob("*.yaml")))
+        hint = f"did you mean {path.with_name(near)}?" if near else "`attngen new NAME` writes a spec to start from"
+        raise SpecError(f"{path}: there is no such file; {hint}") from error
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a YAML spec") from error
     return parse_spec(text, str(path))
@@ -184,104 +235,120 @@ def load_spec(path: str | Path) -> Spec:
 
 def parse_spec(text: str, source: str = "spec") -> Spec:
     """A spec from YAML text; `source` names it in errors."""
-    data, lines = _read_yaml(text, source)
+    data, lines = read_document(text, source)
+    return make_spec(data, source, lines)
+
+
+def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] | None = None) -> Spec:
+    """A spec from plain data; `lines` gives the line of each key that came from a file."""
     if not isinstance(data, dict):
-        raise SpecError(f"{source}: expected a mapping with keys like `name`, `head_dim` and `mask`; see `attngen new`")
+        what = "the file is empty" if data is None else f"the file holds {_said(data)}"
+        raise SpecError(f"{source}: {what}; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start")
     try:
-        return Spec.model_validate(data, strict=False)
+        return Spec.model_validate(data)
     except ValidationError as error:
         sentences = []
-        for e in error.errors():
-            path = [p for p in e["loc"] if isinstance(p, (str, int)) and p != "function-before"]
-            line = next((lines[tuple(path[:n])] for n in range(len(path), 0, -1) if tuple(path[:n]) in lines), None)
+        for path, text in _mistakes(error, json_schema(), data):
+            prefixes = (path[:n] for n in range(len(path), 0, -1))
+            line = next((lines[p] for p in prefixes if p in lines), None) if lines else None
             where = f"{source}, line {line}" if line else source
-            sentences.append(f"{where}: {_sentence(e, 'the spec', _known_keys(path[:-1]))}")
+            sentences.append(f"{where}: `{_dotted(path)}` {text}")
         raise SpecError("\n".join(dict.fromkeys(sentences))) from None
 
 
-def _known_keys(path: list[str | int]) -> dict[str, Any]:
-    models: dict[str, type[BaseModel]] = {"heads": Heads, "head_dim": HeadDim, "schedule": Schedule}
-    return (models[str(path[0])] if path and path[0] in models else Spec).model_fields
+def _mistakes(error: ValidationError, schema: dict[str, Any], data: Any) -> Iterator[tuple[document.Path, str]]:
+    """pydantic's errors on `data` in the words of a spec: the path of each, and the sentence that follows its name."""
+    for e in error.errors():
+        path, kind = e["loc"], e["type"]
+        cause = e.get("ctx", {}).get("error")
+        if isinstance(cause, Mistakes):
+            yield from (((*path, *below), text) for below, text in cause.found)
+        elif isinstance(cause, ValueError):
+            yield path, str(cause)
+        elif kind == "missing":
+            yield path, f"is missing; expected {_expected(schema, path)}"
+        elif kind == "extra_forbidden":
+            known = {key for node in _nodes(schema, path[:-1]) for key in node.get("properties", {})}
+            yield path, f"is no known key; {suggest(str(path[-1]), known)}"
+        else:
+            path, value = _given(data, path)
+            words = [str(w) for node in _nodes(schema, path) for w in node.get("enum", ())]
+            near = nearest(value, words) if isinstance(value, str) else None
+            yield path, f"is {_said(value)}; expected {_expected(schema, path)}" + (f"; did you mean `{near}`?" if near else "")
 
 
-def _sentence(error: Any, owner: str, known: dict[str, Any]) -> str:
-    """One pydantic error as one sentence in the words of a spec."""
-    key = ".".join(str(p) for p in error["loc"])
-    kind, value = error["type"], error.get("input")
-    if kind == "extra_forbidden":
-        return f"{owner} has no key `{key}`; {suggest(key.split('.')[-1], known)}"
-    if kind == "missing":
-        return f"key `{key}` is missing; expected {known[key].description or 'a value'}" if key in known else f"key `{key}` is missing"
-    message = error["msg"].removeprefix("Value error, ")
-    if kind == "literal_error":
-        words = [w.strip(" '") for w in re.split(r",| or ", error["ctx"]["expected"])]
-        hint = f"; {suggest(value, words)}" if isinstance(value, str) else ""
-        message = f"expected {error['ctx']['expected']}{hint}"
-    prefix = f"key `{key}`: " if key else ""
-    shown = "" if kind == "value_error" and not isinstance(value, (str, int)) else f"`{_short(value)}`: "
-    if kind == "value_error" and "`" in message:
-        shown = ""
-    return f"{owner}, {prefix}{shown}{message[:1].lower()}{message[1:]}" if owner != "the spec" else f"{prefix}{shown}{message}"
+def _given(data: Any, path: document.Path) -> tuple[document.Path, Any]:
+    """The part of a path that the data has (a shorthand has no parts), and the value there."""
+    for n, key in enumerate(path):
+        keys = data if isinstance(data, dict) else dict(enumerate(data)) if isinstance(data, list) else {}
+        if key not in keys:
+            return path[:n], data
+        data = keys[key]
+    return path, data
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _nodes(schema: dict[str, Any], path: document.Path) -> list[dict[str, Any]]:
+    """The alternatives that a JSON schema has at a path, references resolved, without null."""
+
+    def resolve(node: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        if "anyOf" in node:
+            return [found for option in node["anyOf"] for found in resolve(option)]
+        return [] if node.get("type") == "null" else [node]
+
+    nodes = resolve(schema)
+    for key in path:
+        below = (node["items"] if isinstance(key, int) else node["properties"][key] for node in nodes if _has(node, key))
+        nodes = [found for node in below for found in resolve(node)]
+    return nodes
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is not a word", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+def _has(node: dict[str, Any], key: str | int) -> bool:
+    return "items" in node if isinstance(key, int) else key in node.get("properties", {})
 
 
-def _read_yaml(text: str, source: str) -> tuple[Any, dict[tuple[str | int, ...], int]]:
-    """Plain data of the one document, and the line of every key."""
-    try:
-        events = list(yaml.parse(text, Loader=_Loader))
-        alias = next((e for e in events if isinstance(e, yaml.AliasEvent) or getattr(e, "anchor", None)), None)
-        if alias:
-            raise SpecError(f"{source}, line {_line(alias)}: anchors and aliases are not part of a spec")
-        documents = [e for e in events if isinstance(e, yaml.DocumentStartEvent)]
-        if len(documents) > 1:
-            raise SpecError(f"{source}, line {_line(documents[1])}: a second document starts here; expected one spec per file")
-        root = yaml.compose(text, Loader=_Loader)
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data(), dict(_key_lines(root, ()))
-        finally:
-            loader.dispose()
-    except RecursionError:
-        raise SpecError(f"{source}: nested too deeply for a spec") from None
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{source}, line {mark.line + 1}" if mark else source
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SpecError(f"{where}: not valid YAML: {problem}") from None
+def _expected(schema: dict[str, Any], path: document.Path) -> str:
+    return ", or ".join(_said_by(node) for node in _nodes(schema, path))
 
 
-def _line(event: Any) -> int:
-    return int(event.start_mark.line) + 1
+def _said_by(node: dict[str, Any]) -> str:
+    """What a node of a JSON schema asks for, in words."""
+    if "enum" in node:
+        words = [f"`{w}`" for w in node["enum"]]
+        return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    match node.get("type"):
+        case "integer":
+            least, most = node.get("minimum"), node.get("maximum")
+            size = "" if least is None else f" of {least} or more" if most is None else f" from {least} to {most}"
+            return f"a whole number{size}" + (f" that is a multiple of {node['multipleOf']}" if "multipleOf" in node else "")
+        case "boolean":
+            return "`true` or `false`"
+        case "array":
+            return "a list of these"
+        case "object":
+            parts = (f"{key}: {'|'.join(map(str, below.get('enum', ['...'])))}" for key, below in node.get("properties", {}).items())
+            return f"{{{', '.join(parts)}}}"
+    return str(node.get("description", "text"))
 
 
-def _key_lines(node: yaml.Node | None, path: tuple[str | int, ...]) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield (*path, key.value), key.start_mark.line + 1
-            yield from _key_lines(value, (*path, key.value))
-    elif isinstance(node, yaml.SequenceNode):
-        for i, value in enumerate(node.value):
-            yield (*path, i), value.start_mark.line + 1
-            yield from _key_lines(value, (*path, i))
+def _said(value: Any) -> str:
+    """A value of YAML in words."""
+    match value:
+        case None:
+            return "empty"
+        case bool():
+            return f"the boolean `{str(value).lower()}`"
+        case int() | float():
+            return f"the number {value}"
+        case str():
+            return f"the text `{shown(value)}`"
+    return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
+
+
+def _dotted(path: document.Path) -> str:
+    """A path as one word: `mask.all_of[1].key_padding`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{shown(key)}" for key in path).removeprefix(".")
 
 
 def starter(name: str) -> str:

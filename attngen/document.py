@@ -1,0 +1,92 @@
+"""Reading one YAML document as plain data: mappings, lists, text, numbers and booleans, and the line of each of them.
+
+YAML's other features (several documents, anchors, tags, repeated keys) are errors: a spec that uses one means something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import yaml
+from yaml.constructor import SafeConstructor
+
+from attngen.errors import SpecError
+
+Path: TypeAlias = "tuple[str | int, ...]"  # keys and list positions from the root
+DEPTH = 20
+_PLAIN = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
+
+
+def read_document(text: str, source: str) -> tuple[Any, dict[Path, int]]:
+    """The document's data, and the line of every key and list item; SpecError, with `source` and the line, if it is not one."""
+    lines: dict[Path, int] = {}
+    try:
+        _check_events(text, source)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return (_plain(root, (), lines, source) if root else None), lines
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise SpecError(f"{source}, line {line}: not valid YAML: the character {error.character:#x} is not text") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = f"{error.problem or 'it does not parse'}; check quotes, brackets and indentation"
+        if "'\\t'" in problem:
+            problem = "a tab; expected spaces for indentation"
+        raise SpecError(f"{source}, line {getattr(mark, 'line', 0) + 1}: not valid YAML: {problem}") from None
+
+
+def _check_events(text: str, source: str) -> None:
+    depth = documents = 0
+    events: Any = yaml.parse(text, Loader=yaml.SafeLoader)
+    for event in events:
+        where = f"{source}, line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise SpecError(f"{where}: anchors and aliases (& and *) are not part of a spec; expected the value itself")
+        if getattr(event, "tag", None):
+            raise SpecError(f"{where}: tags (!) are not part of a spec; expected a plain value")
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise SpecError(f"{where}: a second document starts here; expected one spec per file")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH:
+            raise SpecError(f"{where}: nested more than {DEPTH} deep; expected a spec, which is flat")
+
+
+def _plain(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        items = []
+        for i, value in enumerate(node.value):
+            place = (*path, i)
+            lines[place] = value.start_mark.line + 1
+            items.append(_plain(value, place, lines, source))
+        return items
+    if isinstance(node, yaml.MappingNode):
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            where = f"{source}, line {key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise SpecError(f"{where}: a list or a mapping is used as a key; expected a word, as in `mask: causal`")
+            place = (*path, key.value)
+            if place in lines:
+                raise SpecError(f"{where}: key `{shown(key.value)}` is given twice, first on line {lines[place]}; expected each key once")
+            lines[place] = key.start_mark.line + 1
+            found[key.value] = _plain(value, place, lines, source)
+        return found
+    return _scalar(node)
+
+
+def _scalar(node: yaml.Node) -> Any:
+    if node.tag not in _PLAIN:
+        return node.value
+    try:
+        value = SafeConstructor().construct_object(node)
+    except ValueError:  # looks like a number, and is none: `0x_`, or thousands of digits
+        return node.value
+    return node.value if isinstance(value, int) and value.bit_length() > 64 else value
+
+
+def shown(text: Any) -> str:
+    """Text of a user as it can be printed within a sentence: short, on one line, without control characters."""
+    clean = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:64])
+    return clean if len(clean) <= 60 else clean[:57] + "..."

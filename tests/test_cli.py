@@ -1,0 +1,291 @@
+"""The command line as a user meets it: output, errors in one line, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attngen.cli import main
+from tests.helpers import ROOT
+
+COMMANDS = ("build", "emit", "explain", "dump", "test", "list", "new", "schema")
+PASSES = (
+    "build", "inline-scores", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles", "pipeline-loads", "dce",
+    "legalize-triton",
+)  # fmt: skip
+GOOD = "name: good\nhead_dim: 64\ndtype: bf16\nmask: causal\nschedule: {block_q: 64, block_kv: 64, num_warps: 4, num_stages: 2}\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project with one spec, as the current folder."""
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs" / "good.yaml").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Cli:
+    """Runs commands in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *args: str, code: int = 0) -> str:
+        """Standard output of a command that ends with that exit code; of one that fails, the error's lines."""
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main(args)
+        self.output, self.errors = self.capsys.readouterr()
+        assert (caught.value.code or 0) == code, self.errors
+        assert "Traceback" not in self.errors
+        return self.errors if code else self.output
+
+
+@pytest.fixture
+def attngen(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+# ---------------------------------------------------------------------------------------------- help and usage
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(attngen: Cli, command: str) -> None:
+    assert f"\n  attngen {command}" in attngen(command, "--help")
+
+
+def test_help_lists_every_command(attngen: Cli) -> None:
+    help_ = attngen("--help")
+    assert [word for word in COMMANDS if f"\n  {word} " in help_] == list(COMMANDS)
+    assert "..." not in help_.partition("Commands:")[2]
+
+
+def test_version(attngen: Cli) -> None:
+    assert attngen("--version") == "0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    "args", [["build"], ["bild"], ["build", "--al"], ["dump"], ["explain", "x.yaml", "--seq", "0"], ["test", "x", "--seed", "a"]]
+)
+def test_wrong_usage_ends_with_2(project: Path, attngen: Cli, args: list[str]) -> None:
+    assert "Error: " in attngen(*args, code=2)
+
+
+# ---------------------------------------------------------------------------------------------- build
+
+
+def test_build_writes_a_module_and_says_so(project: Path, attngen: Cli) -> None:
+    lines = attngen("build", "specs/good.yaml").splitlines()
+    assert lines[1].split() == ["good", "causal", "mha", "64", "64x64", "64x64", "64x64", "written"]
+    assert lines[-1] == "1 module written to generated, 0 unchanged"
+    assert files(project / "generated") == {f"good/{name}" for name in ("__init__.py", "kernels.py", "report.json", "schedule.ir")}
+    assert "0 modules written to generated, 1 unchanged" in attngen("build", "specs/good.yaml", "specs/good.yaml", "--all")
+
+
+def test_the_summary_is_never_cut(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = (
+        "name: "
+        + "n" * 60
+        + "\nhead_dim: {qk: 192, v: 128}\nmask: {all_of: [{sliding_window: {left: 1023, right: 0}}, {key_padding: {lengths: true}}]}\n"
+    )
+    (project / "specs" / "long.yaml").write_text(long)
+    monkeypatch.setenv("COLUMNS", "60")
+    output = attngen("build", "specs/long.yaml")
+    assert "n" * 60 in output and "key_padding(lengths=True)" in output and "…" not in output
+
+
+def test_one_wrong_spec_and_nothing_is_written(project: Path, attngen: Cli) -> None:
+    (project / "specs" / "bad.yaml").write_text("name: bad\nhead_dim: 63\nmask: windw\n")
+    assert attngen("build", "specs/good.yaml", "specs/bad.yaml", code=1).splitlines() == [
+        "error: specs/bad.yaml, line 2: `head_dim` is the number 63; expected a whole number from 16 to 256 that is a multiple of 8, "
+        "or {qk: ..., v: ...}",
+        "error: specs/bad.yaml, line 3: `mask` is `windw`, which is not a mask; did you mean `sliding_window`?",
+    ]
+    assert not (project / "generated").exists()
+
+
+def test_a_schedule_that_does_not_fit_and_nothing_is_written(project: Path, attngen: Cli) -> None:
+    text = "name: big\nhead_dim: 256\ndtype: fp32\nschedule: {block_q: 256, block_kv: 256}\n"
+    (project / "specs" / "big.yaml").write_text(text)
+    assert "bytes of shared memory" in attngen("build", "specs/good.yaml", "specs/big.yaml", code=1)
+    assert not (project / "generated").exists()
+
+
+def test_two_specs_of_one_name(project: Path, attngen: Cli) -> None:
+    (project / "specs" / "twin.yaml").write_text(GOOD)
+    assert "another spec of this build is named `good` too" in attngen("build", "--all", code=1)
+
+
+def test_a_folder_that_attngen_did_not_write_is_not_overwritten(project: Path, attngen: Cli) -> None:
+    (project / "generated" / "good").mkdir(parents=True)
+    (project / "generated" / "good" / "mine.py").write_text("mine")
+    assert "is not a generated module" in attngen("build", "specs/good.yaml", code=1)
+    assert files(project / "generated") == {"good/mine.py"}
+
+
+def test_check_passes_until_something_changes(project: Path, attngen: Cli) -> None:
+    assert "generated/good does not exist" in attngen("build", "--all", "--check", code=1) + attngen.output
+    assert not (project / "generated").exists()
+    attngen("build", "--all")
+    assert attngen("build", "--all", "--check") == "generated is what 1 spec gives\n"
+    kernels = project / "generated" / "good" / "kernels.py"
+    kernels.write_text(kernels.read_text().replace("BLOCK_Q", "BLOCK_R", 1))
+    assert (
+        attngen("build", "--all", "--check", code=1) == "error: generated is not what the specs give; run `attngen build` without --check\n"
+    )
+    assert "--- generated/good/kernels.py\n+++ kernels.py from the spec\n" in attngen.output
+    assert "BLOCK_R" in kernels.read_text()
+    attngen("build", "--all")
+    shutil.copytree(project / "generated" / "good", project / "generated" / "orphan")
+    attngen("build", "--all", "--check", code=1)
+    assert "generated/orphan has no spec" in attngen.output
+
+
+def test_no_specs(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert attngen("build", "--all", code=1).startswith("error: no *.yaml in specs/; run attngen in the folder that holds specs/")
+    assert attngen("build", "specs/x.yaml", code=1).startswith("error: specs/x.yaml: there is no such file")
+
+
+# ---------------------------------------------------------------------------------------------- new, list, schema
+
+
+def test_new_then_build_then_check(project: Path, attngen: Cli) -> None:
+    assert attngen("new", "mine") == "specs/mine.yaml\nnext: attngen build specs/mine.yaml\n"
+    attngen("build", "specs/mine.yaml")
+    attngen("build", "specs/mine.yaml", "--check")
+    before = (project / "specs" / "mine.yaml").read_text()
+    assert attngen("new", "mine", code=1) == "error: specs/mine.yaml exists already; choose another name\n"
+    assert (project / "specs" / "mine.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "Causal", "1x", "class", "ünï", "", "a # ../b", "a\nmask: none", "x" * 65])
+def test_new_refuses_a_bad_name_and_writes_nothing(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    errors = attngen("new", "--", name, code=1)
+    assert errors.startswith("error: attngen new: `name` is ") and errors.count("\n") == 1
+    assert files(tmp_path) == set() and not (tmp_path / "specs").exists()
+
+
+def test_list_names_specs_and_masks(project: Path, attngen: Cli) -> None:
+    lines = [line.split() for line in attngen("list").splitlines()]
+    assert ["specs/good.yaml", "causal", "mha", "64", "bf16"] in lines
+    assert {"causal", "key_padding", "none", "sliding_window"} <= {line[0] for line in lines if line}
+
+
+def test_schema_is_json(attngen: Cli) -> None:
+    schema = json.loads(attngen("schema"))
+    assert schema["required"] == ["name", "head_dim"]
+    assert {"causal"} <= set(schema["properties"]["mask"]["anyOf"][0]["enum"])
+
+
+# ---------------------------------------------------------------------------------------------- dump, emit, explain
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_dump_after_each_pass_parses_back(project: Path, attngen: Cli, name: str) -> None:
+    from attngen.ir.text import parse_module, print_module
+
+    text = attngen("dump", "specs/good.yaml", "--after", name)
+    assert print_module(parse_module(text)) == text
+
+
+def test_dump_refuses_a_pass_that_does_not_exist(project: Path, attngen: Cli) -> None:
+    error = attngen("dump", "specs/good.yaml", "--after", "split-loop", code=1)
+    assert error == "error: `split-loop` is not a pass; did you mean `split-loops`?\n"
+
+
+def test_dump_draws_graphs(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attngen("dump", "specs/good.yaml", "--graph", "out.dot") == "out.dot\n"
+    assert (project / "out.dot").read_text().startswith('digraph "good" {')
+    assert "expected a name that ends in .dot or .svg" in attngen("dump", "specs/good.yaml", "--graph", "out.png", code=1)
+    assert attngen("dump", "specs/good.yaml", "--graph", "no/out.dot", code=1) == "error: no/out.dot: No such file or directory\n"
+    monkeypatch.setenv("PATH", str(project))
+    assert "needs Graphviz's `dot` on the PATH" in attngen("dump", "specs/good.yaml", "--graph", "out.svg", code=1)
+    tool = project / "dot"  # stands for Graphviz, which may not be installed: `dot -Tsvg -o FILE`
+    tool.write_text('#!/bin/sh\necho "<svg/>" > "$3"\n')
+    tool.chmod(0o755)
+    assert attngen("dump", "specs/good.yaml", "--graph", "out.svg") == "out.svg\n"
+    assert (project / "out.svg").read_text() == "<svg/>\n"
+    assert files(project) == {"specs/good.yaml", "out.dot", "out.svg", "dot"}
+
+
+def test_emit_gives_the_module_that_build_gives(project: Path, attngen: Cli) -> None:
+    attngen("build", "specs/good.yaml")
+    assert attngen("emit", "generated/good/schedule.ir", "--out", "again") == "again/good\n"
+    for name in files(project / "generated"):
+        assert (project / "again" / name).read_text() == (project / "generated" / name).read_text()
+
+
+def test_emit_follows_an_edit(project: Path, attngen: Cli) -> None:
+    attngen("build", "specs/good.yaml")
+    path = project / "generated" / "good" / "schedule.ir"
+    path.write_text(path.read_text().replace("BLOCK_KV=64", "BLOCK_KV=32"))
+    attngen("emit", str(path), "--out", "edited")
+    assert '"BLOCK_KV": 32' in (project / "edited" / "good" / "kernels.py").read_text()
+
+
+def test_emit_refuses_what_is_not_target_ir(project: Path, attngen: Cli) -> None:
+    ir = project / "x.ir"
+    ir.write_text(attngen("dump", "specs/good.yaml", "--after", "split-loops"))
+    error = attngen("emit", "x.ir", "--out", "o", code=1)
+    assert error == "error: x.ir: the IR is in phase `scheduled`; expected phase `target`, the last, as in schedule.ir\n"
+    good = attngen("dump", "specs/good.yaml")
+    number = next(i for i, line in enumerate(good.splitlines(), 1) if "= dot " in line)
+    ir.write_text(good.replace("= dot ", "= dott ", 1))
+    assert attngen("emit", "x.ir", "--out", "o", code=1).startswith(f"error: x.ir, line {number}: `dott` is not an op")
+    ir.write_text(good.replace("BLOCK_Q=64", "BLOCK_Q=48"))
+    assert "the IR breaks rule `powers-of-two`" in attngen("emit", "x.ir", "--out", "o", code=1)
+    ir.write_bytes(b"\xff")
+    assert "cannot be read as text" in attngen("emit", "x.ir", "--out", "o", code=1)
+    assert "cannot be read as text" in attngen("emit", "specs", "--out", "o", code=1)
+    assert not (project / "o").exists()
+
+
+def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None:
+    assert "B=2 Hq=8 Hkv=8 Nq=512 Nk=512" in attngen("explain", "specs/good.yaml", "--seq", "512", "--batch", "2", "--heads", "8")
+    (project / "specs" / "gqa.yaml").write_text(GOOD.replace("good", "gqa") + "heads: {sharing: gqa}\n")
+    error = attngen("explain", "specs/gqa.yaml", "--heads", "6", "--kv-heads", "4", code=1)
+    assert error == "error: --heads 6 is not a multiple of --kv-heads 4\n"
+
+
+# ---------------------------------------------------------------------------------------------- as a process
+
+
+def run(*args: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "attngen.cli", *args]
+    return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True)
+
+
+def test_test_shows_each_case(project: Path) -> None:
+    (project / "specs" / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\nmask: causal\n")
+    done = run("test", "specs/small.yaml", folder=project)
+    assert done.returncode == 0, done.stderr
+    cases = [line for line in done.stdout.splitlines() if line.startswith("B")]
+    assert len(cases) >= 5 and all(line.endswith(" ok") for line in cases)
+    assert "Warning" not in done.stderr
+
+
+def test_build_does_not_import_torch(project: Path) -> None:
+    code = """
+import sys
+from attngen.cli import main
+try:
+    main(["build", "specs/good.yaml"])
+finally:
+    print([name for name in ("torch", "triton") if name in sys.modules])
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=project, env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,128 @@
+"""Writing modules: all files or none, in the folder asked for and nowhere else."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attngen.emit.files import diff_module, read_module, write_module
+from attngen.errors import AttngenError
+
+OLD = {"__init__.py": "old\n", "schedule.ir": "old\n"}
+NEW = {"__init__.py": "new\n", "kernels.py": "new\n", "schedule.ir": "new\n"}
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+def test_a_module_is_written_once(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "x"
+    assert write_module(OLD, folder)
+    assert not write_module(OLD, folder)
+    assert write_module(NEW, folder)
+    assert read_module(folder) == NEW
+    assert tree(tmp_path / "deep") == ["x", "x/__init__.py", "x/kernels.py", "x/schedule.ir"]
+
+
+def test_line_ends_are_the_same_everywhere(tmp_path: Path) -> None:
+    write_module(NEW, tmp_path / "x")
+    assert (tmp_path / "x" / "kernels.py").read_bytes() == b"new\n"
+
+
+def test_caches_of_an_imported_module_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    write_module(OLD, folder)
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "x.pyc").write_bytes(b"\x00")
+    assert not write_module(OLD, folder)
+    assert write_module(NEW, folder)
+
+
+@pytest.mark.parametrize("failing", ["write", "move the old away", "move the new in"])
+def test_a_failure_midway_leaves_the_old_files_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    folder = tmp_path / "x"
+    write_module(OLD, folder)
+    rename, write_text, calls = os.rename, Path.write_text, []
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken_rename(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == (1 if failing == "move the old away" else 2):
+            full()
+        rename(source, target)
+
+    def broken_write(self: Path, *args: Any, **kwargs: Any) -> int:
+        if self.name == "schedule.ir":
+            full()
+        return write_text(self, *args, **kwargs)
+
+    if failing == "write":
+        monkeypatch.setattr(Path, "write_text", broken_write)
+    else:
+        monkeypatch.setattr(os, "rename", broken_rename)
+    with pytest.raises(AttngenError, match="cannot write .*x: No space left on device"):
+        write_module(NEW, folder)
+    assert read_module(folder) == OLD
+    assert tree(tmp_path) == ["x", "x/__init__.py", "x/schedule.ir"]
+
+
+def test_an_interrupt_midway_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "x"
+    write_module(OLD, folder)
+    rename = os.rename
+
+    def interrupted(source: Path, target: Path) -> None:
+        if source.name == "fresh":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_module(NEW, folder)
+    assert read_module(folder) == OLD
+    assert tree(tmp_path) == ["x", "x/__init__.py", "x/schedule.ir"]
+
+
+def test_folders_that_attngen_did_not_write_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.md").write_text("mine")
+    with pytest.raises(AttngenError, match="mine exists and is not a generated module .it has no schedule.ir.; give another --out"):
+        write_module(NEW, folder)
+    (folder / "schedule.ir").write_text("")
+    with pytest.raises(AttngenError, match="mine holds notes.md, which attngen does not write; move it elsewhere, or give another --out"):
+        write_module(NEW, folder)
+    assert (folder / "notes.md").read_text() == "mine"
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(AttngenError, match="file exists and is not a folder"):
+        write_module(NEW, file)
+    with pytest.raises(AttngenError, match="cannot write .*file/x"):
+        write_module(NEW, file / "x")
+    assert file.read_text() == "mine"
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    assert write_module(NEW, tmp_path / "x")
+
+
+def test_diffs_name_every_file_that_differs(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    assert diff_module(NEW, folder) == f"{folder} does not exist"
+    write_module(NEW, folder)
+    assert diff_module(NEW, folder) == ""
+    (folder / "kernels.py").write_text("edited\n")
+    (folder / "extra.py").write_text("extra\n")
+    lines = diff_module(NEW, folder).splitlines()
+    assert lines == [
+        f"--- {folder}/extra.py", "+++ extra.py from the spec", "@@ -1 +0,0 @@", "-extra",
+        f"--- {folder}/kernels.py", "+++ kernels.py from the spec", "@@ -1 +1 @@", "-edited", "+new",
+    ]  # fmt: skip

@@ -1,0 +1,338 @@
+"""Specs: what is read, and the one sentence for each mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from attngen.errors import SpecError, suggest
+from attngen.masks import registry
+from attngen.spec import MAX_BYTES, Spec, json_schema, load_spec, make_spec, parse_spec, starter
+from tests.helpers import ROOT, SPECS
+
+BASE = "name: x\nhead_dim: 64\n"  # two good lines; what a case adds starts on line 3
+WIDTH = "expected a whole number from 16 to 256 that is a multiple of 8"
+HEAD_DIM = f"{WIDTH}, or {{qk: ..., v: ...}}"
+MASKS = "expected a list of at least one mask, as in [causal, key_padding]"
+DTYPE = "expected `bf16`, `fp16` or `fp32`"
+MASK = "expected a mask: its name as in `causal`, {name: {parameter: value}}, or {all_of: [masks]}"
+NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
+KEYS = "known: dtype, fp32_precision, head_dim, heads, mask, name, schedule"
+
+
+def message(text: str) -> str:
+    """The error that YAML text gives, without the file's name."""
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text, "x.yaml")
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith("x.yaml") for line in lines)
+    return "\n".join(line.removeprefix("x.yaml").removeprefix(", ").removeprefix(": ") for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    # values
+    "name: x\nhead_dim: 63": f"line 2: `head_dim` is the number 63; {HEAD_DIM}",
+    "name: x\nhead_dim: 264": f"line 2: `head_dim` is the number 264; {HEAD_DIM}",
+    "name: x\nhead_dim: 64.0": f"line 2: `head_dim` is the number 64.0; {HEAD_DIM}",
+    "name: x\nhead_dim: true": f"line 2: `head_dim` is the boolean `true`; {HEAD_DIM}",
+    'name: x\nhead_dim: "64"': f"line 2: `head_dim` is the text `64`; {HEAD_DIM}",
+    "name: x\nhead_dim: abc": f"line 2: `head_dim` is the text `abc`; {HEAD_DIM}",
+    "name: x\nhead_dim: [64]": f"line 2: `head_dim` is a list; {HEAD_DIM}",
+    "name: x\nhead_dim:": f"line 2: `head_dim` is empty; {HEAD_DIM}",
+    "name: x\nhead_dim: {qk: 64}": f"line 2: `head_dim.v` is missing; {WIDTH}",
+    "name: x\nhead_dim:\n  qk: 64\n  v: 8": f"line 4: `head_dim.v` is the number 8; {WIDTH}",
+    "head_dim: 64": f"`name` is missing; {NAME}",
+    "name: x": f"`head_dim` is missing; {HEAD_DIM}",
+    "name: yes\nhead_dim: 64": f"line 1: `name` is the boolean `true`; {NAME}",
+    "name: 123\nhead_dim: 64": f"line 1: `name` is the number 123; {NAME}",
+    "name: ../x\nhead_dim: 64": f"line 1: `name` is the text `../x`; {NAME}",
+    "name: class\nhead_dim: 64": "line 1: `name` is `class`, a word of Python's grammar, so nothing could import it; expected another name",
+    'name: "a\\n\\e[31m"\nhead_dim: 64': f"line 1: `name` is the text `a\\n\\x1b[31m`; {NAME}",
+    BASE + "heads: mqa": "line 3: `heads` is the text `mqa`; expected {sharing: mha|mqa|gqa}",
+    BASE + "heads:": "line 3: `heads` is empty; expected {sharing: mha|mqa|gqa}",
+    BASE + "heads: {sharing: mqq}": "line 3: `heads.sharing` is the text `mqq`; expected `mha`, `mqa` or `gqa`; did you mean `mqa`?",
+    BASE + "dtype: [bf17]": f"line 3: `dtype[0]` is the text `bf17`; {DTYPE}; did you mean `bf16`?",
+    BASE + "dtype:\n- fp16\n- true": f"line 5: `dtype[1]` is the boolean `true`; {DTYPE}",
+    BASE + "dtype: bf17": f"line 3: `dtype` is the text `bf17`; {DTYPE}, or a list of these; did you mean `bf16`?",
+    BASE + "dtype: 16": f"line 3: `dtype` is the number 16; {DTYPE}, or a list of these",
+    BASE + "dtype: []": "line 3: `dtype` is an empty list; expected at least one of `bf16`, `fp16`, `fp32`",
+    BASE + "dtype: [bf16, bf16]": "line 3: `dtype` names an element type twice; expected each once",
+    BASE + "fp32_precision: tf33": "line 3: `fp32_precision` is the text `tf33`; expected `ieee` or `tf32`; did you mean `tf32`?",
+    BASE + "fp32_precision: tf32": "line 3: `fp32_precision` is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out",
+    BASE + "schedule: 3": "line 3: `schedule` is the number 3; expected {block_q: ..., block_kv: ..., num_warps: ..., num_stages: ...}",
+    BASE + "schedule: {block_q: 48}": "line 3: `schedule.block_q` is the number 48; expected `16`, `32`, `64`, `128` or `256`",
+    BASE + "schedule: {num_warps: true}": "line 3: `schedule.num_warps` is the boolean `true`; expected `1`, `2`, `4`, `8` or `16`",
+    BASE + "schedule: {num_warps: 4.0}": "line 3: `schedule.num_warps` is the number 4.0; expected `1`, `2`, `4`, `8` or `16`",
+    # keys
+    BASE + "hed_dim: 64": "line 3: `hed_dim` is no known key; did you mean `head_dim`?",
+    BASE + "zzz: 64": f"line 3: `zzz` is no known key; {KEYS}",
+    BASE + "yes: 64": f"line 3: `yes` is no known key; {KEYS}",
+    BASE + "<<: {name: y}": f"line 3: `<<` is no known key; {KEYS}",
+    BASE + "heads: {shring: mqa}": "line 3: `heads.shring` is no known key; did you mean `sharing`?",
+    BASE + "schedule:\n  num_stage: 2": "line 4: `schedule.num_stage` is no known key; did you mean `num_stages`?",
+    # masks
+    BASE + "mask:": f"line 3: `mask` is empty; {MASK}; for no mask write `none`",
+    BASE + "mask: no": f"line 3: `mask` is the boolean `false`; {MASK}; for no mask write `none`",
+    BASE + "mask: []": f"line 3: `mask` is an empty list; {MASK}",
+    BASE + "mask: {}": f"line 3: `mask` is an empty mapping; {MASK}",
+    BASE + "mask: 3": f"line 3: `mask` is the number 3; {MASK}",
+    BASE + "mask: Causal": "line 3: `mask` is `Causal`, which is not a mask; did you mean `causal`?",
+    BASE + "mask: windw": "line 3: `mask` is `windw`, which is not a mask; did you mean `sliding_window`?",
+    BASE + "mask: [causal, none]": "line 3: `mask` is a list of 2; expected one mask; for several at once write {all_of: [masks]}",
+    BASE + "mask: {causal: , none: }": "line 3: `mask` is a mapping of 2; expected one mask; for several at once write {all_of: [masks]}",
+    BASE + "mask: {causal: 3}": "line 3: `mask.causal` is the number 3; expected its parameters, {align: bottom_right|top_left}",
+    BASE + "mask: {none: {left: 1}}": "line 3: `mask.none.left` is no known key; there are none",
+    BASE + "mask: sliding_window": "line 3: `mask.sliding_window` needs `left`, `right` or both; for no bound at all use the mask `none`",
+    BASE + "mask:\n  sliding_window:\n    lft: 1": "line 5: `mask.sliding_window.lft` is no known key; did you mean `left`?",
+    BASE + "mask: {sliding_window: {left: -1}}": (
+        "line 3: `mask.sliding_window.left` is the number -1; expected a whole number of 0 or more"
+    ),
+    BASE + "mask: {sliding_window: {right: on}}": (
+        "line 3: `mask.sliding_window.right` is the boolean `true`; expected a whole number of 0 or more"
+    ),
+    BASE + "mask: {key_padding: {lengths: 1}}": "line 3: `mask.key_padding.lengths` is the number 1; expected `true` or `false`",
+    BASE + "mask: {all_of: causal}": f"line 3: `mask.all_of` is the text `causal`; {MASKS}",
+    BASE + "mask: {all_of: []}": f"line 3: `mask.all_of` is an empty list; {MASKS}",
+    BASE + "mask:\n  all_of:\n  - none\n  - causl": "line 6: `mask.all_of[1]` is `causl`, which is not a mask; did you mean `causal`?",
+    # YAML
+    "": "the file is empty; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
+    "# nothing": "the file is empty; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
+    "- name: x": "the file holds a list; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
+    "name": "the file holds the text `name`; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
+    BASE + "name: y": "line 3: key `name` is given twice, first on line 1; expected each key once",
+    BASE + "---\nname: y": "line 3: a second document starts here; expected one spec per file",
+    BASE + "mask: &m causal": "line 3: anchors and aliases (& and *) are not part of a spec; expected the value itself",
+    BASE + "mask: *m": "line 3: anchors and aliases (& and *) are not part of a spec; expected the value itself",
+    BASE + "mask: !!python/name:os.system": "line 3: tags (!) are not part of a spec; expected a plain value",
+    BASE + "? [a]\n: 3": "line 3: a list or a mapping is used as a key; expected a word, as in `mask: causal`",
+    BASE + "heads:\n\tsharing: mqa": "line 4: not valid YAML: a tab; expected spaces for indentation",
+    BASE + "mask: \x00": "line 3: not valid YAML: the character 0x0 is not text",
+    BASE + "mask: " + "[" * 21: "line 3: nested more than 20 deep; expected a spec, which is flat",
+    "[" * 5000: "line 1: nested more than 20 deep; expected a spec, which is flat",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_is_one_sentence(text: str) -> None:
+    assert message(text) == MISTAKES[text]
+
+
+@pytest.mark.parametrize("text", [BASE + "mask: {", BASE + 'mask: "causal', "name: x\n head_dim: 64", "a: b: c"])
+def test_text_that_is_no_yaml_is_one_sentence_with_its_line(text: str) -> None:
+    assert re.fullmatch(r"line [1-4]: not valid YAML: .*; check quotes, brackets and indentation", message(text))
+
+
+def test_every_mistake_is_reported() -> None:
+    text = "name: X\nhead_dim: {qk: 63, v: 65}\ndtype: [bf17, fp61]\nmask: {all_of: [causl, {key_padding: {length: true}}]}\nhed: 1"
+    keys = re.findall(r"line \d+: `(.*?)` is", message(text))
+    assert sorted(keys) == [
+        "dtype[0]", "dtype[1]", "head_dim.qk", "head_dim.v", "hed", "mask.all_of[0]", "mask.all_of[1].key_padding.length", "name",
+    ]  # fmt: skip
+
+
+def test_numbers_too_long_to_be_numbers_are_shown_short() -> None:
+    for digits in ("9" * 5000, "0x" + "f" * 5000, "1:" * 3000 + "0"):
+        assert len(message(f"name: x\nhead_dim: {digits}")) < 250
+
+
+def test_suggestions() -> None:
+    masks = list(registry())
+    assert suggest("padding", masks) == "did you mean `key_padding`?"
+    assert suggest("Causal", masks) == "did you mean `causal`?"
+    assert suggest("zzz", ["b", "a"]) == "known: a, b"
+    assert suggest("zzz", []) == "there are none"
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def file_message(path: Path) -> str:
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    return str(caught.value)
+
+
+def test_files_that_are_no_specs(tmp_path: Path) -> None:
+    path = tmp_path / "causal.yaml"
+    assert file_message(path) == f"{path}: there is no such file; `attngen new NAME` writes a spec to start from"
+    path.write_bytes(b"name: \xff")
+    assert file_message(path) == f"{path}: byte 6 is not UTF-8 text; expected a YAML spec"
+    path.write_text("#" * (MAX_BYTES + 1))
+    assert file_message(path) == f"{path}: larger than 64 KiB; expected a short YAML spec"
+    assert file_message(tmp_path) == f"{tmp_path}: cannot be read (Is a directory); expected a YAML spec"
+    near = tmp_path / "causl.yaml"
+    assert file_message(near) == f"{near}: there is no such file; did you mean {path}?"
+    assert "larger" in file_message(Path("/dev/zero"))
+
+
+def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + BASE.replace("\n", "\r\n").encode())
+    assert load_spec(path) == parse_spec(BASE)
+
+
+# ---------------------------------------------------------------------------------------------- good specs
+
+
+def test_shorthands_mean_their_long_forms() -> None:
+    short = parse_spec("name: x\nhead_dim: 64\ndtype: fp16\nmask: causal")
+    long = parse_spec("name: x\nhead_dim: {qk: 64, v: 64}\ndtype: [fp16]\nmask: {causal: {align: bottom_right}}\nheads: {sharing: mha}")
+    assert short == long
+    assert short.hash() == long.hash()
+    assert parse_spec(BASE + "dtype: [fp16, bf16]") == parse_spec(BASE)
+
+
+def test_a_changed_spec_has_another_hash() -> None:
+    texts = [
+        BASE,
+        BASE + "mask: causal",
+        BASE + "mask: {causal: {align: top_left}}",
+        BASE + "dtype: bf16",
+        BASE + "schedule: {block_q: 64}",
+    ]
+    assert len({parse_spec(t).hash() for t in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_canonical_form_is_a_spec_with_the_same_hash(name: str) -> None:
+    spec = load_spec(ROOT / "specs" / f"{name}.yaml")
+    assert make_spec(spec.canonical()) == spec
+
+
+def test_the_starter_is_a_spec() -> None:
+    assert parse_spec(starter("my_attention")).name == "my_attention"
+
+
+# ---------------------------------------------------------------------------------------------- JSON schema
+
+
+def conforms(value: Any, node: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Whether a value conforms to the JSON schema, for the keywords that ours uses."""
+    if "$ref" in node:
+        found = root
+        for key in node["$ref"].removeprefix("#/").split("/"):
+            found = found[key]
+        return conforms(value, found, root)
+    if "anyOf" in node and not any(conforms(value, n, root) for n in node["anyOf"]):
+        return False
+    if "enum" in node and not any(type(value) is type(e) and value == e for e in node["enum"]):
+        return False
+    types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
+    if "type" in node and type(value) is not types[node["type"]]:
+        return False
+    if isinstance(value, str) and not re.search(node.get("pattern", ""), value):
+        return False
+    if isinstance(value, int):
+        inside = node.get("minimum", value) <= value <= node.get("maximum", value) and value < node.get("exclusiveMaximum", value + 1)
+        return inside and value % node.get("multipleOf", 1) == 0
+    if isinstance(value, list):
+        distinct = not node.get("uniqueItems") or len({str(v) for v in value}) == len(value)
+        return distinct and len(value) >= node.get("minItems", 0) and all(conforms(v, node.get("items", {}), root) for v in value)
+    if isinstance(value, dict):
+        known = node.get("properties", {})
+        complete = all(key in value for key in node.get("required", ())) and (known.keys() >= value.keys() or "properties" not in node)
+        return complete and all(conforms(v, known[k], root) for k, v in value.items() if k in known)
+    return True
+
+
+def test_the_check_knows_every_keyword_of_the_schema() -> None:
+    notes = {"$schema", "$defs", "title", "description", "default", "additionalProperties"}
+    checked = {"$ref", "anyOf", "enum", "type", "pattern", "minimum", "maximum", "exclusiveMaximum", "multipleOf"}
+    checked |= {"uniqueItems", "minItems", "items", "required", "properties"}
+
+    def keywords(node: Any) -> set[str]:
+        if not isinstance(node, dict):
+            return {k for n in node for k in keywords(n)} if isinstance(node, list) else set()
+        below = [*node.get("properties", {}).values(), *node.get("$defs", {}).values(), *node.get("anyOf", ()), node.get("items")]
+        return set(node).union(*(keywords(n) for n in below))
+
+    assert keywords(json_schema()) <= notes | checked
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specs_conform_to_the_json_schema(name: str) -> None:
+    schema = json_schema()
+    assert conforms(yaml.safe_load((ROOT / "specs" / f"{name}.yaml").read_text()), schema, schema)
+
+
+# What a JSON schema leaves to attngen: no file at all, and rules that tie one key to another or to Python.
+BEYOND = ("fp32_precision: tf32", "name: class", "mask: sliding_window", "schedule: {num_warps: 4.0}")
+
+
+@pytest.mark.parametrize("text", [t for t in MISTAKES if t.startswith("name: ") and not t.endswith(BEYOND) and "class" not in t])
+def test_mistakes_do_not_conform_to_the_json_schema(text: str) -> None:
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return
+    if MISTAKES[text].startswith("line 3: key") or "&" in text or "<<" in text:
+        return  # what YAML allows and attngen does not
+    assert not conforms(data, json_schema(), json_schema())
+
+
+# ---------------------------------------------------------------------------------------------- fuzz
+
+WORDS = """name heads sharing mha mqa gqa head_dim qk v dtype bf16 fp16 fp32 fp32_precision ieee tf32 mask none causal align top_left
+    sliding_window left right key_padding lengths all_of schedule block_q num_warps x ../x << =""".split()
+SCALARS = st.one_of(st.sampled_from(WORDS), st.none(), st.booleans(), st.integers(-2, 300), st.integers(), st.floats(), st.text(max_size=8))
+NESTED = st.recursive(SCALARS, lambda s: st.lists(s, max_size=3) | st.dictionaries(st.sampled_from(WORDS), s, max_size=4), max_leaves=12)
+LIKELY = st.fixed_dictionaries(
+    {"name": st.just("x"), "head_dim": st.sampled_from([64, 128, {"qk": 192, "v": 128}]) | NESTED},
+    optional={"heads": NESTED, "dtype": NESTED, "mask": NESTED, "schedule": NESTED, "fp32_precision": SCALARS},
+)
+
+
+def only_a_spec_or_a_sentence(text: str) -> None:
+    try:
+        spec = parse_spec(text, "x.yaml")
+    except SpecError as error:
+        for line in str(error).splitlines():
+            assert line.startswith("x.yaml") and line.isprintable()
+            assert "Input should" not in line and "validat" not in line
+    else:
+        assert isinstance(spec, Spec)
+        assert re.fullmatch("[a-z][a-z0-9_]*", spec.name)
+        assert make_spec(spec.canonical()) == spec
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(max_size=60)
+    | st.lists(st.sampled_from([*WORDS, ": ", "\n", "  ", "- ", "[", "]", "{", "}", ", ", "64", "&", "*", "!", "|"])).map("".join)
+)
+@example("a: !!int ''")
+@example("a: 0x_")
+@example("a: 1:99999999999999999999")
+@example("\ufeff")
+@example("a: 2024-99-99")
+@example("? a")
+def test_any_text_is_a_spec_or_a_sentence(text: str) -> None:
+    only_a_spec_or_a_sentence(text)
+    only_a_spec_or_a_sentence(BASE + text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LIKELY | NESTED)
+def test_any_data_is_a_spec_or_a_sentence(data: Any) -> None:
+    only_a_spec_or_a_sentence(yaml.safe_dump(data, allow_unicode=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.text(min_size=1, max_size=20)
+    | st.sampled_from(["../x", "/abs", "a/b", "..", ".", "~", "con", "NUL", "a\\b", "import", "naïve", "a\n"])
+)
+def test_a_name_is_an_identifier_or_refused(name: str) -> None:
+    try:
+        spec = make_spec({"name": name, "head_dim": 64})
+    except SpecError:
+        return
+    assert re.fullmatch("[a-z][a-z0-9_]{0,63}", spec.name)
