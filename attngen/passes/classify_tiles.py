@@ -67,8 +67,11 @@ def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough:
         full_highs += [sympy.Integer(0)] * len(unknown)
     else:
         known = []
-    for a, c, rest in [*linear, *_linear(needs, own, loop)[0]]:  # the condition is a*own + c*loop + rest <= 0
+    needed = _linear(needs, own, loop)[0]
+    for a, c, rest in [*linear, *needed]:  # the condition is a*own + c*loop + rest <= 0
         _bound(c, rest + _extremes(a, own)[0], lows, highs)
+    for a, c, rest in [x for x in needed if x[1]]:  # where nothing is visible, `enough` may start beyond the visible end
+        _bound(c, rest + _extremes(a, own)[0], full_lows, full_highs)
     for a, c, rest in [*linear, *known]:
         _bound(c, rest + _extremes(a, own)[1], full_lows, full_highs)
     end = cdiv(sympy.Max(0, sympy.Min(*highs)), block)

@@ -165,7 +165,7 @@ def fwd(
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, key_padding_end)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, key_padding_first) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))
-    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, key_padding_run)) // BLOCK_KV)
+    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -433,7 +433,7 @@ def dq(
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, key_padding_end)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, key_padding_first) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))
-    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, key_padding_run)) // BLOCK_KV)
+    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
