@@ -21,6 +21,7 @@ def tile_loops(kernel: Kernel) -> list[Loop]:
     return [loop for loop in kernel.loops if loop.cls != "all"]
 
 
+@cache
 def visited(kernel: Kernel, cls: str | None = None) -> Expr:
     """Tiles that the program at {own}_start visits, of one class or of both."""
     loops = [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)]
