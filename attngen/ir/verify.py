@@ -12,6 +12,7 @@ from attngen.ir.expr import prove_le, to_text
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
+    DTYPE_BYTES,
     Arg,
     Base,
     Dot,
@@ -30,6 +31,7 @@ from attngen.ir.ops import (
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
 CONSTANTS = {"LOG2E", "LN2"}
+SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk"}, {"D_QK", "D_V"}
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
 
 
@@ -66,15 +68,39 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     for text in (module.name, *(i.name for i in module.inputs)):
         if not text.isidentifier():
             yield f"`{text}` is not an identifier"
+    for text in (module.version, module.spec_hash, module.mask, *(i.help for i in module.inputs)):
+        if set(text) & set('"\\{}'):  # they are printed inside strings
+            yield f"`{text}` has a quote, a backslash or a brace"
+
+
+def signature(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The grid tiles one axis, there is an entry, and every value is of a type that kernels and wrapper know."""
+    if "entry" not in {b.name for b in kernel.blocks}:
+        yield "no block @entry"
+    if not kernel.grid or kernel.grid[0].var not in ("q", "kv"):
+        yield "the grid does not start with q or kv"
+    for block in kernel.blocks:
+        roles = ("in", "out", "scalar") if block.name == "entry" else ("carry",)
+        for op in block.ops:
+            if isinstance(op, Arg) and op.role not in roles:
+                yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
+            dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out") else ()
+            if not (set(dims[:-1]) <= SIZES and set(dims[-1:]) <= SIZES | WIDTHS):
+                yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
+            for t in op.results().values():
+                if t.dtype not in ("T", *DTYPE_BYTES):
+                    yield f"%{op.name} is of `{t.dtype}`; expected one of T, {', '.join(DTYPE_BYTES)}"
 
 
 def order(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Values are defined before they are used, in the same block or in one around it."""
+    """Values are defined before they are used, in the same block or in one around it; so are scalars that expressions name."""
     if not nx.is_directed_acyclic_graph(kernel.graph):
         yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
     parents = {loop.body: kernel.graph.nodes[loop.name]["block"] for loop in kernel.loops}
     for name, data in kernel.graph.nodes.items():
-        for ref in data["op"].operands():
+        named = {str(s) for e in _expressions(data["op"]) for s in e.free_symbols} & kernel.graph.nodes.keys()
+        bound = {k for k, _ in getattr(data["op"], "uses", ())} | _variables(kernel)
+        for ref in (*data["op"].operands(), *sorted(named - bound)):
             source = kernel.graph.nodes[ref.split(".")[0]]
             block: str | None = data["block"]
             while block is not None and block != source["block"]:
@@ -86,15 +112,14 @@ def order(module: Module, kernel: Kernel) -> Iterator[str]:
 def loops(module: Module, kernel: Kernel) -> Iterator[str]:
     """A loop's fields, its body's arguments and what the body yields are the same, with the same types."""
     blocks = {b.name: b for b in kernel.blocks}
-    if "entry" not in blocks:
-        yield "no block @entry"
-        return
     for loop in kernel.loops:
         if loop.body not in blocks:
             yield f"%{loop.name} runs @{loop.body}, which is not a block"
             continue
-        if loop.cls not in ("unknown", "full", "partial", "all"):
-            yield f"%{loop.name} has class `{loop.cls}`; expected unknown, full, partial or all"
+        over_tiles = loop.var in ("q", "kv")
+        if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
+            expected = "unknown, full or partial, as it runs over tiles" if over_tiles else "all, as it does not run over tiles"
+            yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
         ops = blocks[loop.body].ops
         starts = {f: kernel.type_of(r) for f, r in loop.carry}
         args = {op.name: op.type for op in ops if isinstance(op, Arg)}
@@ -145,10 +170,14 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
                     yield f"%{ref} of [{', '.join(of(ref).dims)}] does not broadcast to [{', '.join(op.type.dims)}]"
             if isinstance(op, Mask) and of(op.value) != op.type:
                 yield "a masked value keeps its type"
+            if isinstance(op, Mask) and op.when not in ("always", "partial"):
+                yield f"applies `{op.when}`; expected always or partial"
         case SoftmaxStep():
             row = op.type.dims[:1]
             if of(op.s).dims != op.type.dims or of(op.m).dims != row or of(op.l).dims != row:
                 yield f"needs s of [{', '.join(op.type.dims)}], and m and l of its rows"
+            if op.guard not in ("always", "partial"):
+                yield f"guards `{op.guard}`; expected always or partial"
         case Reduce():
             value = of(op.value).dims
             if op.over not in value or tuple(d for d in value if d != op.over) != op.type.dims:
@@ -173,28 +202,49 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant."""
     scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map)) and not op.results()[""].dims}
-    variables = {loop.var for loop in kernel.loops} | {a.var for a in kernel.grid} | set(AXIS_DIM)
-    known = scalars | POSITIONS | CONSTANTS | variables
+    known = scalars | POSITIONS | CONSTANTS | _variables(kernel)
     for a in kernel.grid:
-        yield from _unknown(f"the grid axis {a.var}", a.extent, known | {"B", "Hq", "Hkv", "Nq", "Nk"})
+        yield from _unknown(f"the grid axis {a.var}", a.extent, known | SIZES)
     for op in kernel.ops():
-        extra: set[str] = set()
-        exprs: list[Any] = []
-        match op:
-            case Map():
-                extra, exprs = {s for s, _ in op.uses}, [op.expr]
-            case Mask():
-                extra, exprs = {s for s, _ in op.uses}, [op.where, op.needs, op.enough]
-            case Loop():
-                exprs = [e for r in op.ranges for e in r] + list(op.tiles)
-            case Load() | Base():
-                exprs = list(op.src.index)
-            case Store():
-                exprs = list(op.dst.index)
-            case Init():
-                exprs = [op.value]
-        for e in exprs:
-            yield from _unknown(f"%{op.name}", e, known | extra)
+        for e in _expressions(op):
+            yield from _unknown(f"%{op.name}", e, known | {s for s, _ in getattr(op, "uses", ())})
+
+
+def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Accesses to rows are bounds-checked: always, or in partial tiles alone along the axis of the loop."""
+    looped = {loop.body: loop.var for loop in kernel.loops}
+    for block in kernel.blocks:
+        for op in block.ops:
+            if not isinstance(op, (Load, Store)):
+                continue
+            access = op.dst if isinstance(op, Store) else op.src
+            for axis in {"q", "kv"} & set(access.axes()):
+                when = dict(op.check).get(axis)
+                if when != "always" and not (when == "partial" and looped.get(block.name) == axis):
+                    yield f"%{op.name} in @{block.name} does not check {axis}" + (" in full tiles too" if when else "")
+
+
+def _variables(kernel: Kernel) -> set[str]:
+    """Loop and grid variables, and the letters of axes."""
+    return {loop.var for loop in kernel.loops} | {a.var for a in kernel.grid} | set(AXIS_DIM)
+
+
+def _expressions(op: Op) -> list[Any]:
+    """Every expression of an op."""
+    match op:
+        case Map():
+            return [op.expr]
+        case Mask():
+            return [op.where, op.needs, op.enough]
+        case Loop():
+            return [e for r in op.ranges for e in r] + list(op.tiles)
+        case Load() | Base():
+            return list(op.src.index)
+        case Store():
+            return list(op.dst.index)
+        case Init():
+            return [op.value]
+    return []
 
 
 def _unknown(where: str, e: Any, known: set[str]) -> Iterator[str]:
@@ -269,8 +319,12 @@ def placed(module: Module, kernel: Kernel) -> Iterator[str]:
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every row of the schedule table fits the device class it is for."""
     from attngen.analysis.sram import misfit
+    from attngen.devices import CLASSES
 
     for row in module.rows(kernel.name):
+        if row.device not in CLASSES:
+            yield f"`{row.device}` is not a device class; expected one of {', '.join(CLASSES)}"
+            continue
         reason = misfit(module, kernel, row)
         if reason:
             yield reason
@@ -317,7 +371,7 @@ def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
             dims = kernel.type_of(op.value).dims if isinstance(op, Store) else op.type.dims
-            axes = {a for a, _ in op.check}
+            axes = {a for a, when in op.check if when == "always"}
             for d in dims:
                 if d.endswith("_PAD") and d.removesuffix("_PAD").lower() not in axes:
                     yield f"%{op.name} is padded to {d} but does not check {d.removesuffix('_PAD').lower()}"
@@ -325,11 +379,13 @@ def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
 
 _STRUCTURE: dict[str, Rule] = {
     "header": header,
+    "signature": signature,
     "references": references,
     "order": order,
     "loops": loops,
     "types": types,
     "names": names,
+    "bounds-checked": bounds_checked,
 }
 _SCHEDULED: dict[str, Rule] = {
     "classified": classified,

@@ -1,0 +1,224 @@
+"""Each rule of the verifier: a small edit of real IR that breaks that rule, and what the error says."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.graph import PHASES
+from attngen.ir.text import parse_module, print_module
+from attngen.ir.verify import RULES, verify
+from tests.helpers import edit, lowered, target
+
+BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
+    "header": [
+        ("causal_gqa", "heads gqa", "heads some", "`heads some`; expected one of mha, mqa, gqa"),
+        ("causal_gqa", "dtype bf16 fp16", "dtype int8", "`dtype int8`; expected one of bf16, fp16, fp32"),
+        ("causal_gqa", "v=128", "v=20", "`head_dim v 20`; expected one of 16, 24, 32"),
+        ("causal_gqa", "backend triton", "backend cuda", "`backend cuda`; expected one of triton"),
+        ("causal_gqa", "precision ieee", "precision low", "`precision low`; expected one of ieee, tf32"),
+        ("causal_gqa", "mask causal", 'mask """ + open("x")', "has a quote, a backslash or a brace"),
+        ("padding_mha", "may be attended to", "may be {attended} to", "has a quote, a backslash or a brace"),
+    ],
+    "signature": [
+        ("causal_gqa", "grid(q in cdiv(Nq, BLOCK_Q) descending, h in Hq", "grid(h in Hq", "grid does not start with q or kv"),
+        ("causal_gqa", "%O = arg out", "%O = arg inout", "argument `inout` of @entry; expected in or out or scalar"),
+        ("causal_gqa", "%m = arg carry", "%m = arg in", "argument `in` of @step; expected carry"),
+        ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nk, Nq"),
+        ("causal_gqa", "%m_init = init -inf : f32", "%m_init = init -inf : f64", "%m_init is of `f64`; expected one of T, f32"),
+        ("causal_gqa", "block @entry", "block @main", "no block @entry"),
+    ],
+    "references": [
+        ("causal_gqa", "m=%soft.m", "m=%soft.max", "reads %soft.max; %soft has .p, .alpha, .m, .l"),
+        ("causal_gqa", "acc=%keys_partial.acc", "acc=%keys_partial", "%keys_partial has .m, .l, .acc"),
+    ],
+    "order": [
+        (
+            "causal_gqa",
+            "    %q = load %Q_head[q, d_qk] check(q)",
+            "    %copy = map expr(x) uses(x=%q) : T[BLOCK_Q, D_QK] @sram\n    %q = load %Q_head[q, d_qk] check(q)",
+            "%copy reads %q where",
+        ),
+        ("causal_gqa", "acc=%keys_partial.acc, inv_l", "acc=%acc_next, inv_l", "%o reads %acc_next where it is not defined"),
+        ("causal_gqa", "expr(acc*alpha) uses(acc=%acc,", "expr(acc*alpha) uses(acc=%acc_next,", "depends on itself"),
+        ("causal_gqa", "expr(max(0, min(Nk, Nk - Nq", "expr(kv_full_end + max(0, min(Nk, Nk - Nq", "%kv_full_end reads %kv_full_end where"),
+    ],
+    "loops": [
+        ("causal_gqa", "body(@step) cls(full)", "body(@stop) cls(full)", "%keys_full runs @stop, which is not a block"),
+        ("causal_gqa", "cls(full)", "cls(most)", "class `most`; expected unknown, full or partial, as it runs over tiles"),
+        ("causal_gqa", "cls(full)", "cls(all)", "class `all`; expected unknown, full or partial, as it runs over tiles"),
+        ("causal_gqa", "cls(all)", "cls(full)", "class `full`; expected all, as it does not run over tiles"),
+        ("causal_gqa", "    yield values(m=%soft.m, l=%soft.l, acc=%acc_next)\n", "", "@step does not end with its one yield"),
+        ("causal_gqa", "m=%soft.m, l=%soft.l, acc=%acc_next", "m=%soft.m, l=%soft.l", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
+    ],
+    "types": [
+        ("causal_gqa", "dot %q %k over(D_QK)", "dot %q %k over(D_V)", "cannot contract [BLOCK_Q, D_QK] with [BLOCK_KV, D_QK] over D_V"),
+        (
+            "causal_gqa",
+            "over(D_QK) : f32[BLOCK_Q, BLOCK_KV]",
+            "over(D_QK) : f32[BLOCK_KV, BLOCK_Q]",
+            "the product is f32[BLOCK_Q, BLOCK_KV]",
+        ),
+        (
+            "causal_gqa",
+            "over(BLOCK_KV) acc(%rescaled)",
+            "over(BLOCK_KV) acc(%s)",
+            "the accumulator is [BLOCK_Q, BLOCK_KV], the product [BLOCK_Q, D_V]",
+        ),
+        ("causal_gqa", "uses(acc=%acc, alpha", "uses(acc=%k, alpha", "%k of [BLOCK_KV, D_QK] does not broadcast to [BLOCK_Q, D_V]"),
+        ("causal_gqa", "<= Nk - Nq + q_idx) : f32", "<= Nk - Nq + q_idx) : T", "a masked value keeps its type"),
+        ("causal_gqa", "<= Nk - Nq + q_idx)", "<= Nk - Nq + q_idx) when(never)", "applies `never`; expected always or partial"),
+        ("causal_gqa", "scale(%qk_scale)", "scale(%qk_scale) guard(never)", "guards `never`; expected always or partial"),
+        ("causal_gqa", "softmax_step %masked m(%m) l(%l)", "softmax_step %masked m(%acc) l(%l)", "m and l of its rows"),
+        ("causal_gqa", "reduce sum %product over(D_V)", "reduce sum %product over(D_QK)", "cannot reduce [BLOCK_Q, D_V] over D_QK"),
+        ("causal_gqa", "reduce sum", "reduce mean", "`mean` is not a reduction; expected sum, min or max"),
+        ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q_head[q, d_v]", "the access is of [BLOCK_Q, D_V], the value of [BLOCK_Q, D_QK]"),
+        ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q[q, d_qk]", "%Q has 4 dimensions, the access 2"),
+        (
+            "causal_gqa",
+            "%q = load %Q_head[q, d_qk] check(q)",
+            "%q = load %Q_head[q, d_qk] check(q, kv)",
+            "cannot check `kv if always`; expected one of q, d_qk, always or partial",
+        ),
+    ],
+    "names": [
+        ("causal_gqa", "kv_idx <= Nk - Nq + q_idx", "kv_idx <= window + q_idx", "`window`, which is no operand, scalar or position"),
+        (
+            "causal_gqa",
+            "kernel @fwd grid(q in cdiv(Nq, BLOCK_Q)",
+            "kernel @fwd grid(q in cdiv(N, BLOCK_Q)",
+            "the grid axis q: `cdiv(N, BLOCK_Q)`",
+        ),
+    ],
+    "bounds-checked": [
+        ("causal_gqa", "%q = load %Q_head[q, d_qk] check(q)", "%q = load %Q_head[q, d_qk]", "%q in @entry does not check q"),
+        ("causal_gqa", "%o check(q)", "%o", "in @entry does not check q"),
+        ("causal_gqa", "[kv, d_qk] check(kv if partial)", "[kv, d_qk]", "%k in @step does not check kv"),
+        (
+            "causal_gqa",
+            "%q = load %Q_head[q, d_qk] check(q)",
+            "%q = load %Q_head[q, d_qk] check(q if partial)",
+            "%q in @entry does not check q in full tiles too",
+        ),
+    ],
+    "classified": [
+        ("causal_gqa", " cls(full)", "", "%keys_full has class unknown; classify-tiles and split-loops come first"),
+    ],
+    "covers": [
+        ("causal_gqa", "ranges(kv_full_end .. kv_end)", "ranges(kv_full_end .. kv_full_end)", "the loops over @step run 0 .. "),
+        ("causal_gqa", "ranges(0 .. kv_full_end)", "ranges(1 .. kv_full_end)", "which is not proven to be all of 0 .. cdiv("),
+        ("causal_gqa", "ranges(kv_full_end .. kv_end)", "ranges(0 .. kv_end)", "once each"),
+    ],
+    "full-is-proven": [
+        ("causal_gqa", "cls(partial)", "cls(full)", "as class full, but only 0 .. "),
+        ("window_gqa", "q_idx - 1023", "q_idx - 511", "proven to hold nothing masked or out of bounds"),
+    ],
+    "placed": [
+        (
+            "causal_gqa",
+            "%rescaled = map expr(acc*alpha) uses(acc=%acc, alpha=%soft.alpha) : f32[BLOCK_Q, D_V] @reg",
+            "%rescaled = map expr(acc*alpha) uses(acc=%acc, alpha=%soft.alpha) : f32[BLOCK_Q, D_V] @?",
+            "%rescaled has no memory space",
+        ),
+    ],
+    "fits": [
+        (
+            "causal_gqa",
+            "schedule @fwd\n",
+            "schedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=512 BLOCK_KV=512 num_warps=8 num_stages=5\n",
+            "on sm90 the kernel @fwd needs",
+        ),
+        ("causal_gqa", "schedule @fwd\n  sm80", "schedule @fwd\n  sm70", "`sm70` is not a device class; expected one of sm80, sm90"),
+    ],
+    "scheduled-everywhere": [
+        (
+            "causal_gqa",
+            "schedule @delta\n  sm80 bytes=2 rows<=inf",
+            "schedule @delta\n  sm80 bytes=2 rows<=99",
+            "the rows for sm80 at 2 bytes do not rise to rows<=inf",
+        ),
+        ("causal_gqa", "schedule @dq", "schedule @dq2", "the rows for sm80 at 2 bytes"),
+    ],
+    "powers-of-two": [
+        (
+            "causal_gqa",
+            "num_warps=4 num_stages=1",
+            "num_warps=3 num_stages=1",
+            "sm80: num_warps=3; Triton needs a power of two, 1 at least",
+        ),
+        (
+            "causal_gqa",
+            "BLOCK_KV=64 num_warps=4 num_stages=1",
+            "BLOCK_KV=8 num_warps=4 num_stages=1",
+            "BLOCK_KV=8; Triton needs a power of two, 16 at least",
+        ),
+        ("causal_gqa", "num_warps=4 num_stages=1", "num_warps=4 num_stages=0", "num_stages=0; expected 1 to 8"),
+    ],
+    "dot-operands": [
+        ("causal_gqa", "dot %p_cast %v", "dot %soft.p %v", "%acc_next multiplies %soft.p of f32; cast it to T first"),
+    ],
+    "padding-checked": [
+        ("mla_dims", "check(q, d_qk)", "check(q)", "%q is padded to D_QK_PAD but does not check d_qk"),
+        ("mla_dims", "check(q, d_qk)", "check(q, d_qk if partial)", "%q is padded to D_QK_PAD but does not check d_qk"),
+    ],
+}
+
+
+def refused(text):
+    with pytest.raises(VerifyError) as error:
+        verify(parse_module(text, "edited.ir"))
+    return error.value
+
+
+@pytest.mark.parametrize(
+    "rule, spec, old, new, reason",
+    [pytest.param(rule, *case, id=f"{rule}-{n}") for rule, cases in BROKEN.items() for n, case in enumerate(cases)],
+)
+def test_a_rule_is_broken_by_its_edit(rule, spec, old, new, reason):
+    text = edit(print_module(target(spec)), (old, new))
+    error = refused(text)
+    assert (error.rule, reason in error.reason) == (rule, True), error
+    assert str(error).startswith(f"the IR breaks rule `{rule}`: kernel @")
+    assert error.ir_text == print_module(parse_module(text))
+
+
+def test_every_rule_of_every_phase_is_broken_above():
+    assert set(BROKEN) == {name for rules in RULES.values() for name in rules}
+    assert tuple(RULES) == PHASES
+
+
+@pytest.mark.parametrize("phase, stage", [("logical", "build"), ("scheduled", "dce")])
+def test_rules_of_a_phase_hold_from_there_on(phase, stage):
+    """Each phase keeps the rules of the one before, and they apply to IR of that phase."""
+    following = PHASES[PHASES.index(phase) + 1]
+    assert RULES[phase].items() <= RULES[following].items()
+    text = print_module(lowered("causal_mha")[stage])
+    assert f"phase {phase}" in text
+    assert (
+        refused(edit(text, ("kv_idx <= ", "window <= ") if phase == "scheduled" else ("q_idx >= kv_idx", "q_idx >= window"))).rule
+        == "names"
+    )
+
+
+@pytest.mark.parametrize("stage", ["split-loops", "place-memory"])
+def test_a_partial_loop_that_claims_to_be_full_is_refused_at_once(stage):
+    text = print_module(lowered("causal_mha")[stage])
+    assert refused(edit(text, ("cls(partial)", "cls(full)"))).rule == "full-is-proven"
+
+
+def test_a_full_loop_may_always_be_taken_as_partial():
+    text = print_module(target("causal_gqa"))
+    verify(parse_module(edit(text, ("cls(full)", "cls(partial)"))))
+
+
+@pytest.mark.parametrize(
+    "rule, edits, reason",
+    [
+        ("phase", ("phase target", "phase final"), "`final` is not a phase; expected one of logical, scheduled, target"),
+        ("defined", ("acc(%rescaled)", "acc(%scaled)"), "%acc_next in @fwd reads %scaled, which nothing defines"),
+        ("defined-once", ("%l_init = init 0", "%m_init = init 0"), "%m_init is defined twice in @fwd"),
+    ],
+)
+def test_what_comes_before_the_rules(rule, edits, reason):
+    error = refused(edit(print_module(target("causal_gqa")), edits))
+    assert (error.rule, error.reason) == (rule, reason)
