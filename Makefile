@@ -1,0 +1,58 @@
+# make demo: build a spec, test its kernels, show what happened.    make test: the whole test suite.
+# Both set up .venv on a machine with Python alone. VENV=DIR reuses an environment that has a torch of its own;
+# VENV=system uses the python3 on the PATH as it is and installs nothing.
+
+VENV ?= .venv
+PYTHON3 ?= python3
+SPEC ?= specs/causal_mqa.yaml
+
+ifeq ($(VENV),system)
+PYTHON := $(PYTHON3)
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.attngen-ready
+endif
+
+.PHONY: help demo test lint regen gpu-test
+
+help:
+	@echo "make demo      build $(SPEC), test it against naive attention, show it"
+	@echo "make test      the test suite (CPU: Triton's interpreter; with CUDA: on the device)"
+	@echo "make lint      ruff and mypy"
+	@echo "make regen     rebuild generated/ from specs/"
+	@echo "make gpu-test  tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
+	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
+
+# An environment without torch gets the pinned versions; one that has torch keeps it, and gets what is missing.
+$(READY): pyproject.toml requirements-cpu.txt
+	@test -x $(VENV)/bin/python || { echo "making $(VENV)"; $(PYTHON3) -m venv $(VENV); }
+	@if $(PYTHON) -c "import torch, triton" 2>/dev/null; then \
+	  echo "installing what $(VENV) lacks"; $(PYTHON) -m pip install --quiet --disable-pip-version-check -e ".[dev]"; \
+	else \
+	  echo "installing torch, triton and the rest into $(VENV) (a minute or two)"; \
+	  $(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt && \
+	  $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; \
+	fi
+	@touch $@
+
+demo: $(READY)
+	@echo; echo "== $(SPEC)"; cat $(SPEC)
+	@echo; echo "== attngen build $(SPEC)"; $(PYTHON) -m attngen.cli build $(SPEC)
+	@echo; echo "== attngen dump $(SPEC): the forward kernel's IR"; $(PYTHON) -m attngen.cli dump $(SPEC) | sed -n '/^kernel @fwd/,/^$$/p' | cut -c1-150
+	@echo "== attngen test $(SPEC)"; $(PYTHON) -m attngen.cli test $(SPEC)
+
+test: $(READY)
+	$(PYTHON) -m pytest -n auto
+
+lint: $(READY)
+	$(PYTHON) -m ruff check attngen tests examples benchmarks generated
+	$(PYTHON) -m ruff format --check attngen tests examples benchmarks
+	$(PYTHON) -m mypy
+
+regen: $(READY)
+	$(PYTHON) -m attngen.cli build --all
+
+gpu-test: $(READY)
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m attngen.gpu_report --out docs/gpu-verification.md
