@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from functools import cache
 from pathlib import Path
 
 from attngen.ir.graph import Module
-from attngen.ir.text import parse_module, print_kernel
+from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from attngen.passes.base import Pass
 from attngen.passes.pipeline import stages
@@ -62,11 +63,32 @@ module @small
     return parse_module(header + kernels, "small.ir")
 
 
-def after(step: Pass, before: Module) -> list[str]:
-    """The first kernel's lines, without indentation, after a pass and the verifier."""
-    return lines(print_kernel(verify(step.run(before)).kernels[0]))
+# Sums of scores, in place of attention: one load before the loop, one in it, a mask and two products.
+SMALL = """
+kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
+  block @entry
+    %Q = arg in : T[Nq, D_QK] @?
+    %K = arg in : T[Nk, D_QK] @?
+    %O = arg out : T[Nq, D_QK] @?
+    %Nq = arg scalar : i32[] @?
+    %Nk = arg scalar : i32[] @?
+    %q = load %Q[q, d_qk] check(q) : T[BLOCK_Q, D_QK] @?
+    %zero = init 0 : f32[BLOCK_Q, D_QK] @?
+    %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step)
+    %o = map expr(x) uses(x=%keys.sum) : T[BLOCK_Q, D_QK] @?
+    store %O[q, d_qk] %o check(q)
+  block @step
+    %sum = arg carry : f32[BLOCK_Q, D_QK] @?
+    %k = load %K[kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @?
+    %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @?
+    %masked = mask %s where(kv_idx < Nk) : f32[BLOCK_Q, BLOCK_KV] @?
+    %next = dot %masked %k over(BLOCK_KV) acc(%sum) : f32[BLOCK_Q, D_QK] @?
+    yield values(sum=%next)
+"""
 
 
-def lines(text: str) -> list[str]:
-    """Lines without indentation, blank ones left out."""
-    return [line.strip() for line in text.splitlines() if line.strip()]
+def changes(step: Pass, before: Module) -> list[str]:
+    """What a pass makes of a module that stays verified: lines taken away with `-`, lines put in with `+`."""
+    texts = [print_module(m).splitlines() for m in (before, verify(step.run(before)))]
+    found = (" ".join(line.split()) for line in difflib.ndiff(*texts) if line[:2] in ("- ", "+ "))
+    return [line for line in found if line not in ("-", "+") and line[2:7] != "phase"]

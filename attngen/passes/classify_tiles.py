@@ -124,4 +124,6 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
     rest = sympy.expand(difference - a * own_idx - c * loop_idx)
     if not (a.is_Integer and c.is_Integer) or rest.has(own_idx, loop_idx):
         return None
+    if rest.has(sympy.Pow) or not all(n.is_Integer for n in rest.atoms(sympy.Number)):  # may not be an integer
+        return None
     return int(a), int(c), rest

@@ -50,7 +50,9 @@ def _keep(kernel: Kernel, op: Map) -> Kernel:
 def _fold(kernel: Kernel, score: Map) -> Kernel:
     raw, scale = _scaling(kernel, score) or ("", "")
     scaled = {score.name}  # values in units of raw scores from now on
-    scaled |= {o.name for o in kernel.ops() if isinstance(o, Mask) and o.value in scaled}
+    for op in kernel.ops():
+        if isinstance(op, Mask) and op.value in scaled:
+            scaled.add(op.name)
     steps = {o.name for o in kernel.ops() if isinstance(o, SoftmaxStep) and o.s in scaled}
     maxima = {f"{o.name}.{f}" for o in kernel.loops for f, _ in o.carry if steps and f == "m"}
 

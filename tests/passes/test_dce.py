@@ -1,0 +1,45 @@
+"""dce: what no store depends on goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.verify import verify
+from attngen.passes.dce import Dce
+from tests.helpers import SMALL, changes, edit, module, unverified
+
+SCHEDULED = edit(SMALL, ("body(@step)", "body(@step) cls(partial)"))
+UNREAD = "    %unread = map expr(2*x) uses(x=%s) : f32[BLOCK_Q, BLOCK_KV] @?\n"
+
+
+def test_an_unread_value_goes_and_what_only_it_read():
+    chain = UNREAD.replace("%unread", "%first") + UNREAD.replace("x=%s", "x=%first")
+    text = edit(SCHEDULED, ("    %masked = mask", chain + "    %masked = mask"))
+    assert changes(Dce(), module(text, "scheduled")) == [f"- {line.strip()}" for line in chain.splitlines()]
+
+
+def test_what_stores_depend_on_stays():
+    """Through loops: what is carried, what the body yields, and arguments even if unread."""
+    assert changes(Dce(), module(SCHEDULED, "scheduled")) == []
+
+
+def test_scalars_that_ranges_and_masks_name_stay():
+    named = "    %n = load %LENGTHS[0] : i32[] @?\n    %n2 = map expr(n) uses(n=%n) : i32[] @?\n"
+    text = edit(
+        SCHEDULED,
+        ("    %O = arg", "    %LENGTHS = arg in : i32[B] @?\n    %O = arg"),
+        ("    %keys =", named + "    %keys ="),
+        ("cdiv(Nk, BLOCK_KV)", "cdiv(min(Nk, n2), BLOCK_KV)"),
+        ("where(kv_idx < Nk)", "where(kv_idx < n) uses(n=%n)"),
+    )
+    before = unverified(text, "scheduled")
+    assert [op.name for op in Dce().run(before).kernels[0].ops()] == [op.name for op in before.kernels[0].ops()]
+
+
+def test_a_scalar_that_a_map_names_without_reading_it_is_refused():
+    """Such a scalar is no operand, so it goes, and the verifier sees that it is missed."""
+    named = "    %half = map expr(1/Nk) : f32[] @?\n"
+    text = edit(SCHEDULED, ("    %keys =", named + "    %keys ="), ("expr(x) uses(x=%keys.sum)", "expr(half*x) uses(x=%keys.sum)"))
+    with pytest.raises(VerifyError, match="rule `names`: .*`half`, which is no operand, scalar or position"):
+        verify(Dce().run(module(text, "scheduled")))
