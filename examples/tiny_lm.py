@@ -33,6 +33,7 @@ SIZES = {  # what a flag that is not given defaults to, by device
     "cuda": {"layers": 4, "d_model": 256, "heads": 8, "seq": 512, "batch": 16, "steps": 300, "every": 25},
     "cpu": {"layers": 2, "d_model": 128, "heads": 4, "seq": 64, "batch": 2, "steps": 10, "every": 1},
 }
+AGREE = 0.02  # mean difference of two loss curves that rounding may make
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -212,7 +213,10 @@ def main(argv: list[str] | None = None) -> None:
             csv.writer(file).writerows([("step", *curves), *zip(itertools.count(), *curves.values())])
     if args.compare and len(curves) == 2:
         differences = [abs(a - b) for a, b in zip(*curves.values())]
-        print(f"largest difference {max(differences):.2e}, mean {sum(differences) / len(differences):.2e} over {args.steps} steps")
+        mean = sum(differences) / len(differences)
+        print(f"largest difference {max(differences):.2e}, mean {mean:.2e} over {args.steps} steps")
+        if not mean <= AGREE:
+            stop(f"the losses of {' and '.join(curves)} differ by {mean:.2e} in the mean; expected at most {AGREE}")
 
 
 if __name__ == "__main__":

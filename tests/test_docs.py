@@ -1,0 +1,58 @@
+"""The docs say what is: excerpts of IR are real, tables are complete, links and commands lead to files that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from attngen.ir.text import print_module
+from attngen.ir.verify import RULES
+from attngen.passes.pipeline import passes
+from attngen.spec import parse_spec
+from tests.helpers import ROOT, SPECS, lowered, spec
+
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md")
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
+
+
+def test_excerpts_of_ir_are_real() -> None:
+    real = {line for module in lowered("causal_mqa").values() for line in print_module(module).splitlines()}
+    shown = [line for block in blocks("docs/ir.md", "ir") for line in block.splitlines()]
+    assert shown and [line for line in shown if line not in real] == []
+
+
+def test_every_rule_and_pass_is_explained() -> None:
+    page = text("docs/ir.md")
+    assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(RULES["target"])
+    assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [(p.name, p.phase) for p in passes(spec("causal_mqa"))]
+
+
+def test_the_table_of_variants_is_complete() -> None:
+    assert sorted(re.findall(r"^\| `(\w+)` \|", text("README.md"), re.MULTILINE)) == SPECS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text(page)) if "://" not in link]
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_commands_name_exist(page: str) -> None:
+    named = re.findall(r"(?:specs|examples|generated|attngen|tests)/[\w/]+\.\w+", "".join(blocks(page, "sh")))
+    made = {"specs/my_attention.yaml", "specs/lagged.yaml", "attngen/masks/lagged.py"}
+    assert [name for name in named if not Path(ROOT / name).exists() and name not in made] == []
+
+
+def test_yaml_in_the_readme_is_a_spec() -> None:
+    for block in blocks("README.md", "yaml"):
+        parse_spec(block)
