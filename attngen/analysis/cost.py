@@ -76,5 +76,9 @@ def dot_flops(module: Module, kernel: Kernel, op: Dot, row: Row, least_rows: int
 
 
 def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
-    """The row with the ring depth that costs least."""
-    return min((replace(row, num_stages=s) for s in (3, 2, 1)), key=lambda r: cost(module, kernel, r))
+    """The row with the ring depth that costs least; where all may spill, the deepest that fits."""
+
+    def price(r: Row) -> tuple[float, bool]:
+        return cost(module, kernel, r), misfit(module, kernel, r) is not None
+
+    return min((replace(row, num_stages=s) for s in (3, 2, 1)), key=price)

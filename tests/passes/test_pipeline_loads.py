@@ -1,0 +1,59 @@
+"""pipeline-loads: the depth of the ring of buffers, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attngen.analysis.cost import cost
+from attngen.errors import VerifyError
+from attngen.ir.verify import verify
+from attngen.passes.pipeline_loads import PipelineLoads
+from tests.helpers import changes, edit, lowered, module
+
+ROW = "sm90 bytes=2 rows<=inf : BLOCK_Q=64 BLOCK_KV=64 num_warps=4"
+LOOP = f"""
+kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
+  block @entry
+    %K = arg in : T[Nk, D_QK] @hbm
+    %O = arg out : f32[Nq, D_QK] @hbm
+    %Nk = arg scalar : i32[] @reg
+    %q = load %K[q, d_qk] check(q) : T[BLOCK_Q, D_QK] @sram
+    %zero = init 0 : f32[BLOCK_Q] @reg
+    %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step) cls(partial)
+    store %O[q] %keys.sum check(q)
+  block @step
+    %sum = arg carry : f32[BLOCK_Q] @reg
+    %k = load %K[kv, d_qk] check(kv) : T[BLOCK_KV, D_QK] @sram
+    %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @reg
+    %row = reduce sum %s over(BLOCK_KV) : f32[BLOCK_Q] @reg
+    %next = map expr(row + sum) uses(sum=%sum, row=%row) : f32[BLOCK_Q] @reg
+    yield values(sum=%next)
+schedule @fwd
+  {ROW} num_stages=1
+""".replace("f32[Nq, D_QK]", "f32[Nq]")
+
+
+def test_a_row_gets_the_depth_that_costs_least():
+    before = module(LOOP, "scheduled")
+    kernel, (row,) = before.kernels[0], before.rows("fwd")
+    best = min((1, 2, 3), key=lambda s: cost(before, kernel, replace(row, num_stages=s)))
+    assert best > 1
+    assert changes(PipelineLoads(), before) == [f"- {ROW} num_stages=1", f"+ {ROW} num_stages={best}"]
+
+
+def test_an_override_is_taken():
+    assert changes(PipelineLoads(num_stages=2), module(LOOP, "scheduled"))[1:] == [f"+ {ROW} num_stages=2"]
+
+
+def test_a_kernel_without_loops_needs_no_ring():
+    before, after = (lowered("causal_mha")[stage].rows("delta") for stage in ("select-tiles", "pipeline-loads"))
+    assert before == after
+    assert {row.num_stages for row in after} == {1}
+
+
+def test_a_ring_that_does_not_fit_is_refused():
+    before = module(edit(LOOP, ("BLOCK_KV=64", "BLOCK_KV=512")), "scheduled", head_dim=128)
+    with pytest.raises(VerifyError, match="rule `fits`: .*on sm90 .* num_stages=8 .*; a smaller block_q"):
+        verify(PipelineLoads(num_stages=8).run(before))

@@ -1,0 +1,103 @@
+"""select-tiles: the cheapest of the tiles that fit, for every device class and range of rows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from attngen.analysis.cost import cost
+from attngen.analysis.sram import misfit, sram_bytes
+from attngen.devices import CLASSES
+from attngen.errors import FitError, VerifyError
+from attngen.ir.graph import Row
+from attngen.ir.verify import verify
+from attngen.passes.pipeline import lower
+from attngen.passes.select_tiles import SelectTiles
+from attngen.spec import parse_spec
+from tests.helpers import SMALL, changes, edit, lowered, module
+
+# SMALL where select-tiles meets it: classified, and placed
+PLACED = edit(re.sub(r"(= load .*)@[?]", r"\1@sram", SMALL).replace("@?", "@reg"), ("body(@step)", "body(@step) cls(partial)"))
+
+
+def test_every_device_class_gets_a_schedule_that_rises_to_any_number_of_rows():
+    added = [line[2:] for line in changes(SelectTiles(), module(PLACED, "scheduled"))]
+    assert added[0] == "schedule @fwd"
+    assert [row.split()[0] for row in added[1:] if "rows<=inf" in row] == list(CLASSES)
+    assert all(" bytes=2 rows<=" in row and row.endswith("num_stages=1") for row in added[1:])
+
+
+def test_fp32_and_16_bits_get_rows_of_their_own():
+    added = changes(SelectTiles(), module(PLACED, "scheduled", dtype="bf16 fp32"))
+    assert [sum(f"{d} bytes={size} rows<=inf" in row for row in added) for d, size in product(CLASSES, (2, 4))] == [1] * 2 * len(CLASSES)
+
+
+TO_END, TO_DIAGONAL = "cdiv(Nk, BLOCK_KV)", "cdiv(min(Nk, Nq, BLOCK_Q + q_start), BLOCK_KV)"
+
+
+@pytest.mark.parametrize(
+    "where, ranges, descending",
+    [
+        ("kv_idx < Nk", f"0 .. {TO_END}", False),
+        ("kv_idx <= q_idx and kv_idx < Nk", f"0 .. {TO_DIAGONAL}", True),
+        ("kv_idx >= q_idx and kv_idx < Nk", f"min(q_start // BLOCK_KV, {TO_END}) .. {TO_END}", False),
+    ],
+)
+def test_programs_with_the_most_tiles_start_first(where, ranges, descending):
+    text = edit(PLACED, ("where(kv_idx < Nk)", f"where({where})"), (f"ranges(0 .. {TO_END})", f"ranges({ranges})"))
+    added = changes(SelectTiles(), module(text, "scheduled"))
+    assert ("+ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q) descending)" in added) == descending
+
+
+@pytest.mark.parametrize("name", ["causal_mqa", "window_gqa", "causal_fp32"])
+def test_the_choice_is_the_cheapest_of_those_that_fit(name):
+    """By brute force over tiles, warps and depths of the ring, for the last row of every class and size."""
+    before, after = lowered(name)["place-memory"], lowered(name)["pipeline-loads"]
+    for kernel in ("fwd", "dkdv", "dq"):
+        for row in (r for r in after.rows(kernel) if r.max_rows is None):
+            tried = [
+                Row(row.device, row.elem_bytes, None, q, kv, w, s)
+                for q, kv, w, s in product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3))
+            ]
+            price = {r: cost(before, before.kernel(kernel), r) for r in tried if not misfit(before, before.kernel(kernel), r)}
+            assert price[row] == min(price.values()) < float("inf")
+
+
+@pytest.mark.parametrize("schedule", ["{block_q: 256, block_kv: 256}", "{block_kv: 64, num_stages: 5}", "{block_q: 128}"])
+def test_an_override_that_cannot_fit_says_where_and_what_to_change(schedule):
+    spec = parse_spec(f"name: wide\nhead_dim: 256\nmask: causal\nschedule: {schedule}\n")
+    with pytest.raises(FitError) as error:
+        lower(spec)
+    said = re.fullmatch(
+        r"wide: on (\w+) the kernel @\w+ needs ([\d,]+) bytes of shared memory with BLOCK_Q=\d+, BLOCK_KV=\d+, num_stages=\d "
+        r"at 2 bytes per element, and has ([\d,]+); a smaller block_q, block_kv, num_stages or head_dim needs less",
+        str(error.value),
+    )
+    device, needed, had = said[1], *(int(n.replace(",", "")) for n in said.groups()[1:])
+    assert needed > had == CLASSES[device].smem_per_block
+
+
+def test_overrides_are_taken_for_every_kernel_and_device():
+    made = lower(parse_spec("name: small\nhead_dim: 64\nschedule: {block_q: 32, block_kv: 16, num_warps: 2, num_stages: 2}\n"))
+    for kernel in ("fwd", "dkdv", "dq"):
+        rows = made.rows(kernel)
+        assert [r.device for r in rows] == list(CLASSES)
+        assert {(r.block_q, r.block_kv, r.num_warps, r.num_stages) for r in rows} == {(32, 16, 2, 2)}
+
+
+def test_an_override_that_may_spill_is_taken_with_a_ring_that_fits():
+    made = lower(parse_spec("name: slow\nhead_dim: 64\nmask: causal\nschedule: {block_q: 128, block_kv: 64, num_warps: 1}\n"))
+    for name in ("fwd", "dkdv", "dq"):
+        assert all(not misfit(made, made.kernel(name), row) and row.num_warps == 1 for row in made.rows(name))
+
+
+def test_a_row_that_does_not_fit_is_refused():
+    chosen = SelectTiles().run(module(PLACED, "scheduled"))
+    ((name, rows),) = chosen.schedules
+    big = replace(rows[-1], block_q=512, block_kv=512)
+    needed = sram_bytes(chosen, chosen.kernels[0], big)
+    with pytest.raises(VerifyError, match=f"rule `fits`: .*needs {needed:,} bytes of shared memory with BLOCK_Q=512, BLOCK_KV=512"):
+        verify(replace(chosen, schedules=((name, (*rows[:-1], big)),)))
