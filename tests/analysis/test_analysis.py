@@ -1,0 +1,188 @@
+"""The closed forms against brute force and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+import pytest
+
+from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
+from attngen.analysis.io import hbm_bytes, standard_bytes
+from attngen.analysis.roofline import Problem, values
+from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes, tile_width
+from attngen.analysis.tiles import count_tiles, evaluate
+from attngen.ir.expr import symbol, to_text
+from attngen.ir.graph import Row
+from tests.helpers import target
+
+SIZES = [(64, 64, 16, 16), (100, 100, 32, 16), (70, 130, 16, 32), (130, 70, 16, 32), (1, 200, 16, 16), (200, 1, 16, 16), (33, 0, 16, 16)]
+VISIBLE = {  # by hand: query q may look at key k
+    "full_mha": lambda q, k, shift: q >= 0,
+    "cross_mha": lambda q, k, shift: q >= 0,
+    "causal_mha": lambda q, k, shift: k <= q + shift,
+    "causal_gqa": lambda q, k, shift: k <= q + shift,
+    "mla_dims": lambda q, k, shift: k <= q + shift,
+    "window_gqa": lambda q, k, shift: (k <= q + shift) & (q + shift - k <= 1023),
+    "causal_padding_gqa": lambda q, k, shift: k <= q + shift,  # lengths count as full
+    "padding_mha": lambda q, k, shift: q >= 0,  # and so do masks of booleans
+}
+
+
+def brute_force(name, n_q, n_kv, block_q, block_kv):
+    """Which tiles hold something visible, as [query tiles, key tiles]."""
+    rows, columns = ceil(n_q / block_q) * block_q, ceil(n_kv / block_kv) * block_kv
+    q, k = np.mgrid[:rows, :columns]
+    seen = VISIBLE[name](q, k, n_kv - n_q) & (q < n_q) & (k < n_kv)
+    tiles = seen.reshape(rows // block_q, block_q, columns // block_kv, block_kv)
+    return tiles.any(axis=(1, 3))
+
+
+# ---------------------------------------------------------------------------------------------- tiles
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_tiles_are_counted_as_brute_force_counts_them(name):
+    """Every kernel visits the tiles with something visible and no other, but for one a program that sees nothing at all."""
+    module = target(name)
+    sizes = [(n_q * 12, n_kv * 12, 64, 64) for n_q, n_kv, *_ in SIZES] if name == "window_gqa" else SIZES
+    for n_q, n_kv, block_q, block_kv in sizes:
+        seen = brute_force(name, n_q, n_kv, block_q, block_kv)
+        for kernel, own, loop, blind in (
+            ("fwd", n_q, n_kv, ~seen.any(axis=1)),
+            ("dq", n_q, n_kv, ~seen.any(axis=1)),
+            ("dkdv", n_kv, n_q, ~seen.any(axis=0)),
+        ):
+            counted = count_tiles(module.kernel(kernel), own, loop, block_q, block_kv)
+            assert seen.sum() <= counted <= seen.sum() + blind.sum(), (kernel, n_q, n_kv)
+
+
+def test_full_and_partial_tiles_add_up():
+    kernel = target("causal_mha").kernel("fwd")
+    # 128 by 128 in tiles of 16: eight on the diagonal, 28 below it
+    assert [count_tiles(kernel, 128, 128, 16, 16, cls) for cls in ("full", "partial", None)] == [28, 8, 36]
+
+
+def test_the_sum_over_programs_is_what_is_counted():
+    """Of 64 by 64 in tiles of 16: 1 + 2 + 3 + 4 a head."""
+    numbers = {"B": 2, "Hq": 3, "BLOCK_Q": 16, "BLOCK_KV": 16, "Nq": 64, "Nk": 64}
+    tiles = total_tiles(target("causal_mha").kernel("fwd")).subs({symbol(n): v for n, v in numbers.items()})
+    assert tiles.doit() == 2 * 3 * 10
+
+
+# ---------------------------------------------------------------------------------------------- FLOPs
+
+
+def useful(module, direction, n, heads=1):
+    """FLOPs of a square problem, in tiles of 64 by 64."""
+    kernel, row = module.kernel("fwd" if direction == "forward" else "dq"), Row("sm90", 2, None, 64, 64, 4, 3)
+    problem = Problem(batch=1, q_heads=heads, kv_heads=1, n_q=n, n_kv=n)
+    return evaluate(useful_flops(module, direction), values(module, kernel, row, problem))
+
+
+@pytest.mark.parametrize("n", [128, 1024, 4096])
+def test_without_a_mask_flops_are_4nnd_forward_and_10nnd_backward(n):
+    assert useful(target("full_mha"), "forward", n, heads=3) == 4 * n * n * 64 * 3
+    assert useful(target("full_mha"), "backward", n, heads=3) == 10 * n * n * 64 * 3
+
+
+def test_what_kernels_execute_counts_every_product():
+    """Forward two; dK/dV four and dQ three, as both compute the scores and dP again."""
+    one = {"tiles": 1, "BLOCK_Q": 1, "BLOCK_KV": 1, "D_QK": 1, "D_V": 1}
+    executed = {kernel.name: executed_flops(kernel) for kernel in target("full_mha").kernels}
+    assert executed.pop("delta") == 0
+    assert {name: evaluate(e, one) for name, e in executed.items()} == {"fwd": 2 * 2, "dkdv": 2 * 4, "dq": 2 * 3}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_causal_flops_tend_to_half(direction):
+    """Of n by n tiles, n (n + 1) / 2 are left."""
+    ratios = [useful(target("causal_mqa"), direction, n) / useful(target("full_mha"), direction, n) for n in (256, 1024, 4096, 16384)]
+    assert ratios == [(tiles + 1) / (2 * tiles) for tiles in (4, 16, 64, 256)]
+
+
+def test_different_widths_count_each_for_its_product():
+    module = target("mla_dims")
+    numbers = {"tiles": 1, "BLOCK_Q": 1, "BLOCK_KV": 1, "D_QK": 192, "D_V": 128}
+    assert evaluate(useful_flops(module, "forward"), numbers) == 2 * (192 + 128)
+    assert evaluate(useful_flops(module, "backward"), numbers) == 2 * (3 * 192 + 2 * 128)
+
+
+# ---------------------------------------------------------------------------------------------- on chip
+
+
+@pytest.mark.parametrize(
+    "kernel, row, expected",
+    [
+        # d = 64, 16 bits. q 64x64 stays; rings of k and v, 32x64 each: three buffers, read from shared memory
+        ("fwd", Row("sm90", 2, None, 64, 32, 4, 3), 64 * 64 * 2 + 3 * 2 * 32 * 64 * 2),
+        # two buffers ahead of registers, and the probabilities change layout
+        ("fwd", Row("sm80", 2, None, 64, 32, 4, 3), 64 * 64 * 2 + 2 * 2 * 32 * 64 * 2 + 64 * 32 * 2),
+        # one stage is one buffer
+        ("fwd", Row("sm80", 2, None, 64, 32, 4, 1), 64 * 64 * 2 + 2 * 32 * 64 * 2 + 64 * 32 * 2),
+        # the ring takes the room of q, which has gone on to registers
+        ("fwd", Row("gfx942", 2, None, 128, 16, 4, 2), max(128 * 64 * 2, 2 * 16 * 64 * 2 + 128 * 16 * 2)),
+        # k and v stay; rings of q and dO, and the rows of LSE2 and delta copied ahead
+        ("dkdv", Row("sm90", 2, None, 32, 64, 4, 2), 2 * 64 * 64 * 2 + 2 * 2 * 32 * 64 * 2 + 2 * 32 * 4),
+    ],
+)
+def test_shared_memory_worked_out_by_hand(kernel, row, expected):
+    module = target("full_mha")
+    assert sram_bytes(module, module.kernel(kernel), row) == expected
+
+
+def test_shared_memory_grows_with_every_size():
+    module = target("causal_mha")
+    kernel, row = module.kernel("fwd"), Row("sm90", 2, None, 64, 64, 4, 2)
+    base = sram_bytes(module, kernel, row)
+    for bigger in (Row("sm90", 2, None, 128, 64, 4, 2), Row("sm90", 2, None, 64, 128, 4, 2), Row("sm90", 2, None, 64, 64, 4, 3)):
+        assert sram_bytes(module, kernel, bigger) > base
+    assert to_text(row_formula(module, kernel, row)) == "BLOCK_KV*D_QK*elem*stages + BLOCK_KV*D_V*elem*stages + BLOCK_Q*D_QK*elem"
+
+
+def test_registers_hold_accumulator_and_scores():
+    """d = 64: the accumulator 64x64, the statistics, and scores 64x32, in 32 bits over 128 threads; at least these."""
+    module = target("full_mha")
+    least = (64 * 64 + 2 * 64 + 64 * 32) // 128
+    assert least <= registers_per_thread(module, module.kernel("fwd"), Row("sm90", 2, None, 64, 32, 4, 3)) <= 2 * least
+
+
+@pytest.mark.parametrize("head_dim, width", [(16, 16), (64, 64), (72, 128), (80, 128), (128, 128), (192, 256), (256, 256)])
+def test_widths_on_chip_are_powers_of_two(head_dim, width):
+    assert tile_width(head_dim) == width
+
+
+# ---------------------------------------------------------------------------------------------- HBM
+
+
+def test_bytes_moved_counted_by_hand():
+    """One head, 128 queries and 64 keys of width 64 in 16 bits, in tiles of 64 by 32: two programs, two tiles each."""
+    module = target("full_mha")
+    row = Row("sm90", 2, None, 64, 32, 4, 3)
+    moved = {}
+    for kernel in module.kernels:
+        numbers = values(module, kernel, row, Problem(batch=1, q_heads=1, kv_heads=1, n_q=128, n_kv=64))
+        moved[kernel.name] = evaluate(hbm_bytes(kernel), numbers)
+    q, k, row_of_q = 64 * 64 * 2, 32 * 64 * 2, 64 * 4  # a tile of q, o or dO; of k or v; of LSE or delta
+    assert moved == {
+        "fwd": 2 * (q + q + row_of_q) + 4 * (k + k),  # q, o, LSE; k, v
+        "delta": 2 * (q + q + 3 * row_of_q),  # o, dO, LSE; delta, LSE2
+        "dkdv": 2 * (4 * k) + 4 * (q + q + 2 * row_of_q),  # k, v, dK, dV; q, dO, LSE2, delta
+        "dq": 2 * (3 * q + 2 * row_of_q) + 4 * (k + k),  # q, dO, dQ, LSE2, delta; k, v
+    }
+
+
+def test_grouped_heads_load_keys_once_for_dkdv():
+    """With four query heads a key head, a quarter of the programs own keys."""
+    row, problem = Row("sm90", 2, None, 64, 64, 4, 2), {"batch": 1, "q_heads": 8, "n_q": 64, "n_kv": 64}
+    module = target("causal_gqa")
+    kernel = module.kernel("dkdv")
+    four, one = (evaluate(hbm_bytes(kernel), values(module, kernel, row, Problem(kv_heads=kv, **problem))) for kv in (2, 8))
+    assert one - four == 6 * 4 * 64 * 128 * 2  # k, v, dK and dV of six programs
+
+
+def test_standard_attention_moves_the_score_matrix():
+    numbers = {"Nq": 8, "Nk": 8, "D_QK": 2, "D_V": 2, "elem": 2}
+    square, row = 8 * 8 * 2, 8 * 2 * 2
+    assert evaluate(standard_bytes("forward"), numbers) == 4 * square + 4 * row
+    assert evaluate(standard_bytes("backward"), numbers) == 7 * square + 8 * row
