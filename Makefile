@@ -55,4 +55,4 @@ regen: $(READY)
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m attngen.gpu_report --out docs/gpu-verification.md
+	PYTHONPATH=. $(PYTHON) benchmarks/verify.py --out docs/gpu-verification.md

@@ -98,7 +98,9 @@ def main() -> None:
                     c = cell(module, mask, dim, rows)
                     cells.append(c)
                     t = c["tflops"]
-                    line = [f"{t[f'ours_{d}']:.0f} | {t[f'flash_{d}']:.0f} | {t[f'ours_{d}'] / t[f'flash_{d}']:.2f}" for d in ("fwd", "bwd")]
+                    line = [
+                        f"{t[f'ours_{d}']:.0f} | {t[f'flash_{d}']:.0f} | {t[f'ours_{d}'] / t[f'flash_{d}']:.2f}" for d in ("fwd", "bwd")
+                    ]
                     print(f"| {dim} | {mask} | {rows} | {line[0]} | {line[1]} |", flush=True)
                     torch.cuda.empty_cache()
     if args.out:
