@@ -280,8 +280,13 @@ def test_mistakes_do_not_conform_to_the_json_schema(text: str) -> None:
 
 # ---------------------------------------------------------------------------------------------- fuzz
 
-WORDS = """name heads sharing mha mqa gqa head_dim qk v dtype bf16 fp16 fp32 fp32_precision ieee tf32 mask none causal align top_left
-    sliding_window left right key_padding lengths all_of schedule block_q num_warps x ../x << =""".split()
+# fmt: off
+WORDS = [
+    "name", "heads", "sharing", "mha", "mqa", "gqa", "head_dim", "qk", "v", "dtype", "bf16", "fp16", "fp32", "fp32_precision", "ieee",
+    "tf32", "mask", "none", "causal", "align", "top_left", "sliding_window", "left", "right", "key_padding", "lengths", "all_of",
+    "schedule", "block_q", "num_warps", "x", "../x", "<<", "=",
+]
+# fmt: on
 SCALARS = st.one_of(st.sampled_from(WORDS), st.none(), st.booleans(), st.integers(-2, 300), st.integers(), st.floats(), st.text(max_size=8))
 NESTED = st.recursive(SCALARS, lambda s: st.lists(s, max_size=3) | st.dictionaries(st.sampled_from(WORDS), s, max_size=4), max_leaves=12)
 LIKELY = st.fixed_dictionaries(
