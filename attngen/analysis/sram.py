@@ -68,12 +68,16 @@ def _in_loop(kernel: Kernel, op: Load) -> bool:
 
 
 @cache
-def register_formula(kernel: Kernel) -> Expr:
-    """Bytes of tiles live in registers at the widest point of the loop body: what is carried, and the scores in flight."""
+def register_formula(kernel: Kernel, from_shared: bool) -> Expr:
+    """Bytes of tiles live in registers at the widest point of the loop body: what is carried, and the scores in flight.
+
+    Tiles loaded once are there too, unless products read them from shared memory.
+    """
     carried: Expr = sympy.Integer(0)
     for op in kernel.ops():
-        if isinstance(op, Init):
-            carried += tile_bytes(op.type)
+        stationary = _in_sram(op) and not from_shared and not _in_loop(kernel, op)
+        if isinstance(op, Init) or stationary:
+            carried += tile_bytes(kernel.type_of(op.name))
     bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
     return carried + sympy.Add(*(_widest(kernel, body) for body in bodies))
 
@@ -119,17 +123,19 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
 
 def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
     """Bytes that one turn of the loop over tiles loads."""
-    bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
-    loads = [op for body in sorted(bodies) for op in kernel.block(body).ops if isinstance(op, Load)]
-    return int(evaluate(sympy.Add(*(tile_bytes(op.type) for op in loads)), sizes(module, row)))
+    return int(evaluate(_streamed(kernel), sizes(module, row)))
+
+
+@cache
+def _streamed(kernel: Kernel) -> Expr:
+    bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
+    return sympy.Add(*(tile_bytes(op.type) for body in bodies for op in kernel.block(body).ops if isinstance(op, Load)))
 
 
 def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
-    """32-bit registers of each thread that live tiles take; with them, where products read registers, tiles loaded once."""
+    """32-bit registers of each thread that live tiles take."""
     device = CLASSES[row.device]
-    live = register_formula(kernel)
-    if not (device.reads_shared and on_matrix_units(module, kernel, row)):
-        live += sympy.Add(*(tile_bytes(op.type) for op in kernel.block("entry").ops if _in_sram(op)))
+    live = register_formula(kernel, device.reads_shared and on_matrix_units(module, kernel, row))
     return int(evaluate(live, sizes(module, row))) // 4 // (row.num_warps * device.threads_per_warp)
 
 

@@ -7,6 +7,7 @@ expression. Integers are floor-divided with `//`; `cdiv` rounds up; `select(c, a
 from __future__ import annotations
 
 import ast
+from functools import cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -98,6 +99,7 @@ _POSITIVE = ("BLOCK_Q", "BLOCK_KV", "D_QK", "D_V", "D_QK_PAD", "D_V_PAD", "Hq", 
 _NONNEGATIVE = ("Nq", "Nk", "B", "b", "h", "hkv", "g", "q_idx", "kv_idx", "q_start", "kv_start")
 
 
+@cache
 def symbol(name: str) -> sympy.Symbol:
     """The symbol of that name, with what is known of its sign; any other name is a real number."""
     if name in _POSITIVE:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import networkx as nx
 
@@ -33,6 +33,15 @@ class Block:
 
     name: str
     ops: tuple[Op, ...]
+
+
+@cache
+def _written_out(e: Expr, named: tuple[tuple[Expr, Expr], ...]) -> Expr:
+    """Cached across kernels, because sympy takes its time over nested Min and Max."""
+    replacements = dict(named)
+    for _ in named:  # one may stand for others, but the verifier lets none stand for itself
+        e = e.xreplace(replacements) if replacements.keys() & e.free_symbols else e
+    return e
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,18 +94,21 @@ class Kernel:
             return self.type_of(dict(op.carry)[field])
         return op.results()[field]
 
+    @cached_property
+    def named(self) -> tuple[tuple[Expr, Expr], ...]:
+        """Symbols of the kernel's named integer scalars, with what they stand for."""
+        scalars = (op for op in self.ops() if isinstance(op, Map) and op.type.dtype == "i32" and not op.type.dims)
+        return tuple((symbol(op.name), op.expr) for op in scalars)
+
     def resolve(self, e: Expr) -> Expr:
         """An expression with the named integer scalars of the kernel written out."""
-        named = {symbol(op.name): op.expr for op in self.ops() if isinstance(op, Map) and op.type.dtype == "i32" and not op.type.dims}
-        while named.keys() & e.free_symbols:
-            e = e.xreplace(named)
-        return e
+        return _written_out(e, self.named)
 
-    @property
+    @cached_property
     def args(self) -> list[Arg]:
         return [op for op in self.block("entry").ops if isinstance(op, Arg)]
 
-    @property
+    @cached_property
     def loops(self) -> list[Loop]:
         return [op for op in self.ops() if isinstance(op, Loop)]
 
