@@ -79,6 +79,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "no block @entry"
     if not kernel.grid or kernel.grid[0].var not in ("q", "kv"):
         yield "the grid does not start with q or kv"
+    stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, Store)]
+    written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for block in kernel.blocks:
         roles = ("in", "out", "scalar") if block.name == "entry" else ("carry",)
         for op in block.ops:
@@ -87,6 +89,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out") else ()
             if not (set(dims[:-1]) <= SIZES and set(dims[-1:]) <= SIZES | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
+            if isinstance(op, Arg) and op.role == "out" and op.name not in written:
+                yield f"nothing is stored to %{op.name}"
             for t in op.results().values():
                 if t.dtype not in ("T", *DTYPE_BYTES):
                     yield f"%{op.name} is of `{t.dtype}`; expected one of T, {', '.join(DTYPE_BYTES)}"
@@ -186,9 +190,11 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
                 yield f"`{op.op}` is not a reduction; expected sum, min or max"
         case Load() | Base() | Store():
             access = op.dst if isinstance(op, Store) else op.src
-            source = of(access.tensor)
-            if source.dtype != "ptr" and not isinstance(op, Base) and len(access.index) != len(source.dims):
-                yield f"%{access.tensor} has {len(source.dims)} dimensions, the access {len(access.index)}"
+            source = kernel.op(access.tensor)
+            whole = kernel.type_of(source.src.tensor if isinstance(source, Base) else access.tensor)
+            given = len(access.index) + (len(source.src.index) if isinstance(source, Base) else 0)
+            if not isinstance(op, Base) and given != len(whole.dims):
+                yield f"%{access.tensor} has {len(whole.dims)} dimensions, the access {given}"
             tile = of(op.value).dims if isinstance(op, Store) else op.type.dims
             dims = tuple(AXIS_DIM[a] for a in access.axes())
             if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) != dims:

@@ -27,6 +27,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nk, Nq"),
         ("causal_gqa", "%m_init = init -inf : f32", "%m_init = init -inf : f64", "%m_init is of `f64`; expected one of T, f32"),
         ("causal_gqa", "block @entry", "block @main", "no block @entry"),
+        ("causal_gqa", "    store %LSE_head[q] %lse check(q)\n", "", "nothing is stored to %LSE"),
     ],
     "references": [
         ("causal_gqa", "m=%soft.m", "m=%soft.max", "reads %soft.max; %soft has .p, .alpha, .m, .l"),
@@ -74,6 +75,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "reduce sum", "reduce mean", "`mean` is not a reduction; expected sum, min or max"),
         ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q_head[q, d_v]", "the access is of [BLOCK_Q, D_V], the value of [BLOCK_Q, D_QK]"),
         ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q[q, d_qk]", "%Q has 4 dimensions, the access 2"),
+        ("causal_gqa", "base %Q[b, h]", "base %Q[b]", "%Q_head has 4 dimensions, the access 3"),
         (
             "causal_gqa",
             "%q = load %Q_head[q, d_qk] check(q)",
