@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,13 +17,19 @@ from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import Spec
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FLOOR = {torch.bfloat16: 2e-3, torch.float16: 2.5e-4, torch.float32: 2e-6}  # naive's error where rounding barely shows
-TF32_FLOOR = 1e-3
+KEYS = ("out", "lse", "dq", "dk", "dv")
+LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
+TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: sizes of the tensors, and how their memory is laid out (`bhnd`, or `bnhd` seen as [B, H, N, D])."""
+    """One problem: sizes of the tensors, and how q, k, v and the gradients of the results lie in memory.
+
+    Layouts: `bhnd` contiguous; `bnhd` with the heads inside the rows; `packed` slices of one tensor (needs n_q == n_kv), dO with a
+    strided last dimension; `expanded` one K/V head shared by stride 0, gradients as from `out.sum()`; `island` slices of buffers
+    that hold NaN everywhere else.
+    """
 
     batch: int
     q_heads: int
@@ -37,22 +45,36 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Relative errors of one case, ours and naive's, in the same dtype against fp64 (fp32 for large cases)."""
+    """Errors of one case, ours and naive's in the same dtype, both against fp64.
+
+    Keys: `out lse dq dk dv` are relative errors of whole tensors; the same with ` row` are those of the worst row, over the row's
+    size or the typical one if that is larger (absolute for the LSE), which a mistake in few rows cannot hide from. `rounding` is
+    what rounding alone gives: storing the exact results in the dtype, and fp32's own for the statistics.
+    """
 
     case: Case
     dtype: str
     ours: dict[str, float]
     naive: dict[str, float]
-    floor: float
+    rounding: dict[str, float]
 
     def ratio(self, key: str) -> float:
         """Our error over naive's, which counts as at least the dtype's own rounding."""
-        return self.ours[key] / max(self.naive[key], self.floor)
+        return self.ours[key] / max(self.naive[key], self.rounding[key])
+
+    @property
+    def worst(self) -> str:
+        """The key with the largest ratio; a NaN is the largest of all."""
+        return max(self.ours, key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
 
     @property
     def ok(self) -> bool:
         """Nothing NaN, and no error above twice naive's."""
         return all(self.ratio(k) <= 2.0 for k in self.ours)
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{k} {self.ours[k]:.1e} (naive {self.naive[k]:.1e})" for k in self.ours)
+        return f"{self.case} {self.dtype}: worst {self.worst}, {self.ratio(self.worst):.2f}x naive's error; {errors}"
 
 
 def load_module(folder: Path) -> ModuleType:
@@ -77,18 +99,29 @@ def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: i
     """(q, k, v, mask inputs) of a case: normal values, random masks."""
     generator = torch.Generator().manual_seed(seed)
 
-    def tensor(heads: int, rows: int, width: int) -> torch.Tensor:
-        shape = (case.batch, heads, rows, width) if case.layout == "bhnd" else (case.batch, rows, heads, width)
-        x = torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-        return x if case.layout == "bhnd" else x.transpose(1, 2)
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
-    q = tensor(case.q_heads, case.n_q, spec.head_dim.qk)
-    k = tensor(case.kv_heads, case.n_kv, spec.head_dim.qk)
-    v = tensor(case.kv_heads, case.n_kv, spec.head_dim.v)
-    sizes = {"B": case.batch, "Hq": case.q_heads, "Nq": case.n_q, "Nk": case.n_kv}
+    def tensor(heads: int, rows: int, width: int) -> torch.Tensor:
+        if case.layout == "bnhd":
+            return normal(case.batch, rows, heads, width).transpose(1, 2)
+        if case.layout == "expanded" and heads == case.kv_heads:
+            return normal(1, 1, rows, width).expand(case.batch, heads, rows, width)
+        x = normal(case.batch, heads, rows, width)
+        return _island(x) if case.layout == "island" else x
+
+    widths = (spec.head_dim.qk, spec.head_dim.qk, spec.head_dim.v)
+    heads = (case.q_heads, case.kv_heads, case.kv_heads)
+    if case.layout == "packed":
+        sizes = [h * w for h, w in zip(heads, widths)]
+        parts = torch.split(normal(case.batch, case.n_q, sum(sizes)), sizes, -1)
+        q, k, v = (p.view(*p.shape[:2], h, w).transpose(1, 2) for p, h, w in zip(parts, heads, widths))
+    else:
+        q, k, v = (tensor(h, n, w) for h, n, w in zip(heads, (case.n_q, case.n_kv, case.n_kv), widths))
+    extents = {"B": case.batch, "Hq": case.q_heads, "Nq": case.n_q, "Nk": case.n_kv}
     inputs: dict[str, torch.Tensor] = {}
     for i in spec.mask.inputs():
-        shape = [sizes[d] for d in i.shape]
+        shape = [extents[d] for d in i.shape]
         if i.dtype == "b1":
             inputs[i.name] = (torch.rand(shape, generator=generator) < 0.7).to(device)
         else:
@@ -96,40 +129,146 @@ def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: i
     return q, k, v, inputs
 
 
-def run_case(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int = 0) -> Result:
-    """Forward and all gradients, ours and naive's in the same dtype, against naive in higher precision.
+def make_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dO, gradient of the LSE) of a case, in the memory layout that it names."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (case.batch, case.q_heads, case.n_q)
+    width = spec.head_dim.v
+    grad_lse = torch.randn(shape, generator=generator).to(device)
+    grad_out = torch.randn((*shape, width), generator=generator).to(device=device, dtype=dtype)
+    if case.layout == "bnhd":
+        grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
+        grad_lse = grad_lse.transpose(1, 2).contiguous().transpose(1, 2)
+    elif case.layout == "packed":
+        grad_out = grad_out.transpose(2, 3).contiguous().transpose(2, 3)
+    elif case.layout == "expanded":
+        grad_out = torch.full((), 0.75, device=device, dtype=dtype).expand(*shape, width)
+        grad_lse = torch.full((), -1.5, device=device).expand(shape)
+    elif case.layout == "island":
+        grad_out = _island(grad_out)
+    return grad_out, grad_lse
 
-    The loss weighs both the output and the LSE, so the gradient through the LSE is checked too.
+
+def _island(x: torch.Tensor) -> torch.Tensor:
+    """The same values in the midst of a larger buffer that holds NaN elsewhere: a read past an end shows."""
+    b, h, n, d = x.shape
+    sea = torch.full((b + 2, h + 2, n + 6, d + 16), torch.nan, device=x.device, dtype=x.dtype)
+    view = sea[1 : b + 1, 1 : h + 1, 3 : n + 3, 8 : d + 8]
+    view.copy_(x)
+    return view
+
+
+def run_case(
+    module: ModuleType,
+    spec: Spec,
+    case: Case,
+    dtype: str,
+    device: str,
+    seed: int = 0,
+    *,
+    scale: float | None = None,
+    inputs: dict[str, torch.Tensor] | None = None,
+) -> Result:
+    """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64.
+
+    Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise.
     """
     torch_dtype = TORCH_DTYPES[dtype]
-    q, k, v, inputs = make_inputs(spec, case, torch_dtype, device, seed)
-    scale = spec.head_dim.qk**-0.5
-    mask = reference_mask(spec.mask, q, k, inputs)
-    generator = torch.Generator().manual_seed(seed + 1)
-    weight = torch.randn((*q.shape[:3], spec.head_dim.v), generator=generator).to(device=device, dtype=torch_dtype)
-    lse_weight = torch.randn(q.shape[:3], generator=generator).to(device)
+    q, k, v, drawn = make_inputs(spec, case, torch_dtype, device, seed)
+    drawn.update(inputs or {})
+    grads = make_gradients(spec, case, torch_dtype, device, seed)
+    mask = reference_mask(spec.mask, q, k, drawn)
+    factor = scale if scale is not None else spec.head_dim.qk**-0.5
+    tf32 = dtype == "fp32" and spec.fp32_precision == "tf32"
 
-    def gradients(attend: Any, high: torch.dtype | None) -> dict[str, torch.Tensor]:
-        leaves = [x.detach().to(high or x.dtype).requires_grad_() for x in (q, k, v)]
-        if high is None:  # keep the layout under test
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, lse = attend(*leaves)
-        seen = lse > -torch.inf
-        loss = (out * weight.to(out.dtype)).sum() + (torch.where(seen, lse, 0.0) * lse_weight.to(lse.dtype)).sum()
-        grads = torch.autograd.grad(loss, leaves)
-        finite = torch.where(seen, lse, 0.0)
-        return {"out": out, "lse": finite, **dict(zip(("dq", "dk", "dv"), grads))}
+    def ours(*x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = module.attention(*x, **drawn, scale=scale, return_lse=True)
+        return out, lse
 
-    def by_batch(dtype_: torch.dtype | None) -> dict[str, torch.Tensor]:
-        return gradients(lambda a, b, c: naive_attention(a, b, c, mask, scale), dtype_)
+    truth = _exact(q, k, v, mask, factor, grads)
+    delta = {key: truth[key] + truth.pop(f"{key} rounded") for key in ("dq", "dk")}
+    with _matmul_precision("high" if tf32 else "highest"):
+        naive = _errors(_gradients(lambda *x: naive_attention(x[0], x[1], x[2], mask, factor), (q, k, v), grads), truth)
+    found = _errors(_gradients(ours, (q, k, v), grads), truth)
+    stored = {key: x.to(torch.float32 if key == "lse" else torch_dtype) for key, x in truth.items()}
+    least = torch.finfo(torch.float16).eps / 4 if tf32 else torch.finfo(torch.float32).eps  # tf32 has as many bits as fp16
+    rounding = {key: max(e, least) for key, e in _errors(stored, truth).items()}
+    for key, e in _errors({**truth, **delta}, truth).items():
+        rounding[key] = max(rounding[key], e)
+    return Result(case, dtype, found, naive, rounding)
 
-    ours = gradients(lambda a, b, c: module.attention(a, b, c, **inputs, return_lse=True), None)
-    large = case.batch * case.q_heads * case.n_q * case.n_kv > 2**26
-    truth = by_batch(torch.float32 if large and dtype != "fp32" else torch.float64)
-    naive = by_batch(None)
-    errors = [{key: relative_error(x[key], truth[key]) for key in truth} for x in (ours, naive)]
-    floor = TF32_FLOOR if dtype == "fp32" and spec.fp32_precision == "tf32" else FLOOR[torch_dtype]
-    return Result(case, dtype, errors[0], errors[1], floor)
+
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _gradients(attend: Attend, qkv: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """The results of `attend` and the gradients of q, k and v, under KEYS."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    results = attend(*leaves)
+    found: Any = [torch.zeros_like(x) for x in leaves]
+    if results[0].requires_grad:  # naive attention over no key at all has no graph
+        found = torch.autograd.grad(results, leaves, [g.to(r.dtype) for g, r in zip(grads, results)])
+    return dict(zip(KEYS, (*(r.detach() for r in results), *found)))
+
+
+def _exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, grads: tuple[torch.Tensor, ...]
+) -> dict[str, torch.Tensor]:
+    """Naive attention and its gradients in fp64, some query rows at a time so that large cases fit.
+
+    dS = P (dP - delta) with delta = rowsum(O dO), which a fused backward computes from the stored O, apart from dP: where a query
+    sees few keys the two cancel, and the rounding of delta stays. `dq rounded` and `dk rounded` are what it does to dq and dk.
+    """
+    single = torch.finfo(torch.float32).eps
+    k, v = k.double().requires_grad_(), v.double().requires_grad_()
+    rows = max(1, TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    whole = {key: torch.zeros_like(x) for key, x in (("dk", k), ("dv", v), ("dk rounded", k))}
+    by_rows: dict[str, list[torch.Tensor]] = {key: [] for key in ("out", "lse", "dq", "dq rounded")}
+    for start in range(0, max(1, q.shape[2]), rows):
+        at = slice(start, start + rows)
+        grad_out, grad_lse = (g[:, :, at].double() for g in grads)
+        part = q[:, :, at].double().requires_grad_()
+        out, lse = naive_attention(part, k, v, mask[:, :, at] if mask.shape[2] > 1 else mask, scale)
+        found = [torch.zeros_like(x) for x in (part, k, v, part, k)]
+        if out.requires_grad:  # attention over no key at all has no graph
+            terms = out.detach() * grad_out
+            rounded = (out.detach().to(q.dtype) * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
+            found[3:] = torch.autograd.grad(lse, (part, k), rounded, retain_graph=True)
+            found[:3] = torch.autograd.grad((out, lse), (part, k, v), (grad_out, grad_lse))
+        for key, x in zip(("dq", "dk", "dv", "dq rounded", "dk rounded", "out", "lse"), (*found, out.detach(), lse.detach())):
+            if key in whole:
+                whole[key] += x
+            else:
+                by_rows[key].append(x)
+    return {**{key: torch.cat(parts, 2) for key, parts in by_rows.items()}, **whole}
+
+
+def _errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Errors under the keys of Result."""
+    errors = {}
+    for key in KEYS:
+        x, ref = found[key].double(), truth[key].detach()
+        if key == "lse":  # -inf where it should be is no error; anywhere else it stays, and fails
+            both = (x == -torch.inf) & (ref == -torch.inf)
+            x, ref = x.masked_fill(both, 0.0), ref.masked_fill(both, 0.0)
+            rows = (x - ref).abs()
+        else:
+            size = ref.norm(dim=-1)
+            typical = size.square().mean().sqrt() if size.numel() else size.sum()
+            rows = (x - ref).norm(dim=-1) / size.clamp(min=typical if typical > 0 else 1.0)
+        errors[key] = relative_error(x, ref)
+        errors[f"{key} row"] = float(rows.max()) if rows.numel() else 0.0
+    return errors
+
+
+@contextmanager
+def _matmul_precision(precision: str) -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def cli_cases(spec: Spec, cuda: bool) -> list[tuple[Case, str]]:

@@ -53,8 +53,11 @@ def attention(
     _check(q, k, v)
     if scale is None:
         scale = HEAD_DIM_QK**-0.5
-    elif not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
-        raise ValueError(f"attention: scale is {scale!r}; expected a positive finite number, or None for 1/sqrt(64)")
+    elif not isinstance(scale, (int, float)):
+        raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a Python number, or None for 1/sqrt(64)")
+    elif not 0 < scale < 1e38:
+        raise ValueError(f"attention: scale is {scale}; expected a positive number that fp32 holds, or None for 1/sqrt(64)")
+    scale = float(scale)  # Triton compiles a kernel of its own for an integer
     if q.dtype == torch.bfloat16 and INTERPRETED:  # Triton's interpreter cannot multiply bf16
         out, lse = _Attention.apply(q.float(), k.float(), v.float(), scale)
         out = out.to(torch.bfloat16)
@@ -124,7 +127,7 @@ def _forward(q, k, v, scale):
 
 def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv), None for what is not needed."""
-    if grad_out.stride(-1) != 1:
+    if grad_out.stride(3) != 1 or grad_out.stride(2) >= 2**23:  # as _check wants q, k and v
         grad_out = grad_out.contiguous()
     dq = _empty_rows(q, HEAD_DIM_QK) if need_q else None
     dk, dv = (_empty_rows(k, HEAD_DIM_QK), _empty_rows(v, HEAD_DIM_V)) if need_kv else (None, None)
@@ -139,7 +142,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 **config,
             )
             if grad_lse is not None:
-                delta -= grad_lse
+                delta -= grad_lse.masked_fill(lse == -math.inf, 0.0)
         if need_q and dq.numel():
             config = kernels.schedule("dq", q, q.shape[2])
             grid = (triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0],)
@@ -178,8 +181,9 @@ def _on(device: torch.device) -> torch.cuda.device:
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """One sentence for the first thing wrong with a call."""
     for name, x, heads, rows, width in (("q", q, "Hq", "Nq", HEAD_DIM_QK), ("k", k, "1", "Nk", HEAD_DIM_QK), ("v", v, "1", "Nk", HEAD_DIM_V)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"attention: {name} is a {type(x).__name__}; expected a tensor [B, {heads}, {rows}, {width}]")
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+            found = f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"attention: {name} is a {found}; expected a dense tensor [B, {heads}, {rows}, {width}]")
         if x.dim() != 4 or x.shape[3] != width:
             raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected [B, {heads}, {rows}, {width}]")
         if x.dtype not in DTYPES:
@@ -190,7 +194,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
         if x.stride(3) != 1:
             raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
-        if max(x.stride()[:3]) >= 2**62 or x.stride(2) >= 2**23:
+        if x.stride(2) >= 2**23 and x.shape[2] > 1:
             raise ValueError(f"attention: rows of {name} are {x.stride(2)} elements apart; expected less than 2**23: call .contiguous()")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
         raise ValueError(
@@ -199,7 +203,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
     if k.shape[1] != 1:
         raise ValueError(f"attention: k has {k.shape[1]} heads; expected 1 (the spec says mqa)")
-    if q.device.type != "cuda" and not INTERPRETED:
+    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
         raise ValueError(
             f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
             "Triton is imported, to run on the CPU in Triton's interpreter"

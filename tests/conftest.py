@@ -1,0 +1,33 @@
+"""Where tests run: on CUDA if there is a device, else in Triton's interpreter on the CPU.
+
+TRITON_INTERPRET decides when Triton is first imported, so it is set here, before any test is. It stays in the environment: a
+test that compiles for real does so in a process of its own, without it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the other cores have workers of their own
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The device that generated modules run on; tests that use it are `gpu` tests where it is CUDA."""
+    return "cuda" if CUDA else "cpu"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if CUDA and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+        elif not CUDA and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

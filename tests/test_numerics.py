@@ -1,0 +1,455 @@
+"""Every committed module against naive attention: forward, all gradients, layouts, empty rows, edge sizes.
+
+The same tests run on CUDA and, with smaller shapes, in Triton's interpreter. The bar is `Result.ok`: no error above twice naive
+attention's in the same dtype, both against fp64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.reference import naive_attention, reference_mask
+from attngen.spec import Spec, load_spec
+from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
+from tests.conftest import CUDA
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+
+ROOT = Path(__file__).parent.parent
+NAMES = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
+SQUARE = [(1, 1), (17, 17), (127, 127), (129, 129)]
+SHAPES = [*((n, m, "bhnd") for n, m in [*SQUARE, (100, 300), (300, 100)])]
+SHAPES += [(129, 129, "bnhd"), (65, 65, "packed"), (40, 129, "expanded"), (100, 130, "island"), (130, 100, "island")]
+LONG = {"causal_mqa": [(1000, 1000)], "padding_mha": [(1000, 1000)], "window_gqa": [(1200, 1200), (33, 1500)]}  # in the interpreter
+EMPTY_SIZES = {"no batch": (0, 4, 65, 65), "no heads": (2, 0, 65, 65), "no queries": (2, 4, 0, 65), "no keys": (2, 4, 65, 0)}
+
+
+@cache
+def spec_of(name: str) -> Spec:
+    return load_spec(ROOT / "specs" / f"{name}.yaml")
+
+
+@cache
+def built(name: str) -> ModuleType:
+    return load_module(ROOT / "generated" / name)
+
+
+def dtypes(name: str) -> list[str]:
+    """Element types to test a spec in: the interpreter cannot multiply bf16, so there one test covers what stands in for it."""
+    return [d for d in spec_of(name).dtype if CUDA or d != "bf16"] or list(spec_of(name).dtype)
+
+
+def first_dtype(name: str) -> torch.dtype:
+    return TORCH_DTYPES[dtypes(name)[0]]
+
+
+def with_dtypes(names: list[str]) -> list[tuple[str, str]]:
+    return [(name, dtype) for name in names for dtype in dtypes(name)]
+
+
+def small(name: str, n_q: int = 65, n_kv: int = 65, layout: str = "bhnd", batch: int = 2) -> Case:
+    return Case(batch, *heads_for(spec_of(name)), n_q, n_kv, layout)
+
+
+def problem(name: str, case: Case, device: str, **changed: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
+    """(leaves q, k, v; mask inputs; gradients of out and LSE) of a case, in the first dtype tested."""
+    q, k, v, inputs = make_inputs(spec_of(name), case, first_dtype(name), device)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return leaves, {**inputs, **changed}, make_gradients(spec_of(name), case, first_dtype(name), device)
+
+
+def run(name: str, leaves: list[torch.Tensor], inputs: dict[str, torch.Tensor], grads: Any) -> dict[str, torch.Tensor]:
+    """Results and gradients of the built module, under KEYS."""
+    out, lse = built(name).attention(*leaves, **inputs, return_lse=True)
+    return dict(zip(KEYS, (out, lse, *torch.autograd.grad((out, lse), leaves, grads))))
+
+
+def mask_inputs(name: str) -> set[str]:
+    return {i.name for i in spec_of(name).mask.inputs()}
+
+
+PADDED = [n for n in NAMES if mask_inputs(n) & {"key_padding", "kv_lengths"}]
+
+
+def padding(name: str, lengths: list[int], n_kv: int, device: str) -> dict[str, torch.Tensor]:
+    """Inputs of a padding mask under which sequence b keeps its first lengths[b] keys."""
+    ends = torch.tensor(lengths, dtype=torch.int32, device=device)
+    if "kv_lengths" in mask_inputs(name):
+        return {"kv_lengths": ends}
+    return {"key_padding": torch.arange(n_kv, device=device) < ends[:, None]}
+
+
+# ------------------------------------------------------------------------------------------------- against naive
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}-{s[2]}")
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
+def test_against_naive(name: str, dtype: str, shape: tuple[int, int, str], device: str) -> None:
+    result = run_case(built(name), spec_of(name), small(name, *shape), dtype, device)
+    assert result.ok, result
+
+
+@pytest.mark.parametrize(("name", "shape"), [(n, s) for n in NAMES for s in ([(1000, 1000), (33, 1500)] if CUDA else LONG.get(n, []))])
+def test_longer(name: str, shape: tuple[int, int], device: str) -> None:
+    spec = spec_of(name)
+    result = run_case(built(name), spec, Case(1, *heads_for(spec, 2), *shape), dtypes(name)[0], device)
+    assert result.ok, result
+
+
+@pytest.mark.parametrize("scale", [0.02, 1, 4.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_scale(name: str, scale: float, device: str) -> None:
+    """Down to nearly uniform weights, up to scores in the hundreds; an integer too."""
+    result = run_case(built(name), spec_of(name), small(name), dtypes(name)[0], device, scale=scale)
+    assert result.ok, result
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "bf16" in spec_of(n).dtype])
+def test_bf16(name: str, device: str) -> None:
+    """bf16 in, bf16 out, with bf16's accuracy; the interpreter computes it in fp32."""
+    case = small(name, 129, 129)
+    q, k, v, inputs = make_inputs(spec_of(name), case, torch.bfloat16, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = built(name).attention(*leaves, **inputs, return_lse=True)
+    (out.sum() + lse.masked_fill(lse.isinf(), 0).sum()).backward()
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert all(x.grad.dtype == torch.bfloat16 for x in leaves)
+    result = run_case(built(name), spec_of(name), case, "bf16", device)
+    assert result.ok, result
+
+
+PATTERNS = {
+    "right": [129, 40],
+    "tile": [64, 128],
+    "one key": [1, 129],
+    "none": [0, 77],
+    "none at all": [0, 0],
+    "beyond": [1000, -5],  # lengths past the ends are the ends
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", PADDED)
+def test_padding(name: str, pattern: str, device: str) -> None:
+    inputs = padding(name, PATTERNS[pattern], 129, device)
+    result = run_case(built(name), spec_of(name), small(name, 100, 129), dtypes(name)[0], device, inputs=inputs)
+    assert result.ok, result
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "key_padding" in mask_inputs(n)])
+def test_padding_on_any_side(name: str, device: str) -> None:
+    """Keys that count in the middle, at the end, in stripes, in a single place; seen through strides and an expanded batch."""
+    n = 300
+    at = torch.arange(n, device=device)
+    for visible in ((at >= 64) & (at < 256), at >= 170, at // 64 % 2 == 1, at == 200, at != 0, (at * 7919) % 3 == 0):
+        wide = torch.stack([visible, ~visible]).to(device)
+        for mask in (wide, visible.expand(2, n), torch.cat([wide, ~wide], 1)[:, :n]):
+            result = run_case(built(name), spec_of(name), small(name, 70, n), dtypes(name)[0], device, inputs={"key_padding": mask})
+            assert result.ok, result
+
+
+# ------------------------------------------------------------------------------------------------- rows that see nothing
+
+
+def empty_cases() -> list[tuple[str, int, int, str]]:
+    cases = [(n, 300, 100, "") for n in NAMES if "causal" in spec_of(n).mask.describe() or "window" in spec_of(n).mask.describe()]
+    return cases + [(n, 100, 130, p) for n in PADDED for p in ("none", "none at all")] + [(n, 65, 0, "") for n in NAMES]
+
+
+@pytest.mark.parametrize(("name", "n_q", "n_kv", "pattern"), empty_cases())
+def test_rows_that_see_nothing(name: str, n_q: int, n_kv: int, pattern: str, device: str) -> None:
+    """Zeros, LSE -inf and zero gradients, exactly; whatever gradient comes back into such a row's LSE."""
+    case = small(name, n_q, n_kv)
+    changed = (
+        padding(name, PATTERNS[pattern], n_kv, device) if pattern else padding(name, [n_kv] * 2, n_kv, device) if name in PADDED else {}
+    )
+    leaves, inputs, (grad_out, grad_lse) = problem(name, case, device, **changed)
+    sees = reference_mask(spec_of(name).mask, leaves[0], leaves[1], inputs).expand(*leaves[0].shape[:3], n_kv)
+    empty, unseen = ~sees.any(-1), ~sees.any(-2)
+    assert empty.any()
+    grad_lse = grad_lse.masked_fill(empty, torch.nan)  # as logaddexp of -inf and -inf gives
+    found = run(name, leaves, inputs, (grad_out, grad_lse))
+    assert (found["lse"] == -torch.inf).equal(empty)
+    for key in ("out", "dq"):
+        assert (found[key][empty] == 0).all(), key
+    group = case.q_heads // case.kv_heads
+    ignored = unseen.unflatten(1, (case.kv_heads, group)).all(2)
+    for key in ("dk", "dv"):
+        assert (found[key][ignored] == 0).all(), key
+    assert all(found[key].isfinite().all() for key in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("sizes", EMPTY_SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_tensors(name: str, sizes: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, heads, n_q, n_kv = EMPTY_SIZES[sizes]
+    kv_heads = 1 if spec_of(name).heads.sharing == "mqa" else heads_for(spec_of(name), heads)[1] if heads else 0
+    leaves, inputs, grads = problem(name, Case(batch, heads, kv_heads, n_q, n_kv), device)
+    fill_fresh_buffers(monkeypatch)
+    found = run(name, leaves, inputs, grads)
+    monkeypatch.undo()
+    for key, x in zip(KEYS, (grads[0], grads[1], *leaves)):
+        assert found[key].shape == x.shape
+        assert (found[key] == (-torch.inf if key == "lse" else 0)).all(), key
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+class Guarded:
+    """Stands in for torch.empty and the like: buffers come full of NaN, inside margins that must stay as they are."""
+
+    MARGIN, FILL = 4096, 12345.0
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[torch.Tensor, int]] = []
+
+    def empty(self, *size: Any, device: Any = None, dtype: Any = None, **options: Any) -> torch.Tensor:
+        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        buffer = torch.full((shape.numel() + 2 * self.MARGIN,), self.FILL, device=device, dtype=dtype)
+        self.buffers.append((buffer, shape.numel()))
+        inside = buffer[self.MARGIN : self.MARGIN + shape.numel()]
+        return (inside.fill_(torch.nan) if buffer.is_floating_point() else inside).view(shape)
+
+    def empty_like(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.empty(x.shape, device=x.device, dtype=options.get("dtype", x.dtype))
+
+    def check(self) -> None:
+        for buffer, size in self.buffers:
+            fill = torch.full((), self.FILL, dtype=buffer.dtype, device=buffer.device)
+            assert (buffer[: self.MARGIN] == fill).all(), "written before a buffer's start"
+            assert (buffer[self.MARGIN + size :] == fill).all(), "written past a buffer's end"
+
+
+def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    guarded = Guarded()
+    monkeypatch.setattr(torch, "empty", guarded.empty)
+    monkeypatch.setattr(torch, "empty_like", guarded.empty_like)
+    for name in ("empty_strided", "empty_permuted"):
+        monkeypatch.setattr(torch, name, None)  # the wrapper has no use for these
+    return guarded
+
+
+@pytest.mark.parametrize("shape", [(129, 129, "bhnd"), (300, 100, "island"), (1, 130, "bnhd")], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_element_is_written_and_no_other(
+    name: str, shape: tuple[int, int, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, inputs, grads = problem(name, small(name, *shape), device)
+    expected = run(name, leaves, inputs, grads)
+    guarded = fill_fresh_buffers(monkeypatch)
+    found = run(name, leaves, inputs, grads)
+    monkeypatch.undo()
+    assert len(guarded.buffers) >= 5
+    guarded.check()
+    for key in KEYS:
+        assert found[key].equal(expected[key]), f"{key} depends on what was in its buffer before"
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("name", NAMES)
+def test_results_lie_as_the_inputs_do(name: str, layout: str, device: str) -> None:
+    leaves, inputs, grads = problem(name, small(name, layout=layout), device)
+    for x in run(name, leaves, inputs, grads).values():
+        assert (x.transpose(1, 2) if layout == "bnhd" and x.dim() == 4 else x).is_contiguous()
+
+
+# ------------------------------------------------------------------------------------------------- calls and autograd
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_twice_the_same_bits(name: str, device: str) -> None:
+    leaves, inputs, grads = problem(name, small(name, 129, 200), device)
+    first, second = run(name, leaves, inputs, grads), run(name, leaves, inputs, grads)
+    for key in KEYS:
+        assert first[key].equal(second[key]), key
+    out = built(name).attention(*leaves, **inputs)
+    once = torch.autograd.grad(out, leaves, grads[0], retain_graph=True)
+    assert all(a.equal(b) for a, b in zip(once, torch.autograd.grad(out, leaves, grads[0])))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_return_lse_and_the_module_twin(name: str, device: str) -> None:
+    (q, k, v), inputs, _ = problem(name, small(name), device)
+    alone = built(name).attention(q, k, v, **inputs)
+    out, lse = built(name).attention(q, k, v, **inputs, return_lse=True)
+    assert alone.equal(out)
+    assert (out.shape, out.dtype) == ((*q.shape[:3], v.shape[3]), q.dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    twin = built(name).Attention()
+    assert not twin.state_dict()
+    assert twin(q, k, v, **inputs).equal(out)
+    assert twin(q, k, v, **inputs, return_lse=True)[1].equal(lse)
+    scaled = built(name).Attention(scale=0.3)
+    assert "0.3" in repr(scaled)
+    assert scaled(q, k, v, **inputs).equal(built(name).attention(q, k, v, **inputs, scale=0.3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_gradients_asked_for(name: str, device: str) -> None:
+    leaves, inputs, grads = problem(name, small(name), device)
+    expected = dict(zip(leaves, (run(name, leaves, inputs, grads)[key] for key in ("dq", "dk", "dv"))))
+    for wanted in itertools.product([False, True], repeat=3):
+        if not any(wanted):
+            continue
+        for x, need in zip(leaves, wanted):
+            x.grad = None
+            x.requires_grad_(need)
+        out, lse = built(name).attention(*leaves, **inputs, return_lse=True)
+        torch.autograd.backward((out, lse), grads)
+        for x, need in zip(leaves, wanted):
+            assert x.grad is None if not need else x.grad.equal(expected[x])
+    for x in leaves:
+        x.requires_grad_(False)
+    assert not built(name).attention(*leaves, **inputs).requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_one_result_alone(name: str, device: str) -> None:
+    """Through the output alone and through the LSE alone: together they are the gradient of both."""
+    leaves, inputs, (grad_out, grad_lse) = problem(name, small(name), device)
+    out, lse = built(name).attention(*leaves, **inputs, return_lse=True)
+    both = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse), retain_graph=True)
+    of_out = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    of_lse = torch.autograd.grad(lse, leaves, grad_lse)
+    assert (of_lse[2] == 0).all()
+    for x, a, b in zip(both, of_out, of_lse):
+        torch.testing.assert_close(x, a + b, rtol=1e-2, atol=1e-3 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES[:1])
+def test_second_derivatives_are_refused(name: str, device: str) -> None:
+    leaves, inputs, _ = problem(name, small(name), device)
+    grads = torch.autograd.grad(built(name).attention(*leaves, **inputs).square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grads[0].sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------- the bar itself
+
+
+def wrong_module(name: str, mistake: str) -> Any:
+    """Attention in fp32, rounded once at the end, and wrong in one way."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, return_lse: bool, **inputs: Any) -> Any:
+        mask = reference_mask(spec_of(name).mask, q, k, inputs).clone()
+        if mistake == "diagonal":
+            mask = mask & ~torch.eye(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        if mistake == "one key":
+            mask[..., -1, -1] = False
+        factor = (scale or q.shape[-1] ** -0.5) * (1.01 if mistake == "scale" else 1.0)
+        out, lse = naive_attention(q.float(), k.float(), v.float(), mask, factor)
+        if mistake == "lse gradient":
+            lse = lse.detach() + 0 * q.float().sum(-1)
+        if mistake == "lse base":
+            lse = lse / 0.6931
+        if mistake in ("row", "nan"):
+            out = out.clone()
+            out[-1, -1, -1] = torch.nan if mistake == "nan" else out[-1, -1, -2]
+        if mistake == "rounding":
+            out = out.bfloat16()
+        return out.to(q.dtype), lse
+
+    return SimpleNamespace(attention=attention)
+
+
+@pytest.mark.parametrize("mistake", ["", "diagonal", "one key", "scale", "lse gradient", "lse base", "row", "nan", "rounding"])
+def test_the_bar_sees_a_mistake(mistake: str) -> None:
+    result = run_case(wrong_module("causal_mqa", mistake), spec_of("causal_mqa"), small("causal_mqa", 1000, 1000, batch=1), "fp16", "cpu")
+    assert result.ok == (not mistake), result
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("LN2 = tl.constexpr(0.6931", "LN2 = tl.constexpr(0.6938"),
+        ("dk * scale", "dk"),
+        ("D_V = tl.constexpr(64)", "D_V = tl.constexpr(32)"),
+    ],
+)
+def test_the_bar_sees_a_wrong_kernel(old: str, new: str, device: str, tmp_path: Path) -> None:
+    for path in (ROOT / "generated" / "causal_mqa").glob("*.py"):
+        text = path.read_text()
+        if path.name == "kernels.py":
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / path.name).write_text(text)
+    assert not run_case(load_module(tmp_path), spec_of("causal_mqa"), small("causal_mqa"), dtypes("causal_mqa")[0], device).ok
+
+
+# ------------------------------------------------------------------------------------------------- large, on CUDA only
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 4096, 4), (8191, 8191, 2), (1, 32768, 2), (32768, 32768, 1)], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
+def test_large(name: str, dtype: str, shape: tuple[int, int, int], device: str) -> None:
+    n_q, n_kv, heads = shape
+    spec = spec_of(name)
+    result = run_case(built(name), spec, Case(1, *heads_for(spec, heads), n_q, n_kv), dtype, device)
+    torch.cuda.empty_cache()
+    assert result.ok, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strides", [(2**31 + 64, 2**26, 64), (2**21, 2**31 + 64, 64), (2**21, 128, 2**22)], ids=["batch", "head", "row"])
+@pytest.mark.parametrize("name", ["causal_mqa", "causal_mha", "padding_mha", "full_mha"])
+def test_offsets_beyond_32_bits(name: str, strides: tuple[int, int, int], device: str) -> None:
+    """q, k, v and dO as views of a buffer of more than 2**31 elements give what their dense copies give, to the bit."""
+    case = Case(2, *heads_for(spec_of(name), 2), 600, 600)
+    leaves, inputs, (grad_out, grad_lse) = problem(name, case, device)
+    expected = run(name, leaves, inputs, (grad_out, grad_lse))
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        steps = (*strides, 1)
+        reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, steps))
+        if strides[2] > 2**20:
+            reach = max(reach, 2**31)
+        view = torch.empty(reach, device=device, dtype=x.dtype).as_strided(x.shape, steps)
+        return view.copy_(x)
+
+    for i, x in enumerate((*leaves, grad_out)):  # one at a time: each buffer is gigabytes
+        moved = [*leaves, grad_out]
+        moved[i] = spread(x.detach()).requires_grad_(i < 3)
+        assert moved[i].storage_offset() + sum((s - 1) * t for s, t in zip(x.shape, moved[i].stride())) >= 2**31 or x.shape[1] == 1
+        found = run(name, moved[:3], inputs, (moved[3], grad_lse))
+        for key in KEYS:
+            assert found[key].equal(expected[key]), f"{key} with argument {i} spread out"
+        del moved, found
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements(device: str) -> None:
+    """Results with that many elements: the last heads are what they are alone, to the bit."""
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free GPU memory")
+    attention = built("full_mha").attention
+    shape = (3, 2**15 // 3 * 2 + 1024, 520, 64)
+    assert torch.Size(shape).numel() > 2**31
+    q, k, v, grad = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, return_lse=True)
+    grads = torch.autograd.grad(out, leaves, grad)
+    ends = [x[-1:, -2:].detach().clone().requires_grad_() for x in leaves]
+    out_end, lse_end = attention(*ends, return_lse=True)
+    grads_end = torch.autograd.grad(out_end, ends, grad[-1:, -2:].clone())
+    for whole, end in zip((out, lse, *grads), (out_end, lse_end, *grads_end)):
+        assert whole[-1:, -2:].equal(end)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal_gqa", "padding_mha"])
+def test_a_device_that_is_not_current(name: str, device: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with torch.cuda.device(0):
+        result = run_case(built(name), spec_of(name), small(name, 129, 200), dtypes(name)[0], "cuda:1")
+    assert result.ok, result
