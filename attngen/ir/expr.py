@@ -187,6 +187,15 @@ def parse(text: str, where: str = "expression") -> Any:
     return value
 
 
+def _times(a: Expr, b: Expr) -> Expr:
+    """a * b, in which a number times a sum stays a product: it is printed so as a part of a larger product."""
+    if b.is_Number and a.is_Add:
+        a, b = b, a
+    if a.is_Number and b.is_Add and a.is_finite and a not in (0, 1):
+        return sympy.Mul(a, b, evaluate=False)
+    return a * b
+
+
 class _Builder(ast.NodeVisitor):
     def __init__(self, text: str, where: str) -> None:
         self.text, self.where = text, where
@@ -211,7 +220,7 @@ class _Builder(ast.NodeVisitor):
             case ast.Sub():
                 return a - b
             case ast.Mult():
-                return a * b
+                return _times(a, b)
             case ast.Div():
                 return a / b
             case ast.FloorDiv():
@@ -223,7 +232,7 @@ class _Builder(ast.NodeVisitor):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         value = self.visit(node.operand)
         if isinstance(node.op, ast.USub):
-            return -value
+            return _times(sympy.Integer(-1), value)
         return sympy.Not(value) if isinstance(node.op, ast.Not) else self.generic_visit(node.op)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:

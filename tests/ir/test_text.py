@@ -94,7 +94,7 @@ CONDITIONS = st.sampled_from(
 
 
 def _larger(inner):
-    operators = st.sampled_from(["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / l", "({}) // ({})"])
+    operators = st.sampled_from(["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / l", "({}) / ({})", "({}) // ({})"])
     calls = st.sampled_from(["min({}, {})", "max({}, {})", "cdiv({}, {})", "floordiv({}, {})", "exp2({})", "log2({})", "-({})"])
     selects = CONDITIONS.map(lambda c: f"select({c}, {{}}, {{}})")
     return st.builds(str.format, operators | calls | selects, inner, inner)
