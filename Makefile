@@ -54,5 +54,5 @@ regen: $(READY)
 	$(PYTHON) -m attngen.cli build --all
 
 gpu-test: $(READY)
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu -n 8
 	PYTHONPATH=. $(PYTHON) benchmarks/verify.py --out docs/gpu-verification.md

@@ -253,20 +253,18 @@ def test(
         if not cuda:
             os.environ["TRITON_INTERPRET"] = "1"
             warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
-        from attngen.testing import cli_cases, load_module, run_case
+        from attngen.testing import KEYS, cli_cases, load_module, run_case
 
         write_module(render(module), Path(folder) / loaded.name)
         generated = load_module(Path(folder) / loaded.name)
         print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")
-        keys = ("out", "lse", "dq", "dk", "dv")
-        print(f"{'case':<28}{'dtype':<7}{''.join(f'{key:<9}' for key in keys)}worst, over naive")
+        print(f"{'case':<28}{'dtype':<7}{''.join(f'{key:<9}' for key in KEYS)}worst, over naive")
         for case, dtype in cli_cases(loaded, cuda):
             status.update(f"{case} {dtype}")
             result = run_case(generated, loaded, case, dtype, "cuda" if cuda else "cpu", seed)
             failed += not result.ok
-            errors = "".join(f"{result.ours[key]:<9.1e}" for key in keys)
-            worst = max(result.ours, key=result.ratio)
-            ratio = f"{worst} {result.ratio(worst):.2f}x"
+            errors = "".join(f"{result.ours[key]:<9.1e}" for key in KEYS)
+            ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"
             print(f"{case!s:<28}{dtype:<7}{errors}{ratio:<14}{'ok' if result.ok else 'FAILED'}", flush=True)
     if failed:
         raise AttngenError(f"{_count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error")

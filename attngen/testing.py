@@ -20,6 +20,8 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 KEYS = ("out", "lse", "dq", "dk", "dv")
 LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
 TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
+BAR = 2.0  # our error over naive's, at most
+ROW_BAR = 4.0  # the same of the worst row, which is one draw of rounding's luck: no mean over the others evens it out
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,23 @@ class Result:
 
     @property
     def worst(self) -> str:
-        """The key with the largest ratio; a NaN is the largest of all."""
-        return max(self.ours, key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
+        """The key of a whole tensor with the largest ratio; a NaN is the largest of all."""
+        return max(KEYS, key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
+
+    @property
+    def worst_row(self) -> str:
+        """The same among the worst rows."""
+        return max((f"{k} row" for k in KEYS), key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
 
     @property
     def ok(self) -> bool:
-        """Nothing NaN, and no error above twice naive's."""
-        return all(self.ratio(k) <= 2.0 for k in self.ours)
+        """Nothing NaN, no error above BAR times naive's, none of a row above ROW_BAR times."""
+        return self.ratio(self.worst) <= BAR and self.ratio(self.worst_row) <= ROW_BAR
 
     def __str__(self) -> str:
         errors = ", ".join(f"{k} {self.ours[k]:.1e} (naive {self.naive[k]:.1e})" for k in self.ours)
-        return f"{self.case} {self.dtype}: worst {self.worst}, {self.ratio(self.worst):.2f}x naive's error; {errors}"
+        worst = ", ".join(f"{k} {self.ratio(k):.2f}x naive's" for k in (self.worst, self.worst_row))
+        return f"{self.case} {self.dtype}: worst {worst}; {errors}"
 
 
 def load_module(folder: Path) -> ModuleType:

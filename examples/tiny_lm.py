@@ -72,15 +72,13 @@ def variant(name: str, heads: int) -> Variant:
         stop(f"--attention {name}: expected `naive` or a module in generated/: {', '.join(known)}")
     sys.path.insert(0, str(ROOT))
     module = importlib.import_module(f"generated.{name}")
-    facts = dict(re.findall(r"^([\w ]+): +(.+)$", module.__doc__ or "", re.MULTILINE))  # `mask: causal`, `heads: ... (mqa)`, ...
     inputs = inspect.signature(module.attention).parameters.keys() - {"q", "k", "v", "scale", "return_lse"}
     if inputs:
         stop(f"--attention {name}: it takes mask inputs ({', '.join(sorted(inputs))}), which a language model on packed text has none of")
-    mask = re.fullmatch(r"causal(?:\(.*\))?|sliding_window\(left=(\d+), right=0\)", facts["mask"])
+    mask = re.fullmatch(r"causal(?:\(.*\))?|sliding_window\(left=(\d+), right=0\)", module.MASK)
     if not mask:
-        stop(f"--attention {name}: its mask is {facts['mask']}; a language model needs `causal` or a window with `right: 0`")
-    sharing = facts["heads"].rpartition("(")[2].rstrip(")")
-    kv_heads = {"mha": heads, "mqa": 1, "gqa": max(1, heads // 4)}[sharing]
+        stop(f"--attention {name}: its mask is {module.MASK}; a language model needs `causal` or a window with `right: 0`")
+    kv_heads = {"mha": heads, "mqa": 1, "gqa": max(1, heads // 4)}[module.SHARING]
     window = int(mask[1]) if mask[1] else None
     return Variant(name, module.attention, kv_heads, module.HEAD_DIM_QK, module.HEAD_DIM_V, window, module.DTYPES)
 

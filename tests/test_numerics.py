@@ -1,7 +1,7 @@
 """Every committed module against naive attention: forward, all gradients, layouts, empty rows, edge sizes.
 
-The same tests run on CUDA and, with smaller shapes, in Triton's interpreter. The bar is `Result.ok`: no error above twice naive
-attention's in the same dtype, both against fp64.
+The same tests run on CUDA and, with smaller shapes, in Triton's interpreter; benchmarks/verify.py adds the largest. The bar is
+`Result.ok`: no error above twice naive attention's in the same dtype, both against fp64.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from attngen.reference import naive_attention, reference_mask
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
 from tests.conftest import CUDA
-
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 
 ROOT = Path(__file__).parent.parent
 NAMES = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
@@ -388,7 +386,7 @@ def test_the_bar_sees_a_wrong_kernel(old: str, new: str, device: str, tmp_path: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096, 4), (8191, 8191, 2), (1, 32768, 2), (32768, 32768, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096, 4), (8191, 8191, 2), (1, 32768, 2)], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 def test_large(name: str, dtype: str, shape: tuple[int, int, int], device: str) -> None:
     n_q, n_kv, heads = shape

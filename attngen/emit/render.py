@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -16,10 +16,26 @@ from attngen.ir.text import print_module
 
 WIDTH = 100
 _TORCH = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32"}
+
+
+class _Sharing(NamedTuple):
+    """What a wrapper says of its heads, and the condition under which a call breaks it."""
+
+    help: str
+    kv_heads: str
+    wrong: str
+    expected: str
+
+
 _SHARING = {
-    "mha": "one K/V head per query head (mha)",
-    "mqa": "one K/V head for all query heads (mqa)",
-    "gqa": "one K/V head per group of query heads (gqa)",
+    "mha": _Sharing("one K/V head per query head (mha)", "Hq", "q.shape[1] != k.shape[1]", "as many"),
+    "mqa": _Sharing("one K/V head for all query heads (mqa)", "1", "k.shape[1] != 1", "one K/V head"),
+    "gqa": _Sharing(
+        "one K/V head per group of query heads (gqa)",
+        "Hkv",
+        "q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]",
+        "a multiple of the K/V heads",
+    ),
 }
 _SIZES = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "k.shape[1]", "Nq": "q.shape[2]", "Nk": "k.shape[2]"}
 _SIZES["group"] = "q.shape[1] // k.shape[1]"
@@ -91,13 +107,16 @@ def _schedules(module: Module) -> list[Any]:
 def _module_context(module: Module) -> dict[str, Any]:
     given = [i.name for i in module.inputs]
     names = given + [name for d in module.derived for name in d.names]
+    qk, v = module.head_dim_qk, module.head_dim_v
     return {
         "module": module,
-        "sharing_help": _SHARING[module.sharing],
-        "kv_heads": {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}[module.sharing],
+        "sharing": _SHARING[module.sharing],
+        "head_dim_help": f"{qk}" if qk == v else f"{qk} for q and k, {v} for v",
+        "dtype_help": ", ".join(module.dtypes) + (f" (fp32 products in {module.precision})" if "fp32" in module.dtypes else ""),
+        "interpreted_in_fp32": _TORCH["bf16"] if "bf16" in module.dtypes else "",
         "torch_dtypes": ", ".join(_TORCH[d] for d in module.dtypes) + ("," if len(module.dtypes) == 1 else ""),
         "input_types": {i.name: _TORCH[i.dtype] for i in module.inputs},
-        "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) + ("," if len(i.shape) == 1 else "") for i in module.inputs},
+        "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) for i in module.inputs},
         "input_args": "".join(f", {n}" for n in given),
         "tensor_args": "".join(f", {n}" for n in names),
         "tensor_count": len(names),

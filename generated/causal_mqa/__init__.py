@@ -21,6 +21,8 @@ __all__ = ["Attention", "attention"]
 
 SPEC_HASH = "sha256:b2afdb6c2a6edb01"
 ATTNGEN_VERSION = "0.1.0"
+MASK = "causal"
+SHARING = "mqa"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
 DTYPES = (torch.bfloat16, torch.float16)
@@ -54,13 +56,13 @@ def attention(
     if scale is None:
         scale = HEAD_DIM_QK**-0.5
     elif not isinstance(scale, (int, float)):
-        raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a Python number, or None for 1/sqrt(64)")
+        raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, or None for 1/sqrt(64)")
     elif not 0 < scale < 1e38:
-        raise ValueError(f"attention: scale is {scale}; expected a positive number that fp32 holds, or None for 1/sqrt(64)")
+        raise ValueError(f"attention: scale is {scale}; expected a number > 0 that fp32 holds, or None for 1/sqrt(64)")
     scale = float(scale)  # Triton compiles a kernel of its own for an integer
-    if q.dtype == torch.bfloat16 and INTERPRETED:  # Triton's interpreter cannot multiply bf16
+    if INTERPRETED and q.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         out, lse = _Attention.apply(q.float(), k.float(), v.float(), scale)
-        out = out.to(torch.bfloat16)
+        out = out.to(q.dtype)
     else:
         out, lse = _Attention.apply(q, k, v, scale)
     return (out, lse) if return_lse else out
@@ -180,14 +182,18 @@ def _on(device: torch.device) -> torch.cuda.device:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """One sentence for the first thing wrong with a call."""
-    for name, x, heads, rows, width in (("q", q, "Hq", "Nq", HEAD_DIM_QK), ("k", k, "1", "Nk", HEAD_DIM_QK), ("v", v, "1", "Nk", HEAD_DIM_V)):
+    for name, x, width, shape in (
+        ("q", q, HEAD_DIM_QK, "[B, Hq, Nq, 64]"),
+        ("k", k, HEAD_DIM_QK, "[B, 1, Nk, 64]"),
+        ("v", v, HEAD_DIM_V, "[B, 1, Nk, 64]"),
+    ):
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-            found = f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"attention: {name} is a {found}; expected a dense tensor [B, {heads}, {rows}, {width}]")
+            raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense tensor {shape}")
         if x.dim() != 4 or x.shape[3] != width:
-            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected [B, {heads}, {rows}, {width}]")
+            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
         if x.dtype not in DTYPES:
-            raise TypeError(f"attention: {name} is {x.dtype}; this module was built for {', '.join(map(str, DTYPES))}")
+            known = " or ".join(map(str, DTYPES))
+            raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
         if x.dtype != q.dtype:
             raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
         if x.device != q.device:
@@ -195,16 +201,23 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if x.stride(3) != 1:
             raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
         if x.stride(2) >= 2**23 and x.shape[2] > 1:
-            raise ValueError(f"attention: rows of {name} are {x.stride(2)} elements apart; expected less than 2**23: call .contiguous()")
+            raise ValueError(f"attention: {name} has rows {x.stride(2)} elements apart; expected < 2**23: call .contiguous()")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
             "expected one batch size, and one number of heads and rows in k and v"
         )
     if k.shape[1] != 1:
-        raise ValueError(f"attention: k has {k.shape[1]} heads; expected 1 (the spec says mqa)")
+        raise ValueError(
+            f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected one K/V head (the spec says mqa)"
+        )
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
         raise ValueError(
             f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
             "Triton is imported, to run on the CPU in Triton's interpreter"
         )
+
+
+def _kind(x: object) -> str:
+    """What an argument is, in an error."""
+    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__

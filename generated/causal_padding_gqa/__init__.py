@@ -21,6 +21,8 @@ __all__ = ["Attention", "attention"]
 
 SPEC_HASH = "sha256:993b5e0f3799e6c8"
 ATTNGEN_VERSION = "0.1.0"
+MASK = "causal and key_padding(lengths=True)"
+SHARING = "gqa"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
 DTYPES = (torch.bfloat16, torch.float16)
@@ -56,13 +58,13 @@ def attention(
     if scale is None:
         scale = HEAD_DIM_QK**-0.5
     elif not isinstance(scale, (int, float)):
-        raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a Python number, or None for 1/sqrt(128)")
+        raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, or None for 1/sqrt(128)")
     elif not 0 < scale < 1e38:
-        raise ValueError(f"attention: scale is {scale}; expected a positive number that fp32 holds, or None for 1/sqrt(128)")
+        raise ValueError(f"attention: scale is {scale}; expected a number > 0 that fp32 holds, or None for 1/sqrt(128)")
     scale = float(scale)  # Triton compiles a kernel of its own for an integer
-    if q.dtype == torch.bfloat16 and INTERPRETED:  # Triton's interpreter cannot multiply bf16
+    if INTERPRETED and q.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         out, lse = _Attention.apply(q.float(), k.float(), v.float(), scale, kv_lengths)
-        out = out.to(torch.bfloat16)
+        out = out.to(q.dtype)
     else:
         out, lse = _Attention.apply(q, k, v, scale, kv_lengths)
     return (out, lse) if return_lse else out
@@ -185,14 +187,18 @@ def _on(device: torch.device) -> torch.cuda.device:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.Tensor) -> None:
     """One sentence for the first thing wrong with a call."""
-    for name, x, heads, rows, width in (("q", q, "Hq", "Nq", HEAD_DIM_QK), ("k", k, "Hkv", "Nk", HEAD_DIM_QK), ("v", v, "Hkv", "Nk", HEAD_DIM_V)):
+    for name, x, width, shape in (
+        ("q", q, HEAD_DIM_QK, "[B, Hq, Nq, 128]"),
+        ("k", k, HEAD_DIM_QK, "[B, Hkv, Nk, 128]"),
+        ("v", v, HEAD_DIM_V, "[B, Hkv, Nk, 128]"),
+    ):
         if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-            found = f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"attention: {name} is a {found}; expected a dense tensor [B, {heads}, {rows}, {width}]")
+            raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense tensor {shape}")
         if x.dim() != 4 or x.shape[3] != width:
-            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected [B, {heads}, {rows}, {width}]")
+            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
         if x.dtype not in DTYPES:
-            raise TypeError(f"attention: {name} is {x.dtype}; this module was built for {', '.join(map(str, DTYPES))}")
+            known = " or ".join(map(str, DTYPES))
+            raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
         if x.dtype != q.dtype:
             raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
         if x.device != q.device:
@@ -200,24 +206,40 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.
         if x.stride(3) != 1:
             raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
         if x.stride(2) >= 2**23 and x.shape[2] > 1:
-            raise ValueError(f"attention: rows of {name} are {x.stride(2)} elements apart; expected less than 2**23: call .contiguous()")
+            raise ValueError(f"attention: {name} has rows {x.stride(2)} elements apart; expected < 2**23: call .contiguous()")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
             "expected one batch size, and one number of heads and rows in k and v"
         )
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
-        raise ValueError(f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected a multiple (the spec says gqa)")
-    expected = (q.shape[0],)
-    if not isinstance(kv_lengths, torch.Tensor) or tuple(kv_lengths.shape) != expected or kv_lengths.dtype != torch.int32:
-        found = f"{kv_lengths.dtype} {list(kv_lengths.shape)}" if isinstance(kv_lengths, torch.Tensor) else type(kv_lengths).__name__
-        raise ValueError(f"attention: kv_lengths is {found}; expected torch.int32 {list(expected)}: number of keys of each sequence that count, from the first")
-    if kv_lengths.device != q.device:
-        raise ValueError(f"attention: kv_lengths is on {kv_lengths.device} and q on {q.device}; expected one device")
-    if kv_lengths.stride(-1) != 1 and expected[-1] > 1:
-        raise ValueError(f"attention: the last dimension of kv_lengths has stride {kv_lengths.stride(-1)}; expected 1: call .contiguous()")
+        raise ValueError(
+            f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected a multiple of the K/V heads (the spec says gqa)"
+        )
+    _check_input(q, "kv_lengths", kv_lengths, torch.int32, [q.shape[0]], "number of keys of each sequence that count, from the first")
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
         raise ValueError(
             f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
             "Triton is imported, to run on the CPU in Triton's interpreter"
         )
+
+
+def _check_input(
+    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: list[int], meaning: str
+) -> None:
+    """The same for an input of the mask."""
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense {dtype} tensor {shape}: {meaning}")
+    if x.dtype != dtype:
+        raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {shape}: {meaning}")
+    if list(x.shape) != shape:
+        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}: {meaning}")
+    if x.device != q.device:
+        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+    if x.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(-1)}; expected 1: call .contiguous()")
+
+
+def _kind(x: object) -> str:
+    """What an argument is, in an error."""
+    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__

@@ -1,0 +1,141 @@
+"""Wrong calls of a generated module: one sentence each, that names the argument, what it is and what was expected."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.testing import Case, heads_for, load_module, make_inputs
+from tests.helpers import ROOT, SPECS, spec
+
+Arguments = dict[str, Any]
+MODULES = {name: load_module(ROOT / "generated" / name) for name in SPECS}
+
+
+def arguments(name: str, device: str) -> Arguments:
+    """A right call of the module, 4 query heads, 40 queries, 50 keys."""
+    case = Case(2, *heads_for(spec(name)), 40, 50)
+    q, k, v, inputs = make_inputs(spec(name), case, MODULES[name].DTYPES[-1], device)
+    return {"q": q, "k": k, "v": v, **inputs}
+
+
+def rows_apart(x: torch.Tensor, step: int) -> torch.Tensor:
+    """A tensor of the shape of x whose rows lie that far apart."""
+    reach = (x.shape[2] - 1) * step + x.shape[3]
+    return torch.zeros(reach, dtype=x.dtype, device=x.device).as_strided(x.shape, (0, 0, step, 1))
+
+
+# (module, what is wrong, class of the error, its sentence)
+WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] = [
+    ("causal_mqa", lambda a: {"q": [1.0]}, TypeError, r"q is a list; expected a dense tensor \[B, Hq, Nq, 64\]"),
+    ("causal_mqa", lambda a: {"k": None}, TypeError, r"k is a NoneType; expected a dense tensor \[B, 1, Nk, 64\]"),
+    ("causal_mha", lambda a: {"v": a["v"].cpu().numpy()}, TypeError, r"v is a ndarray; expected a dense tensor \[B, Hq, Nk, 128\]"),
+    ("causal_mqa", lambda a: {"k": a["k"].to_sparse()}, TypeError, r"k is a torch.sparse_coo tensor; expected a dense tensor"),
+    ("causal_mqa", lambda a: {"q": a["q"][0]}, ValueError, r"q has shape \[4, 40, 64\]; expected \[B, Hq, Nq, 64\]"),
+    ("causal_mqa", lambda a: {"q": a["q"][..., :32]}, ValueError, r"q has shape \[2, 4, 40, 32\]; expected \[B, Hq, Nq, 64\]"),
+    ("mla_dims", lambda a: {"v": a["k"]}, ValueError, r"v has shape \[2, 4, 50, 192\]; expected \[B, Hq, Nk, 128\]"),
+    ("causal_gqa", lambda a: {"v": a["v"].mT}, ValueError, r"v has shape \[2, 2, 128, 50\]; expected \[B, Hkv, Nk, 128\]"),
+    ("causal_mqa", lambda a: {"q": a["q"].float()}, TypeError, r"q is torch.float32; expected torch.bfloat16 or torch.float16, which"),
+    ("causal_fp32", lambda a: {"v": a["v"].half()}, TypeError, r"v is torch.float16; expected torch.float32, which this module was"),
+    ("causal_mqa", lambda a: {"v": a["v"].bfloat16()}, TypeError, r"v is torch.bfloat16 and q torch.float16; expected one dtype"),
+    ("causal_mqa", lambda a: {"k": a["k"].to("meta")}, ValueError, r"k is on meta and q on \w+(:0)?; expected one device"),
+    (
+        "causal_mqa",
+        lambda a: {x: a[x].to("meta") for x in "qkv"},
+        ValueError,
+        r"q is on meta; expected a CUDA device, or TRITON_INTERPRET=1 in the environment",
+    ),
+    ("causal_mqa", lambda a: {"q": a["q"][..., None].expand(*a["q"].shape, 2)[..., 0].repeat_interleave(2, 3)[..., ::2]}, ValueError,
+     r"the last dimension of q has stride 2; expected 1: call .contiguous\(\)"),
+    ("causal_mqa", lambda a: {"k": rows_apart(a["k"][:, :, :2], 2**23)}, ValueError,
+     r"k has rows 8388608 elements apart; expected < 2\*\*23"),
+    ("causal_mqa", lambda a: {"k": a["k"][:1], "v": a["v"][:1]}, ValueError,
+     r"q, k and v have shapes \[2, 4, 40, 64\], \[1, 1, 50, 64\] and \[1, 1, 50, 64\]; expected one batch size, and one number of"),
+    ("causal_mqa", lambda a: {"v": a["v"][:, :, :49]}, ValueError, r".* and \[2, 1, 49, 64\]; expected one batch size, and one number of"),
+    ("causal_mha", lambda a: {"k": a["k"][:, :2], "v": a["v"][:, :2]}, ValueError,
+     r"q has 4 heads and k 2; expected as many \(the spec says mha\)"),
+    ("causal_mqa", lambda a: {"k": a["k"].expand(2, 2, 50, 64), "v": a["v"].expand(2, 2, 50, 64)}, ValueError,
+     r"q has 4 heads and k 2; expected one K/V head \(the spec says mqa\)"),
+    ("causal_gqa", lambda a: {"q": a["q"][:, :3]}, ValueError,
+     r"q has 3 heads and k 2; expected a multiple of the K/V heads \(the spec says gqa\)"),
+    ("causal_gqa", lambda a: {"k": a["k"][:, :0], "v": a["v"][:, :0]}, ValueError, r"q has 4 heads and k 0; expected a multiple"),
+    ("padding_mha", lambda a: {"key_padding": [True] * 50}, TypeError,
+     r"key_padding is a list; expected a dense torch.bool tensor \[2, 50\]: True where a key may be attended to"),
+    ("padding_mha", lambda a: {"key_padding": None}, TypeError, r"key_padding is a NoneType; expected a dense torch.bool tensor \[2, 50\]"),
+    ("padding_mha", lambda a: {"key_padding": a["key_padding"].float()}, TypeError, r"key_padding is torch.float32; expected torch.bool"),
+    ("padding_mha", lambda a: {"key_padding": a["key_padding"][:, :40]}, ValueError,
+     r"key_padding has shape \[2, 40\]; expected \[2, 50\]"),
+    ("padding_mha", lambda a: {"key_padding": a["key_padding"].to("meta")}, ValueError, r"key_padding is on meta and q on"),
+    ("padding_mha", lambda a: {"key_padding": a["key_padding"].mT.contiguous().mT}, ValueError,
+     r"the last dimension of key_padding has stride 2; expected 1: call .contiguous\(\)"),
+    ("causal_padding_gqa", lambda a: {"kv_lengths": a["kv_lengths"].long()}, TypeError,
+     r"kv_lengths is torch.int64; expected torch.int32 \[2\]: number of keys"),
+    ("causal_padding_gqa", lambda a: {"kv_lengths": a["kv_lengths"][:1]}, ValueError, r"kv_lengths has shape \[1\]; expected \[2\]"),
+    ("causal_mqa", lambda a: {"scale": "0.1"}, TypeError, r"scale is a str; expected a number, or None for 1/sqrt\(64\)"),
+    ("causal_mqa", lambda a: {"scale": torch.tensor(0.1)}, TypeError, r"scale is a Tensor; expected a number, or None"),
+    ("causal_mqa", lambda a: {"scale": 0}, ValueError, r"scale is 0; expected a number > 0 that fp32 holds, or None for 1/sqrt\(64\)"),
+    ("causal_mqa", lambda a: {"scale": -0.1}, ValueError, r"scale is -0.1; expected a number > 0"),
+    ("causal_mqa", lambda a: {"scale": float("nan")}, ValueError, r"scale is nan; expected a number > 0"),
+    ("causal_mqa", lambda a: {"scale": float("inf")}, ValueError, r"scale is inf; expected a number > 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "kind", "sentence"), WRONG, ids=[f"{n}: {s[:40]}" for n, _, _, s in WRONG])
+def test_a_wrong_call_is_one_sentence(
+    name: str, change: Callable[[Arguments], Arguments], kind: type[Exception], sentence: str, device: str
+) -> None:
+    right = arguments(name, device)
+    MODULES[name].attention(**right)
+    with pytest.raises(kind) as caught:
+        MODULES[name].attention(**{**right, **change(right)})
+    assert type(caught.value) is kind
+    assert re.match(f"attention: {sentence}", str(caught.value)), caught.value
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("padding_mha", {}, "missing 1 required keyword-only argument: 'key_padding'"),
+        ("causal_mqa", {"key_padding": None}, "unexpected keyword argument 'key_padding'"),
+    ],
+)
+def test_python_names_arguments_that_are_missing_or_unknown(name: str, change: Arguments, sentence: str, device: str) -> None:
+    right = arguments(name, device)
+    qkv = {x: right[x] for x in "qkv"}
+    for call in (MODULES[name].attention, MODULES[name].Attention()):
+        with pytest.raises(TypeError, match=sentence):
+            call(**qkv, **change)
+
+
+def test_without_the_interpreter_a_cpu_tensor_is_refused() -> None:
+    """In a process of its own, because Triton reads TRITON_INTERPRET when it is imported."""
+    code = """
+import torch
+from generated.causal_mqa import attention
+q, k = torch.zeros(1, 2, 8, 64, dtype=torch.float16), torch.zeros(1, 1, 8, 64, dtype=torch.float16)
+try:
+    attention(q, k, k)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.stdout == (
+        "attention: q is on cpu; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before Triton is imported, "
+        "to run on the CPU in Triton's interpreter\n"
+    ), done.stderr
+
+
+def test_what_is_odd_but_right_is_accepted(device: str) -> None:
+    """Strides of dimensions of one element do not matter; a single row may lie anywhere."""
+    right = arguments("padding_mha", device)
+    one = {**right, "q": rows_apart(right["q"][:, :, :1], 2**24)}
+    assert MODULES["padding_mha"].attention(**one).shape == (2, 4, 1, 64)
+    single = {"q": right["q"], "k": right["k"][:, :, :1], "v": right["v"][:, :, :1], "key_padding": right["key_padding"][:, 3:4]}
+    assert MODULES["padding_mha"].attention(**single).shape == (2, 4, 40, 64)
