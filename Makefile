@@ -38,9 +38,9 @@ $(READY): pyproject.toml requirements-cpu.txt
 
 demo: $(READY)
 	@echo; echo "== $(SPEC)"; cat $(SPEC)
-	@echo; echo "== attngen build $(SPEC)"; $(PYTHON) -m attngen.cli build $(SPEC)
-	@echo; echo "== attngen dump $(SPEC): the forward kernel's IR"; $(PYTHON) -m attngen.cli dump $(SPEC) | sed -n '/^kernel @fwd/,/^$$/p' | cut -c1-150
-	@echo "== attngen test $(SPEC)"; $(PYTHON) -m attngen.cli test $(SPEC)
+	@echo; echo "== attngen build $(SPEC)"; $(PYTHON) -m attngen build $(SPEC)
+	@echo; echo "== attngen dump $(SPEC): the forward kernel's IR"; $(PYTHON) -m attngen dump $(SPEC) | sed -n '/^kernel @fwd/,/^$$/p' | cut -c1-150
+	@echo "== attngen test $(SPEC)"; $(PYTHON) -m attngen test $(SPEC)
 
 test: $(READY)
 	$(PYTHON) -m pytest -n auto
@@ -51,7 +51,7 @@ lint: $(READY)
 	$(PYTHON) -m mypy
 
 regen: $(READY)
-	$(PYTHON) -m attngen.cli build --all
+	$(PYTHON) -m attngen build --all
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu -n 8

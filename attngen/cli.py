@@ -343,7 +343,3 @@ def _fail(message: str) -> None:
     for line in message.splitlines():
         err.print(f"error: {line}", style="red")
     sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -193,16 +193,16 @@ def run_case(
         out, lse = module.attention(*x, **drawn, scale=scale, return_lse=True)
         return out, lse
 
-    truth = _exact(q, k, v, mask, factor, grads)
-    delta = {key: truth[key] + truth.pop(f"{key} rounded") for key in ("dq", "dk")}
+    truth, *rounded = _exact(q, k, v, mask, factor, grads)
     with _matmul_precision("high" if tf32 else "highest"):
         naive = _errors(_gradients(lambda *x: naive_attention(x[0], x[1], x[2], mask, factor), (q, k, v), grads), truth)
     found = _errors(_gradients(ours, (q, k, v), grads), truth)
     stored = {key: x.to(torch.float32 if key == "lse" else torch_dtype) for key, x in truth.items()}
     least = torch.finfo(torch.float16).eps / 4 if tf32 else torch.finfo(torch.float32).eps  # tf32 has as many bits as fp16
     rounding = {key: max(e, least) for key, e in _errors(stored, truth).items()}
-    for key, e in _errors({**truth, **delta}, truth).items():
-        rounding[key] = max(rounding[key], e)
+    for change in rounded:
+        for key, e in _errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
+            rounding[key] = max(rounding[key], e)
     return Result(case, dtype, found, naive, rounding)
 
 
@@ -221,34 +221,41 @@ def _gradients(attend: Attend, qkv: tuple[torch.Tensor, ...], grads: tuple[torch
 
 def _exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, grads: tuple[torch.Tensor, ...]
-) -> dict[str, torch.Tensor]:
-    """Naive attention and its gradients in fp64, some query rows at a time so that large cases fit.
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Naive attention and its gradients in fp64, and what two roundings of a fused backward alone add to the gradients.
 
     dS = P (dP - delta) with delta = rowsum(O dO), which a fused backward computes from the stored O, apart from dP: where a query
-    sees few keys the two cancel, and the rounding of delta stays. `dq rounded` and `dk rounded` are what it does to dq and dk.
+    sees few keys the two cancel, and the rounding of delta stays. And it makes P anew from the stored LSE: half a unit in the last
+    place of an fp32 LSE is a factor on its whole row. Some query rows at a time, so that large cases fit.
     """
     single = torch.finfo(torch.float32).eps
     k, v = k.double().requires_grad_(), v.double().requires_grad_()
     rows = max(1, TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    whole = {key: torch.zeros_like(x) for key, x in (("dk", k), ("dv", v), ("dk rounded", k))}
-    by_rows: dict[str, list[torch.Tensor]] = {key: [] for key in ("out", "lse", "dq", "dq rounded")}
+    parts: dict[str, list[torch.Tensor]] = {"out": [], "lse": []}
+    gradients: list[list[Any]] = [[[], 0.0, 0.0] for _ in range(3)]  # dq by rows, dk, dv: exact, through delta, through the LSE
     for start in range(0, max(1, q.shape[2]), rows):
         at = slice(start, start + rows)
         grad_out, grad_lse = (g[:, :, at].double() for g in grads)
         part = q[:, :, at].double().requires_grad_()
         out, lse = naive_attention(part, k, v, mask[:, :, at] if mask.shape[2] > 1 else mask, scale)
-        found = [torch.zeros_like(x) for x in (part, k, v, part, k)]
-        if out.requires_grad:  # attention over no key at all has no graph
-            terms = out.detach() * grad_out
-            rounded = (out.detach().to(q.dtype) * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
-            found[3:] = torch.autograd.grad(lse, (part, k), rounded, retain_graph=True)
-            found[:3] = torch.autograd.grad((out, lse), (part, k, v), (grad_out, grad_lse))
-        for key, x in zip(("dq", "dk", "dv", "dq rounded", "dk rounded", "out", "lse"), (*found, out.detach(), lse.detach())):
-            if key in whole:
-                whole[key] += x
-            else:
-                by_rows[key].append(x)
-    return {**{key: torch.cat(parts, 2) for key, parts in by_rows.items()}, **whole}
+        terms = out.detach() * grad_out
+        delta = (out.detach().to(q.dtype) * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
+        half = single / 2 * lse.detach().abs().nan_to_num(posinf=0.0)
+        upstream = (
+            (grad_out, grad_lse),
+            (torch.zeros_like(grad_out), delta),
+            (grad_out * half[..., None], grad_lse * half),
+        )
+        for sums, flowing in zip(gradients, upstream):
+            found = [torch.zeros_like(x) for x in (part, k, v)]
+            if out.requires_grad:  # attention over no key at all has no graph
+                found = list(torch.autograd.grad((out, lse), (part, k, v), flowing, retain_graph=True))
+            sums[0].append(found[0])
+            sums[1:] = [total + x for total, x in zip(sums[1:], found[1:])]
+        parts["out"].append(out.detach())
+        parts["lse"].append(lse.detach())
+    exact, *rounded = ({"dq": torch.cat(dq, 2), "dk": dk, "dv": dv} for dq, dk, dv in gradients)
+    return {**{key: torch.cat(x, 2) for key, x in parts.items()}, **exact}, *rounded
 
 
 def _errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:

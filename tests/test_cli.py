@@ -264,7 +264,7 @@ def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None
 
 
 def run(*args: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "attngen.cli", *args]
+    command = [sys.executable, "-m", "attngen", *args]
     return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.reference import naive_attention, reference_mask
+from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
 from tests.conftest import CUDA
@@ -91,14 +91,14 @@ def padding(name: str, lengths: list[int], n_kv: int, device: str) -> dict[str, 
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 def test_against_naive(name: str, dtype: str, shape: tuple[int, int, str], device: str) -> None:
     result = run_case(built(name), spec_of(name), small(name, *shape), dtype, device)
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 @pytest.mark.parametrize(("name", "shape"), [(n, s) for n in NAMES for s in ([(1000, 1000), (33, 1500)] if CUDA else LONG.get(n, []))])
 def test_longer(name: str, shape: tuple[int, int], device: str) -> None:
     spec = spec_of(name)
     result = run_case(built(name), spec, Case(1, *heads_for(spec, 2), *shape), dtypes(name)[0], device)
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 @pytest.mark.parametrize("scale", [0.02, 1, 4.0])
@@ -106,7 +106,7 @@ def test_longer(name: str, shape: tuple[int, int], device: str) -> None:
 def test_scale(name: str, scale: float, device: str) -> None:
     """Down to nearly uniform weights, up to scores in the hundreds; an integer too."""
     result = run_case(built(name), spec_of(name), small(name), dtypes(name)[0], device, scale=scale)
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "bf16" in spec_of(n).dtype])
@@ -120,7 +120,7 @@ def test_bf16(name: str, device: str) -> None:
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert all(x.grad.dtype == torch.bfloat16 for x in leaves)
     result = run_case(built(name), spec_of(name), case, "bf16", device)
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 PATTERNS = {
@@ -138,7 +138,7 @@ PATTERNS = {
 def test_padding(name: str, pattern: str, device: str) -> None:
     inputs = padding(name, PATTERNS[pattern], 129, device)
     result = run_case(built(name), spec_of(name), small(name, 100, 129), dtypes(name)[0], device, inputs=inputs)
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "key_padding" in mask_inputs(n)])
@@ -150,7 +150,7 @@ def test_padding_on_any_side(name: str, device: str) -> None:
         wide = torch.stack([visible, ~visible]).to(device)
         for mask in (wide, visible.expand(2, n), torch.cat([wide, ~wide], 1)[:, :n]):
             result = run_case(built(name), spec_of(name), small(name, 70, n), dtypes(name)[0], device, inputs={"key_padding": mask})
-            assert result.ok, result
+            assert result.ok, str(result)
 
 
 # ------------------------------------------------------------------------------------------------- rows that see nothing
@@ -319,7 +319,7 @@ def test_gradients_of_one_result_alone(name: str, device: str) -> None:
     of_lse = torch.autograd.grad(lse, leaves, grad_lse)
     assert (of_lse[2] == 0).all()
     for x, a, b in zip(both, of_out, of_lse):
-        torch.testing.assert_close(x, a + b, rtol=1e-2, atol=1e-3 * float(x.abs().max()))
+        assert relative_error(a.double() + b.double(), x) < 2 * torch.finfo(x.dtype).eps + 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES[:1])
@@ -361,7 +361,7 @@ def wrong_module(name: str, mistake: str) -> Any:
 @pytest.mark.parametrize("mistake", ["", "diagonal", "one key", "scale", "lse gradient", "lse base", "row", "nan", "rounding"])
 def test_the_bar_sees_a_mistake(mistake: str) -> None:
     result = run_case(wrong_module("causal_mqa", mistake), spec_of("causal_mqa"), small("causal_mqa", 1000, 1000, batch=1), "fp16", "cpu")
-    assert result.ok == (not mistake), result
+    assert result.ok == (not mistake), str(result)
 
 
 @pytest.mark.parametrize(
@@ -393,14 +393,17 @@ def test_large(name: str, dtype: str, shape: tuple[int, int, int], device: str) 
     spec = spec_of(name)
     result = run_case(built(name), spec, Case(1, *heads_for(spec, heads), n_q, n_kv), dtype, device)
     torch.cuda.empty_cache()
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strides", [(2**31 + 64, 2**26, 64), (2**21, 2**31 + 64, 64), (2**21, 128, 2**22)], ids=["batch", "head", "row"])
 @pytest.mark.parametrize("name", ["causal_mqa", "causal_mha", "padding_mha", "full_mha"])
 def test_offsets_beyond_32_bits(name: str, strides: tuple[int, int, int], device: str) -> None:
-    """q, k, v and dO as views of a buffer of more than 2**31 elements give what their dense copies give, to the bit."""
+    """q, k, v and dO as views of a buffer of more than 2**31 elements give what their dense copies give.
+
+    But for rounding: Triton compiles kernels of their own for strides of 64 bits.
+    """
     case = Case(2, *heads_for(spec_of(name), 2), 600, 600)
     leaves, inputs, (grad_out, grad_lse) = problem(name, case, device)
     expected = run(name, leaves, inputs, (grad_out, grad_lse))
@@ -419,7 +422,8 @@ def test_offsets_beyond_32_bits(name: str, strides: tuple[int, int, int], device
         assert moved[i].storage_offset() + sum((s - 1) * t for s, t in zip(x.shape, moved[i].stride())) >= 2**31 or x.shape[1] == 1
         found = run(name, moved[:3], inputs, (moved[3], grad_lse))
         for key in KEYS:
-            assert found[key].equal(expected[key]), f"{key} with argument {i} spread out"
+            error = relative_error(found[key], expected[key])
+            assert error < 4 * torch.finfo(expected[key].dtype).eps, f"{key} with argument {i} spread out: {error}"
         del moved, found
         torch.cuda.empty_cache()
 
@@ -450,4 +454,4 @@ def test_a_device_that_is_not_current(name: str, device: str) -> None:
         pytest.skip("needs two CUDA devices")
     with torch.cuda.device(0):
         result = run_case(built(name), spec_of(name), small(name, 129, 200), dtypes(name)[0], "cuda:1")
-    assert result.ok, result
+    assert result.ok, str(result)

@@ -1,0 +1,5 @@
+"""`python -m attngen` is the command `attngen`."""
+
+from attngen.cli import main
+
+main()
