@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from attngen import __version__
-from attngen.errors import AttngenError, SpecError, VerifyError
+from attngen.errors import AttngenError, FitError, SpecError, VerifyError
 
 if TYPE_CHECKING:
     from attngen.ir.graph import Module
+    from attngen.spec import Spec
 
 app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
@@ -76,7 +77,6 @@ def build(
     """
     from attngen.emit.files import diff_module, write_module
     from attngen.emit.render import render
-    from attngen.passes.pipeline import lower
     from attngen.spec import load_spec
 
     paths = list(dict.fromkeys([*(specs or []), *(_all_specs() if every else [])]))
@@ -91,7 +91,7 @@ def build(
     with err.status("compiling") as status:
         for path, spec in loaded:
             status.update(f"compiling {path}")
-            module = lower(spec)
+            module = _lower(path, spec)
             modules.append((module, render(module)))
     if check:
         diffs = [diff_module(files, out_dir / module.name) for module, files in modules]
@@ -112,6 +112,17 @@ def build(
         table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
     out.print(table)
     print(f"{_count(written, 'module')} written to {out_dir}, {len(modules) - written} unchanged")
+
+
+def _lower(path: Path, spec: Spec, after: str | None = None) -> Module:
+    """The module of a spec that was read from a file, which errors name."""
+    from attngen.passes.pipeline import lower
+    from attngen.spec import place
+
+    try:
+        return lower(spec, after)
+    except FitError as error:
+        raise SpecError(f"{place(path, error.key)}: {error}") from error
 
 
 def _count(n: int, what: str) -> str:
@@ -182,14 +193,13 @@ def explain(
     """
     from attngen.analysis.roofline import Problem
     from attngen.emit.explain import explain as explanation
-    from attngen.passes.pipeline import lower
     from attngen.spec import load_spec
 
     loaded = load_spec(spec)
     shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[loaded.heads.sharing]
     if heads % shared:
         raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
-    for part in explanation(lower(loaded), Problem(batch, heads, shared, n, n)):
+    for part in explanation(_lower(spec, loaded), Problem(batch, heads, shared, n, n)):
         out.print(part)
 
 
@@ -208,10 +218,9 @@ def dump(
     attngen dump specs/causal_mqa.yaml --graph causal_mqa.dot   or .svg, with Graphviz
     """
     from attngen.ir.text import print_module
-    from attngen.passes.pipeline import lower
     from attngen.spec import load_spec
 
-    module = lower(load_spec(spec), after)
+    module = _lower(spec, load_spec(spec), after)
     if graph is None:
         print(print_module(module), end="")
         return
@@ -240,11 +249,10 @@ def test(
 
     from attngen.emit.files import write_module
     from attngen.emit.render import render
-    from attngen.passes.pipeline import lower
     from attngen.spec import load_spec
 
     loaded = load_spec(spec)
-    module = lower(loaded)
+    module = _lower(spec, loaded)
     failed = 0
     with err.status("importing torch") as status, tempfile.TemporaryDirectory() as folder:
         import torch

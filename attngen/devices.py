@@ -19,7 +19,9 @@ class DeviceClass:
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     smem_per_block: int  # bytes of shared memory one program may have, at most
     smem_per_sm: int  # bytes
+    smem_reserved: int = KIB  # bytes that the system takes of it for each program
     registers_per_sm: int = 65536  # of 32 bits
+    registers_per_thread: int = 255
     threads_per_warp: int = 32
     matrix_rows: int  # least rows of a matrix instruction's accumulator
     flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed
@@ -42,7 +44,10 @@ class Device:
     source: str
 
 
-_CUDA = "CUDA C++ Programming Guide 13.0, technical specifications per compute capability"
+_CUDA = (
+    "CUDA C++ Programming Guide 13.0, technical specifications per compute capability; "
+    "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block"
+)
 
 CLASSES = {
     c.name: c
@@ -81,20 +86,26 @@ CLASSES = {
             name="gfx942",
             smem_per_block=64 * KIB,
             smem_per_sm=64 * KIB,
+            smem_reserved=KIB,  # nothing is; kept until tiles are timed there, as it counts no program that might not fit
             registers_per_sm=131072,
+            registers_per_thread=512,
             threads_per_warp=64,
             matrix_rows=16,
             flops_per_cycle={"16-bit": 2048, "tf32": 1024, "ieee": 256},
             shares_stationary=True,
-            source="AMD CDNA 3 whitepaper, 2023: LDS, VGPRs and matrix rates of a compute unit",
+            source="AMD CDNA 3 whitepaper, 2023: LDS, VGPRs and matrix rates of a compute unit; AMD Instinct MI300 ISA guide: "
+            "512 VGPRs of a lane, AccVGPRs counted",
         ),
-        DeviceClass(  # any other GPU has at least this: compute capability 7.5 does
+        # The least that other GPUs have: of compute capability 8.x or newer, or AMD's with 64 KB of LDS. Compute capability 7.5
+        # has 64 KB too, but is not one of them: for GPUs before 8.0 Triton copies operands of products through shared memory.
+        DeviceClass(
             name="any",
             smem_per_block=64 * KIB,
             smem_per_sm=64 * KIB,
             matrix_rows=16,
             flops_per_cycle={"16-bit": 512, "tf32": 128, "ieee": 128},
-            source=f"{_CUDA}, column 7.5",
+            source=f"{_CUDA}; AMD CDNA 2 and RDNA 3 ISA guides: 64 KB of LDS per work-group, where compute capability 8.6 has 99 KB; "
+            "NVIDIA GA102 whitepaper, 2020: 16-bit rate with fp32 sums; AMD RDNA 3: vector rate of a compute unit",
         ),
     )
 }

@@ -27,7 +27,11 @@ class VerifyError(AttngenError):
 
 
 class FitError(AttngenError):
-    """A kernel that no tile makes fit on a device: names the device, the bytes needed and had, and what to change."""
+    """A kernel that no tile makes fit on a device: names the spec's key, the device, the bytes needed and had, and what to change."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        super().__init__(f"`{key}` {reason}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -68,10 +68,10 @@ class Schedule(BaseModel):
     model_config = _STRICT
     block_q: Block | None = Field(default=None, description="rows of a query tile")
     block_kv: Block | None = Field(default=None, description="rows of a key tile")
-    num_warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
-    num_stages: Annotated[Literal[1, 2, 3, 4, 5], BeforeValidator(_whole)] | None = Field(
+    stages: Annotated[Literal[1, 2, 3, 4, 5], BeforeValidator(_whole)] | None = Field(
         default=None, description="depth of the load pipeline"
     )
+    warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
 
 
 def _parse_head_dim(value: Any) -> Any:
@@ -112,12 +112,17 @@ def parse_mask(value: Any) -> Mask:
 def _parse_all_of(value: Any) -> AllOf:
     if not isinstance(value, list) or not value:
         raise Mistakes((("all_of",), f"is {_said(value)}; expected a list of at least one mask, as in [causal, key_padding]"))
-    masks, found = [], []
+    masks: list[Mask] = []
+    found: list[tuple[document.Path, str]] = []
     for i, item in enumerate(value):
         try:
-            masks.append(parse_mask(item))
+            mask = parse_mask(item)
         except Mistakes as error:
             found += [(("all_of", i, *path), text) for path, text in error.found]
+            continue
+        if mask in masks:
+            found.append((("all_of", i), f"is `{mask.describe()}` again; expected each mask once: a repeat hides nothing more"))
+        masks.append(mask)
     if found:
         raise Mistakes(*found)
     return AllOf(masks=tuple(masks))
@@ -128,7 +133,7 @@ def _mask_schema() -> dict[str, Any]:
     for name, cls in registry().items():
         params = {**cls.model_json_schema(), "title": name}
         named.append({"type": "object", "properties": {name: params}, "required": [name], "additionalProperties": False})
-    every = {"type": "array", "minItems": 1, "items": {"$ref": "#/properties/mask"}}
+    every = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"$ref": "#/properties/mask"}}
     combined = {"type": "object", "properties": {"all_of": every}, "required": ["all_of"], "additionalProperties": False}
     return {"description": "which keys a query sees", "anyOf": [*named, combined]}
 
@@ -249,11 +254,20 @@ def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] |
     except ValidationError as error:
         sentences = []
         for path, text in _mistakes(error, json_schema(), data):
-            prefixes = (path[:n] for n in range(len(path), 0, -1))
-            line = next((lines[p] for p in prefixes if p in lines), None) if lines else None
-            where = f"{source}, line {line}" if line else source
-            sentences.append(f"{where}: `{_dotted(path)}` {text}")
+            sentences.append(f"{_place(source, lines or {}, path)}: `{_dotted(path)}` {text}")
         raise SpecError("\n".join(dict.fromkeys(sentences))) from None
+
+
+def place(path: Path, key: str) -> str:
+    """The file, and the line of a key in it, for an error found after the spec was read."""
+    _, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))
+    return _place(str(path), lines, (key,))
+
+
+def _place(source: str, lines: dict[document.Path, int], path: document.Path) -> str:
+    prefixes = (path[:n] for n in range(len(path), 0, -1))
+    line = next((lines[p] for p in prefixes if p in lines), None)
+    return f"{source}, line {line}" if line else source
 
 
 def _mistakes(error: ValidationError, schema: dict[str, Any], data: Any) -> Iterator[tuple[document.Path, str]]:
@@ -353,6 +367,7 @@ def _dotted(path: document.Path) -> str:
 
 def starter(name: str) -> str:
     """A commented spec to start from."""
+    masks = ", ".join(registry())
     return f"""\
 # {name}: an attention variant. `attngen build specs/{name}.yaml` compiles it, `attngen schema` describes every key.
 name: {name}
@@ -366,9 +381,9 @@ head_dim: 64
 # Element types the module accepts: bf16, fp16, fp32.
 dtype: [bf16, fp16]
 
-# Which keys a query sees: none, causal, {{sliding_window: {{left: 1023, right: 0}}}}, key_padding,
-# {{key_padding: {{lengths: true}}}}, or several at once: {{all_of: [causal, key_padding]}}.
+# Which keys a query sees. Masks: {masks}. `attngen list` says what each does.
+# With parameters: {{sliding_window: {{left: 1023, right: 0}}}}. Several at once: {{all_of: [causal, key_padding]}}.
 mask: causal
 
-# Tiles are chosen per device. To fix them: schedule: {{block_q: 128, block_kv: 64, num_warps: 8, num_stages: 3}}
+# Tiles are chosen per device. To fix them: schedule: {{block_q: 128, block_kv: 64, stages: 3, warps: 8}}
 """

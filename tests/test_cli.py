@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ PASSES = (
     "build", "inline-scores", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles", "pipeline-loads", "dce",
     "legalize-triton",
 )  # fmt: skip
-GOOD = "name: good\nhead_dim: 64\ndtype: bf16\nmask: causal\nschedule: {block_q: 64, block_kv: 64, num_warps: 4, num_stages: 2}\n"
+GOOD = "name: good\nhead_dim: 64\ndtype: bf16\nmask: causal\nschedule: {block_q: 64, block_kv: 64, stages: 2, warps: 4}\n"
 
 
 @pytest.fixture
@@ -120,6 +121,22 @@ def test_a_schedule_that_does_not_fit_and_nothing_is_written(project: Path, attn
     (project / "specs" / "big.yaml").write_text(text)
     assert "bytes of shared memory" in attngen("build", "specs/good.yaml", "specs/big.yaml", code=1)
     assert not (project / "generated").exists()
+
+
+@pytest.mark.parametrize("command", ["build", "explain", "dump", "test"])
+@pytest.mark.parametrize(
+    "below, where, what",
+    [
+        ("mask: causal\nschedule: {block_q: 256}", "line 4: `schedule`", "block_q"),
+        ("schedule:\n  block_kv: 64\n  stages: 5", "line 3: `schedule`", "block_kv or stages"),
+        ("dtype: fp32", "line 2: `head_dim`", "head_dim or dtype"),
+    ],
+)
+def test_what_does_not_fit_names_the_file_and_the_key(project: Path, attngen: Cli, command: str, below: str, where: str, what: str) -> None:
+    (project / "specs" / "big.yaml").write_text(f"name: wide\nhead_dim: 256\n{below}\n")
+    error = attngen(command, "specs/big.yaml", code=1)
+    assert error.startswith(f"error: specs/big.yaml, {where} does not fit: on ") and error.count("\n") == 1
+    assert error.endswith(f"; a smaller {what} needs less\n")
 
 
 def test_two_specs_of_one_name(project: Path, attngen: Cli) -> None:
@@ -258,6 +275,15 @@ def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None
     (project / "specs" / "gqa.yaml").write_text(GOOD.replace("good", "gqa") + "heads: {sharing: gqa}\n")
     error = attngen("explain", "specs/gqa.yaml", "--heads", "6", "--kv-heads", "4", code=1)
     assert error == "error: --heads 6 is not a multiple of --kv-heads 4\n"
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"])
+def test_explain_defines_what_it_names_and_fits_a_screen(project: Path, attngen: Cli, mask: str) -> None:
+    (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
+    lines = attngen("explain", "specs/x.yaml").splitlines()
+    assert max(map(len, lines)) <= 120
+    named = {name for line in lines if " <= j < " in line for name in re.findall(r"[a-z]+_\w+", line)}
+    assert {"kv_full_end", "kv_end", "q_full_end", "q_end"} <= named <= {line.split()[0] for line in lines if line.startswith("    ")}
 
 
 # ---------------------------------------------------------------------------------------------- as a process

@@ -20,6 +20,7 @@ BASE = "name: x\nhead_dim: 64\n"  # two good lines; what a case adds starts on l
 WIDTH = "expected a whole number from 16 to 256 that is a multiple of 8"
 HEAD_DIM = f"{WIDTH}, or {{qk: ..., v: ...}}"
 MASKS = "expected a list of at least one mask, as in [causal, key_padding]"
+ONCE = "expected each mask once: a repeat hides nothing more"
 DTYPE = "expected `bf16`, `fp16` or `fp32`"
 MASK = "expected a mask: its name as in `causal`, {name: {parameter: value}}, or {all_of: [masks]}"
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
@@ -67,17 +68,19 @@ MISTAKES = {
     BASE + "dtype: [bf16, bf16]": "line 3: `dtype` names an element type twice; expected each once",
     BASE + "fp32_precision: tf33": "line 3: `fp32_precision` is the text `tf33`; expected `ieee` or `tf32`; did you mean `tf32`?",
     BASE + "fp32_precision: tf32": "line 3: `fp32_precision` is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out",
-    BASE + "schedule: 3": "line 3: `schedule` is the number 3; expected {block_q: ..., block_kv: ..., num_warps: ..., num_stages: ...}",
+    BASE + "schedule: 3": "line 3: `schedule` is the number 3; expected {block_q: ..., block_kv: ..., stages: ..., warps: ...}",
     BASE + "schedule: {block_q: 48}": "line 3: `schedule.block_q` is the number 48; expected `16`, `32`, `64`, `128` or `256`",
-    BASE + "schedule: {num_warps: true}": "line 3: `schedule.num_warps` is the boolean `true`; expected `1`, `2`, `4`, `8` or `16`",
-    BASE + "schedule: {num_warps: 4.0}": "line 3: `schedule.num_warps` is the number 4.0; expected `1`, `2`, `4`, `8` or `16`",
+    BASE + "schedule: {warps: true}": "line 3: `schedule.warps` is the boolean `true`; expected `1`, `2`, `4`, `8` or `16`",
+    BASE + "schedule: {warps: 4.0}": "line 3: `schedule.warps` is the number 4.0; expected `1`, `2`, `4`, `8` or `16`",
     # keys
     BASE + "hed_dim: 64": "line 3: `hed_dim` is no known key; did you mean `head_dim`?",
     BASE + "zzz: 64": f"line 3: `zzz` is no known key; {KEYS}",
     BASE + "yes: 64": f"line 3: `yes` is no known key; {KEYS}",
     BASE + "<<: {name: y}": f"line 3: `<<` is no known key; {KEYS}",
     BASE + "heads: {shring: mqa}": "line 3: `heads.shring` is no known key; did you mean `sharing`?",
-    BASE + "schedule:\n  num_stage: 2": "line 4: `schedule.num_stage` is no known key; did you mean `num_stages`?",
+    BASE + "schedule:\n  stage: 2": "line 4: `schedule.stage` is no known key; did you mean `stages`?",
+    BASE + "schedule: {num_stages: 2}": "line 3: `schedule.num_stages` is no known key; did you mean `stages`?",
+    BASE + "schedule: {num_warps: 4}": "line 3: `schedule.num_warps` is no known key; did you mean `warps`?",
     # masks
     BASE + "mask:": f"line 3: `mask` is empty; {MASK}; for no mask write `none`",
     BASE + "mask: no": f"line 3: `mask` is the boolean `false`; {MASK}; for no mask write `none`",
@@ -102,6 +105,9 @@ MISTAKES = {
     BASE + "mask: {all_of: causal}": f"line 3: `mask.all_of` is the text `causal`; {MASKS}",
     BASE + "mask: {all_of: []}": f"line 3: `mask.all_of` is an empty list; {MASKS}",
     BASE + "mask:\n  all_of:\n  - none\n  - causl": "line 6: `mask.all_of[1]` is `causl`, which is not a mask; did you mean `causal`?",
+    BASE + "mask: {all_of: [causal, causal]}": f"line 3: `mask.all_of[1]` is `causal` again; {ONCE}",
+    BASE + "mask: {all_of: [none, none]}": f"line 3: `mask.all_of[1]` is `none` again; {ONCE}",
+    BASE + "mask: {all_of: [causal, {causal: {align: bottom_right}}]}": f"line 3: `mask.all_of[1]` is `causal` again; {ONCE}",
     # YAML
     "": "the file is empty; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
     "# nothing": "the file is empty; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
@@ -211,6 +217,18 @@ def test_the_starter_is_a_spec() -> None:
     assert parse_spec(starter("my_attention")).name == "my_attention"
 
 
+def test_the_starter_names_every_mask_and_a_schedule_that_parses() -> None:
+    text = starter("my_attention")
+    assert re.search(r"Masks: (.*?)\.", text)[1].split(", ") == list(registry())
+    schedule = re.search(r"schedule: \{.*\}", text)[0]
+    assert None not in parse_spec(BASE + schedule).schedule.model_dump().values()
+
+
+def test_masks_of_one_kind_that_differ_are_no_repeat() -> None:
+    windows = "[{sliding_window: {left: 9}}, {sliding_window: {right: 9}}, causal, {causal: {align: top_left}}]"
+    assert parse_spec(BASE + f"mask: {{all_of: {windows}}}").mask.describe().count(" and ") == 3
+
+
 # ---------------------------------------------------------------------------------------------- JSON schema
 
 
@@ -264,7 +282,7 @@ def test_specs_conform_to_the_json_schema(name: str) -> None:
 
 
 # What a JSON schema leaves to attngen: no file at all, and rules that tie one key to another or to Python.
-BEYOND = ("fp32_precision: tf32", "name: class", "mask: sliding_window", "schedule: {num_warps: 4.0}")
+BEYOND = ("fp32_precision: tf32", "name: class", "mask: sliding_window", "schedule: {warps: 4.0}", "{align: bottom_right}}]}")
 
 
 @pytest.mark.parametrize("text", [t for t in MISTAKES if t.startswith("name: ") and not t.endswith(BEYOND) and "class" not in t])
@@ -284,7 +302,7 @@ def test_mistakes_do_not_conform_to_the_json_schema(text: str) -> None:
 WORDS = [
     "name", "heads", "sharing", "mha", "mqa", "gqa", "head_dim", "qk", "v", "dtype", "bf16", "fp16", "fp32", "fp32_precision", "ieee",
     "tf32", "mask", "none", "causal", "align", "top_left", "sliding_window", "left", "right", "key_padding", "lengths", "all_of",
-    "schedule", "block_q", "num_warps", "x", "../x", "<<", "=",
+    "schedule", "block_q", "stages", "warps", "x", "../x", "<<", "=",
 ]
 # fmt: on
 SCALARS = st.one_of(st.sampled_from(WORDS), st.none(), st.booleans(), st.integers(-2, 300), st.integers(), st.floats(), st.text(max_size=8))

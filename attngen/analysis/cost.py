@@ -22,9 +22,10 @@ ALU = 0.032  # cycles per score: the exponential and the arithmetic around it
 STREAM = 0.008  # cycles per byte that a turn loads from L2
 LATENCY = {1: 2500, 2: 1080, 3: 665}  # cycles per turn that only other programs on the SM hide, by depth of the ring
 SPLIT_MATRIX, SPLIT_ALU = 0.2, 0.019
-REGISTER_LIMIT = 255  # per thread, of the hardware
-LIVE_LIMIT = 165  # tiles live in registers of one thread before the compiler spills
-FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units: code size
+# Triton's compiler, as measured (docs/perf-log.md); the limits of the hardware are in devices.py
+OTHER_REGISTERS = 70  # per thread: what it takes besides live tiles
+LIVE_LIMIT = 165  # registers per thread that live tiles may take before it spills
+FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
 MANY_ROWS = 4096  # rows that stand for "any number"
 
 
@@ -63,8 +64,8 @@ def occupancy(module: Module, kernel: Kernel, row: Row) -> int:
     """Programs that share an SM: bound by shared memory and by registers."""
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp
-    registers = min(REGISTER_LIMIT, registers_per_thread(module, kernel, row) + 70)
-    by_sram = device.smem_per_sm // max(1, sram_bytes(module, kernel, row) + 1024)
+    registers = min(device.registers_per_thread, registers_per_thread(module, kernel, row) + OTHER_REGISTERS)
+    by_sram = device.smem_per_sm // max(1, sram_bytes(module, kernel, row) + device.smem_reserved)
     return max(1, min(by_sram, device.registers_per_sm // (registers * threads)))
 
 

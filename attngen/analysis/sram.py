@@ -59,7 +59,7 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool) -> Exp
     if any(isinstance(op, Dot) for op in kernel.ops()) and not from_shared:
         streamed += ELEM * symbol("BLOCK_Q") * symbol("BLOCK_KV")  # probabilities change layout through shared memory
     if device.keeps_reused:
-        streamed += 1024 * STAGES  # barriers and alignment
+        streamed += 1024 * STAGES  # of Triton's compiler: barriers, and room to align each stage
     return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)
 
 
@@ -149,8 +149,8 @@ def _in_sram(op: Op) -> TypeGuard[Load]:
     return isinstance(op, Load) and op.type.space == "sram"
 
 
-def misfit(module: Module, kernel: Kernel, row: Row) -> str | None:
-    """One sentence on why a row does not fit its device class, or None."""
+def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLOCK_KV, num_stages or head_dim") -> str | None:
+    """One sentence on why a row does not fit its device class, and what to `change`; or None."""
     device = CLASSES[row.device]
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
@@ -158,5 +158,5 @@ def misfit(module: Module, kernel: Kernel, row: Row) -> str | None:
     return (
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
         f"BLOCK_KV={row.block_kv}, num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
-        f"{device.smem_per_block:,}; a smaller block_q, block_kv, num_stages or head_dim needs less"
+        f"{device.smem_per_block:,}; a smaller {change} needs less"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from rich.console import RenderableType
@@ -12,43 +13,61 @@ from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import hbm_bytes, standard_bytes
 from attngen.analysis.roofline import KERNELS, Problem, estimate, row_for, standard_total
 from attngen.analysis.sram import row_formula
+from attngen.analysis.tiles import tile_loops
 from attngen.devices import DEVICES
-from attngen.ir.expr import to_text
-from attngen.ir.graph import Module
-from attngen.ir.ops import Loop, Mask
+from attngen.ir.expr import Expr, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Mask
+
+FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
 
 def explain(module: Module, problem: Problem) -> Iterator[RenderableType]:
     """Everything that the analysis knows of a target module, for one problem size."""
     yield Text(f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}", style="bold")
-    yield Text("\nTiles that the mask leaves (per program; j counts tiles along the loop)", style="bold")
+    yield Text("\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)", style="bold")
     for kernel in module.kernels:
+        for loop in tile_loops(kernel):
+            ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in loop.ranges)
+            yield _line(f"@{kernel.name} {loop.cls}: {ranges}")
+        for name, bound in _bounds(kernel):
+            yield _line(f"  {name} = {to_text(bound)}")
         for op in kernel.ops():
             if isinstance(op, Mask):
-                yield Text(f"  @{kernel.name} mask: {to_text(op.where)}")
-            if isinstance(op, Loop) and op.cls != "all":
-                ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in op.ranges)
-                yield Text(f"  @{kernel.name} {op.cls}: {ranges}")
+                yield _line(f"@{kernel.name} mask: {to_text(op.where)}")
     yield Text("\nFormulas", style="bold")
     for direction in KERNELS:
-        yield Text(
-            f"  {direction} FLOPs = {to_text(useful_flops(module, direction))}   (standard bytes: {to_text(standard_bytes(direction))})"
-        )
+        yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
+        yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
         row = row_for(module, kernel, DEVICES["H100"], problem.n_q)
         if kernel.loops:
-            yield Text(f"  @{kernel.name} tiles = {total_tiles(kernel)}")
-            yield Text(f"  @{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
-        yield Text(f"  @{kernel.name} HBM bytes <= {to_text(hbm_bytes(kernel))}")
-        yield Text(f"  @{kernel.name} SRAM bytes (H100) = {to_text(row_formula(module, kernel, row))}")
+            yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
+            yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
+        yield _line(f"@{kernel.name} HBM bytes <= {to_text(hbm_bytes(kernel))}")
+        yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(row_formula(module, kernel, row))}")
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
     yield Text(f"\nPer device, for {size}", style="bold")
     yield device_table(module, problem)
     yield Text(
-        "GB load: all tiles that programs load and store; /std: over the bytes of standard attention, which keeps the score matrix\n"
+        "GB load: all that programs load and store; /std: over the bytes of standard attention, which keeps the score matrix\n"
         "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
         style="dim",
     )
+
+
+def _bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
+    """The named scalars that the loops over tiles run between, in closed form; each may use those before it."""
+    used = {s for loop in tile_loops(kernel) for pair in loop.ranges for bound in pair for s in bound.free_symbols}
+    for name, value in reversed(kernel.named):
+        if name in used:
+            used |= value.free_symbols
+    return [(name, value) for name, value in kernel.named if name in used]
+
+
+def _line(text: str) -> Text:
+    """Indented, and folded at spaces where it is longer than a screen is wide."""
+    return Text(FOLDED.fill(text))
 
 
 def device_table(module: Module, problem: Problem) -> Table:

@@ -30,8 +30,8 @@ def passes(spec: Spec) -> tuple[Pass, ...]:
         SplitLoops(),
         Simplify(),
         PlaceMemory(),
-        SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.num_warps, num_stages=s.num_stages),
-        PipelineLoads(num_stages=s.num_stages),
+        SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages),
+        PipelineLoads(num_stages=s.stages),
         Dce(),
         LegalizeTriton(),
     )

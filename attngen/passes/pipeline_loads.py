@@ -3,7 +3,6 @@
 before:  sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
 after:   sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=3
 
-Tiles read in a loop get a ring of buffers, so that copies run ahead of the arithmetic.
 Every row of the schedule gets the depth that the cost model finds cheapest: a deeper ring hides more latency, but takes
 room from other programs on the same SM.
 """

@@ -70,9 +70,18 @@ class SelectTiles(Pass):
             return best
         fitting = [r for r in rows if not misfit(module, kernel, r)]  # asked for by the spec, though it may spill
         if not fitting:
-            smallest = min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q))
-            raise FitError(f"{module.name}: {misfit(module, kernel, smallest)}")
+            raise self._too_large(module, kernel, min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q)))
         return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps))
+
+    def _too_large(self, module: Module, kernel: Kernel, row: Row) -> FitError:
+        """The smallest row does not fit: blame the spec's overrides, unless nothing would fit without them."""
+        least = replace(row, block_q=BLOCKS[0], block_kv=BLOCKS[0], num_stages=1)
+        if misfit(module, kernel, least):
+            change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
+            return FitError("head_dim", f"does not fit: {misfit(module, kernel, least, change)}")
+        given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
+        change = " or ".join(name for name, value in given.items() if value)
+        return FitError("schedule", f"does not fit: {misfit(module, kernel, row, change)}")
 
 
 def _longest_first(kernel: Kernel) -> Kernel:

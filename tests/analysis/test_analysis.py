@@ -7,11 +7,13 @@ from math import ceil
 import numpy as np
 import pytest
 
+from attngen.analysis.cost import OTHER_REGISTERS, occupancy
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import hbm_bytes, standard_bytes
 from attngen.analysis.roofline import Problem, values
 from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes, tile_width
 from attngen.analysis.tiles import count_tiles, evaluate
+from attngen.devices import CLASSES
 from attngen.ir.expr import symbol, to_text
 from attngen.ir.graph import Row
 from tests.helpers import target
@@ -145,6 +147,15 @@ def test_registers_hold_accumulator_and_scores():
     module = target("full_mha")
     least = (64 * 64 + 2 * 64 + 64 * 32) // 128
     assert least <= registers_per_thread(module, module.kernel("fwd"), Row("sm90", 2, None, 64, 32, 4, 3)) <= 2 * least
+
+
+def test_a_thread_has_no_more_registers_than_its_device_gives_one():
+    """One warp holds a tile of 128 rows: more than 255 registers, so 8 programs of 255 share sm90's 65,536; gfx942 has room."""
+    module = target("full_mha")
+    kernel, row = module.kernel("fwd"), Row("sm90", 2, None, 128, 16, 1, 1)
+    assert registers_per_thread(module, kernel, row) + OTHER_REGISTERS > CLASSES["sm90"].registers_per_thread
+    assert occupancy(module, kernel, row) == 65536 // (255 * 32)
+    assert CLASSES["gfx942"].registers_per_thread == 512
 
 
 @pytest.mark.parametrize("head_dim, width", [(16, 16), (64, 64), (72, 128), (80, 128), (128, 128), (192, 256), (256, 256)])

@@ -55,5 +55,5 @@ def test_a_kernel_without_loops_needs_no_ring():
 
 def test_a_ring_that_does_not_fit_is_refused():
     before = module(edit(LOOP, ("BLOCK_KV=64", "BLOCK_KV=512")), "scheduled", head_dim=128)
-    with pytest.raises(VerifyError, match="rule `fits`: .*on sm90 .* num_stages=8 .*; a smaller block_q"):
+    with pytest.raises(VerifyError, match="rule `fits`: .*on sm90 .* num_stages=8 .*; a smaller BLOCK_Q"):
         verify(PipelineLoads(num_stages=8).run(before))

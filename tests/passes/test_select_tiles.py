@@ -66,22 +66,36 @@ def test_the_choice_is_the_cheapest_of_those_that_fit(name):
             assert price[row] == min(price.values()) < float("inf")
 
 
-@pytest.mark.parametrize("schedule", ["{block_q: 256, block_kv: 256}", "{block_kv: 64, num_stages: 5}", "{block_q: 128}"])
-def test_an_override_that_cannot_fit_says_where_and_what_to_change(schedule):
+@pytest.mark.parametrize(
+    "schedule, change",
+    [
+        ("{block_q: 256, block_kv: 256}", "block_q or block_kv"),
+        ("{block_kv: 64, stages: 5}", "block_kv or stages"),
+        ("{block_q: 128, warps: 4}", "block_q"),
+    ],
+)
+def test_an_override_that_cannot_fit_says_where_and_what_to_change(schedule, change):
     spec = parse_spec(f"name: wide\nhead_dim: 256\nmask: causal\nschedule: {schedule}\n")
     with pytest.raises(FitError) as error:
         lower(spec)
     said = re.fullmatch(
-        r"wide: on (\w+) the kernel @\w+ needs ([\d,]+) bytes of shared memory with BLOCK_Q=\d+, BLOCK_KV=\d+, num_stages=\d "
-        r"at 2 bytes per element, and has ([\d,]+); a smaller block_q, block_kv, num_stages or head_dim needs less",
+        r"`schedule` does not fit: on (\w+) the kernel @\w+ needs ([\d,]+) bytes of shared memory with BLOCK_Q=\d+, BLOCK_KV=\d+, "
+        rf"num_stages=\d at 2 bytes per element, and has ([\d,]+); a smaller {change} needs less",
         str(error.value),
     )
     device, needed, had = said[1], *(int(n.replace(",", "")) for n in said.groups()[1:])
     assert needed > had == CLASSES[device].smem_per_block
 
 
+@pytest.mark.parametrize("schedule", ["{}", "{warps: 8}", "{block_q: 16, stages: 1}"])
+def test_a_head_that_no_tile_makes_fit_is_to_blame_itself(schedule):
+    spec = parse_spec(f"name: wide\nhead_dim: 256\ndtype: fp32\nschedule: {schedule}\n")
+    with pytest.raises(FitError, match="^`head_dim` does not fit: .* at 4 bytes .*; a smaller head_dim or dtype needs less$"):
+        lower(spec)
+
+
 def test_overrides_are_taken_for_every_kernel_and_device():
-    made = lower(parse_spec("name: small\nhead_dim: 64\nschedule: {block_q: 32, block_kv: 16, num_warps: 2, num_stages: 2}\n"))
+    made = lower(parse_spec("name: small\nhead_dim: 64\nschedule: {block_q: 32, block_kv: 16, stages: 2, warps: 2}\n"))
     for kernel in ("fwd", "dkdv", "dq"):
         rows = made.rows(kernel)
         assert [r.device for r in rows] == list(CLASSES)
@@ -89,7 +103,7 @@ def test_overrides_are_taken_for_every_kernel_and_device():
 
 
 def test_an_override_that_may_spill_is_taken_with_a_ring_that_fits():
-    made = lower(parse_spec("name: slow\nhead_dim: 64\nmask: causal\nschedule: {block_q: 128, block_kv: 64, num_warps: 1}\n"))
+    made = lower(parse_spec("name: slow\nhead_dim: 64\nmask: causal\nschedule: {block_q: 128, block_kv: 64, warps: 1}\n"))
     for name in ("fwd", "dkdv", "dq"):
         assert all(not misfit(made, made.kernel(name), row) and row.num_warps == 1 for row in made.rows(name))
 
