@@ -259,9 +259,11 @@ def conjuncts(e: Bool) -> list[Bool]:
     return sorted(sympy.And.make_args(e), key=sympy.default_sort_key) if e != sympy.true else []
 
 
+@cache
 def prove_le(a: Expr, b: Expr) -> bool:
     """True only if a <= b for every value of the symbols; False means not proven."""
-    if a == b or (b - a).is_nonnegative:
+    difference = b - a
+    if a == b or difference.is_nonnegative:
         return True
     if isinstance(a, sympy.Max):
         return all(prove_le(x, b) for x in a.args)
@@ -273,4 +275,30 @@ def prove_le(a: Expr, b: Expr) -> bool:
         return True
     if isinstance(a, (floordiv, cdiv)) and isinstance(b, (floordiv, cdiv)) and a.args[1] == b.args[1]:
         return not (isinstance(a, cdiv) and isinstance(b, floordiv)) and prove_le(a.args[0], b.args[0])
+    if isinstance(a, select) and isinstance(b, select) and _implies(a.args[0], b.args[0]):
+        return prove_le(a.args[1], b.args[1]) and all(prove_le(a.args[2], x) for x in b.args[1:])
+    if isinstance(a, select):
+        return all(prove_le(x, b) for x in a.args[1:])
+    if isinstance(b, select):
+        return all(prove_le(a, x) for x in b.args[1:])
+    for term in sympy.Add.make_args(difference):  # the extremes inside a sum, one by one
+        factor, extreme = term.as_coeff_Mul()
+        if isinstance(extreme, (sympy.Min, sympy.Max)) and difference != extreme:
+            enough = all if isinstance(extreme, sympy.Min) == (factor > 0) else any
+            return enough(prove_le(sympy.Integer(0), difference - term + factor * x) for x in extreme.args)
     return False
+
+
+def _implies(first: Bool, second: Bool) -> bool:
+    """True only if the second comparison of integers holds wherever the first does."""
+    if not all(isinstance(c, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) for c in (first, second)):
+        return bool(first == second)
+    excess = [c.lts - c.gts + (1 if isinstance(c, (sympy.Lt, sympy.Gt)) else 0) for c in (first, second)]
+    return prove_le(excess[1], excess[0])
+
+
+def with_rows(e: Expr, own: str) -> Expr:
+    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor."""
+    extent, first = {"q": ("Nq", "q_start"), "kv": ("Nk", "kv_start")}[own]
+    rest = sympy.Symbol("rows_after_first", integer=True, nonnegative=True)
+    return e.xreplace({symbol(extent): symbol(first) + 1 + rest})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import sympy
 
@@ -189,6 +189,7 @@ class SoftmaxStep(Op):
     type: Type
     scale: str | None = field(default=None, metadata=OPERAND)
     guard: str = "partial"
+    FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "l_new", "m_seen")  # variables that it prints
 
     def results(self) -> dict[str, Type]:
         row = replace(self.type, dims=self.type.dims[:1])

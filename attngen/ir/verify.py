@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import networkx as nx
+import sympy
+from sympy.logic.boolalg import Boolean
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import prove_le, to_text
+from attngen.ir.expr import cdiv, conjuncts, floordiv, prove_le, symbol, to_text, with_rows
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -33,6 +36,9 @@ Rule = Callable[[Module, Kernel], Iterator[str]]
 CONSTANTS = {"LOG2E", "LN2"}
 SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk"}, {"D_QK", "D_V"}
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
+# names of the printed kernel that are no values of the IR
+RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("off", "tile", "tiles")}
+RESERVED |= {"D_QK_PAD", "D_V_PAD", "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
 
 
 def verify(module: Module) -> Module:
@@ -65,8 +71,11 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     ):
         if value not in known:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
+    for what, values in (("dtype", module.dtypes), ("kernel", tuple(k.name for k in module.kernels))):
+        if not values or len(set(values)) < len(values):
+            yield f"{what} `{' '.join(values)}`; expected one or more, each once"
     for text in (module.name, *(i.name for i in module.inputs)):
-        if not text.isidentifier():
+        if not text.isidentifier() or keyword.iskeyword(text):
             yield f"`{text}` is not an identifier"
     for text in (module.version, module.spec_hash, module.mask, *(i.help for i in module.inputs)):
         if set(text) & set('"\\{}'):  # they are printed inside strings
@@ -79,6 +88,13 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "no block @entry"
     if not kernel.grid or kernel.grid[0].var not in ("q", "kv"):
         yield "the grid does not start with q or kv"
+    homes: dict[str, set[str]] = {}
+    for loop in kernel.loops:
+        homes.setdefault(loop.body, set()).add(kernel.graph.nodes[loop.name]["block"])
+    for name in (b.name for b in kernel.blocks):
+        above = nx.ancestors(nx.DiGraph((home, body) for body in homes for home in homes[body]), name) if name in homes else set()
+        if (name == "entry") == (name in homes) or name in above or len(homes.get(name, ())) > 1:
+            yield f"@{name} is not the body of loops of one other block; only @entry is no body"
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, Store)]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for block in kernel.blocks:
@@ -124,6 +140,10 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
         if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
             expected = "unknown, full or partial, as it runs over tiles" if over_tiles else "all, as it does not run over tiles"
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
+        if loop.var == kernel.own_axis:
+            yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one tile"
+        if not over_tiles and loop.ranges != ((sympy.Integer(0), symbol("group")),):
+            yield f"%{loop.name} does not run over 0 .. group, the query heads of the program's key head"
         ops = blocks[loop.body].ops
         starts = {f: kernel.type_of(r) for f, r in loop.carry}
         args = {op.name: op.type for op in ops if isinstance(op, Arg)}
@@ -132,6 +152,43 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"@{loop.body} does not end with its one yield"
         elif not (starts == args == {f: kernel.type_of(r) for f, r in yields[0].values}):
             yield f"%{loop.name} carries {_fields(starts)}, @{loop.body} takes {_fields(args)} and yields other types or fields"
+
+
+def live(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Everything is read: what a loop carried and its body does not read, say, would be lost."""
+    for op in kernel.ops():
+        parameter = isinstance(op, Arg) and op.role != "carry"
+        if not (parameter or isinstance(op, (Store, Yield)) or kernel.graph.out_degree(op.name) or _named(kernel, op.name)):
+            yield f"%{op.name} is read by nothing"
+
+
+def _named(kernel: Kernel, name: str) -> bool:
+    """Whether an expression names a value, as bounds of loops name scalars."""
+    return any(str(s) == name for op in kernel.ops() for e in _expressions(op) for s in e.free_symbols)
+
+
+def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
+    """What is updated in place has one reader: a carried value is one variable from start to end, and so is a masked one."""
+    readers: dict[str, list[str]] = {}
+    for op in kernel.ops():
+        for ref in op.operands():
+            readers.setdefault(ref, []).append(op.name)
+    for op in kernel.ops():
+        updated = [r for _, r in op.carry] if isinstance(op, Loop) else [op.value] if isinstance(op, Mask) else []
+        for ref in updated:
+            if others := [r for r in readers[ref] if r != op.name]:
+                yield f"%{op.name} updates %{ref} in place, which %{others[0]} reads too"
+        if isinstance(op, Loop) and len(set(updated)) < len(updated):
+            yield f"%{op.name} starts two carried values from one"
+        if isinstance(op, Yield):
+            passed = [r for f, r in op.values if r != f]
+            if taken := [r for r in passed if passed.count(r) > 1 or isinstance(kernel.op(r), Arg)]:
+                yield f"%{op.name} gives %{taken[0]} to a field that is not its own; expected a new value for each field"
+    for body in dict.fromkeys(loop.body for loop in kernel.loops):
+        sharing = [loop for loop in kernel.loops if loop.body == body]
+        for before, after in zip(sharing, sharing[1:]):
+            if after.carry != tuple((f, f"{before.name}.{f}") for f, _ in before.carry):
+                yield f"%{after.name} shares @{body} with %{before.name} and does not go on from what that one carries"
 
 
 def _fields(types: dict[str, Type]) -> str:
@@ -172,6 +229,11 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
             for _, ref in op.uses:
                 if not set(of(ref).dims) <= set(op.type.dims):
                     yield f"%{ref} of [{', '.join(of(ref).dims)}] does not broadcast to [{', '.join(op.type.dims)}]"
+            logical = isinstance(op, Map) and isinstance(op.expr, Boolean) and not op.expr.is_Symbol
+            if logical != (isinstance(op, Map) and op.type.dtype == "b1"):
+                yield f"`{to_text(op.expr)}` is {'a condition' if logical else 'a number'}, the value {op.type.dtype}"  # type: ignore[union-attr]
+            if isinstance(op, Map) and op.type.dtype != "i32" and op.expr.has(floordiv, cdiv):
+                yield f"`{to_text(op.expr)}` divides integers, the value is {op.type.dtype}"
             if isinstance(op, Mask) and of(op.value) != op.type:
                 yield "a masked value keeps its type"
             if isinstance(op, Mask) and op.when not in ("always", "partial"):
@@ -195,6 +257,9 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
             given = len(access.index) + (len(source.src.index) if isinstance(source, Base) else 0)
             if not isinstance(op, Base) and given != len(whole.dims):
                 yield f"%{access.tensor} has {len(whole.dims)} dimensions, the access {given}"
+            moved = of(op.value) if isinstance(op, Store) else op.type
+            if not isinstance(op, Base) and moved.dtype != whole.dtype:
+                yield f"%{access.tensor} holds {whole.dtype}, the value is {moved.dtype}"
             tile = of(op.value).dims if isinstance(op, Store) else op.type.dims
             dims = tuple(AXIS_DIM[a] for a in access.axes())
             if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) != dims:
@@ -205,15 +270,48 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
                     yield f"cannot check `{axis} if {when}`; expected one of {', '.join(access.axes())}, always or partial"
 
 
+def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Every dimension is indexed by what it counts; heads as the sharing says: no program reads or writes another one's."""
+    h, hkv, g, group = map(symbol, ("h", "hkv", "g", "group"))
+    heads = {
+        "mha": {"Hq": [h], "Hkv": [h]},
+        "mqa": {"Hq": [h, g], "Hkv": [sympy.Integer(0)]},
+        "gqa": {"Hq": [h, hkv * group + g], "Hkv": [floordiv(h, group), hkv]},
+    }
+    letters = {"B": "b", "Nq": "q", "Nk": "kv", "D_QK": "d_qk", "D_V": "d_v"}
+    for op in kernel.ops():
+        if not isinstance(op, (Base, Load, Store)):
+            continue
+        access = op.dst if isinstance(op, Store) else op.src
+        source = kernel.op(access.tensor)
+        skipped = len(source.src.index) if isinstance(source, Base) else 0
+        tensor = source.src.tensor if isinstance(source, Base) else access.tensor
+        for dim, index in zip(kernel.type_of(tensor).dims[skipped:], access.index):
+            right = [symbol(letters[dim])] if dim in letters else heads[module.sharing].get(dim, [])
+            if index not in right:
+                expected = " or ".join(map(to_text, right))
+                yield f"%{op.name} indexes {dim} of %{tensor} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
+
+
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant."""
+    """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant; values have names of their own."""
     scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map)) and not op.results()[""].dims}
     known = scalars | POSITIONS | CONSTANTS | _variables(kernel)
     for a in kernel.grid:
-        yield from _unknown(f"the grid axis {a.var}", a.extent, known | SIZES)
+        yield from _unknown(f"the grid axis {a.var}", a.extent, known | {"B"})
     for op in kernel.ops():
         for e in _expressions(op):
             yield from _unknown(f"%{op.name}", e, known | {s for s, _ in getattr(op, "uses", ())})
+            for division in e.atoms(floordiv, cdiv):
+                if not division.args[1].is_positive:
+                    yield f"%{op.name}: `{to_text(division)}` divides by what is not known to be positive"
+    steps = sum(isinstance(op, SoftmaxStep) for op in kernel.ops())
+    if steps > 1:
+        yield f"{steps} softmax steps; expected one"
+    taken = RESERVED | _variables(kernel) - set(AXIS_DIM) | (set(SoftmaxStep.FIELDS) if steps else set())
+    for op in kernel.ops():
+        if not op.name.isidentifier() or keyword.iskeyword(op.name) or op.name in taken or op.name.startswith("stride_"):
+            yield f"%{op.name} is a name that the printed kernel needs for itself"
 
 
 def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -270,12 +368,19 @@ def classified(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def covers(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Loops over tiles visit, between them and once each, every tile that holds something visible."""
+    """Loops over tiles visit, between them and once each, every tile that holds something visible, and none before the first."""
     from attngen.passes.classify_tiles import tile_ranges
 
+    for loop in kernel.loops:
+        for (_, before), (after, _) in zip(loop.ranges, loop.ranges[1:]):
+            if not _le(kernel, before, after):
+                yield f"%{loop.name} runs up to {to_text(before)} and then from {to_text(after)}, which is not proven to be further on"
+        for lo, hi in loop.ranges:
+            if not _le(kernel, sympy.Integer(0), lo) or not _le(kernel, lo, hi):
+                yield f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)}, which is not proven to rise from 0 or more"
     for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all"):
         visible = tile_ranges(kernel, body)
-        pieces = [_resolved(kernel, r) for loop in kernel.loops if loop.body == body for r in loop.ranges]
+        pieces = [(kernel.resolve(lo), kernel.resolve(hi)) for loop in kernel.loops if loop.body == body for lo, hi in loop.ranges]
         chains = [c for c in _chains(pieces) if len(c) == len(pieces)]
         if not any(prove_le(c[0][0], visible[0]) and prove_le(visible[3], c[-1][1]) for c in chains):
             have = ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in pieces)
@@ -283,8 +388,9 @@ def covers(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
 
 
-def _resolved(kernel: Kernel, pair: tuple[Any, Any]) -> tuple[Any, Any]:
-    return kernel.resolve(pair[0]), kernel.resolve(pair[1])
+def _le(kernel: Kernel, a: Any, b: Any) -> bool:
+    """Whether a <= b is proven, with the kernel's named scalars written out, for a program whose tile has a row."""
+    return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis) for e in (a, b)))
 
 
 def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
@@ -299,6 +405,17 @@ def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
     return chains
 
 
+def ends_hidden(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Keys past the end are masked wherever a program walks over keys: zeros that are loaded for them would count as scores."""
+    from attngen.passes.simplify import implies
+
+    inside = symbol("kv_idx") < symbol("Nk")
+    for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.var == "kv"):
+        parts = [p for op in kernel.block(body).ops if isinstance(op, Mask) for p in conjuncts(op.where)]
+        if not any(p == inside or implies(p, inside, "q", "kv") for p in parts):
+            yield f"no mask in @{body} hides the keys from Nk on; expected a condition from which `kv_idx < Nk` follows"
+
+
 def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
     """A loop of class full runs only over tiles that the mask's expression proves full."""
     from attngen.passes.classify_tiles import tile_ranges
@@ -307,7 +424,7 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
         if loop.cls != "full":
             continue
         _, start, end, _ = tile_ranges(kernel, loop.body)
-        for lo, hi in (_resolved(kernel, r) for r in loop.ranges):
+        for lo, hi in ((kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges):
             if not (prove_le(start, lo) and prove_le(hi, end)):
                 yield (
                     f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)} as class full, but only {to_text(start)} .. "
@@ -354,22 +471,39 @@ def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Triton's tiles: powers of two, 16 at least; warps a power of two."""
+    """Triton's tiles: powers of two, 16 at least, head dimensions padded to one; warps a power of two, as many as a program may have."""
+    from attngen.devices import CLASSES
+
+    widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
+    for op in kernel.ops():
+        for t in op.results().values():
+            for name, width in widths.items() if not (isinstance(op, Arg) and op.role in ("in", "out")) else ():
+                wrong = name if width & (width - 1) else f"{name}_PAD"
+                if wrong in t.dims:
+                    yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
     for row in module.rows(kernel.name):
-        for name, value, least in (("BLOCK_Q", row.block_q, 16), ("BLOCK_KV", row.block_kv, 16), ("num_warps", row.num_warps, 1)):
+        for what, value, least in (("BLOCK_Q", row.block_q, 16), ("BLOCK_KV", row.block_kv, 16), ("num_warps", row.num_warps, 1)):
             if value < least or value & (value - 1):
-                yield f"{row.device}: {name}={value}; Triton needs a power of two, {least} at least"
+                yield f"{row.device}: {what}={value}; Triton needs a power of two, {least} at least"
+        most = 1024 // CLASSES[row.device].threads_per_warp
+        if row.num_warps > most:
+            yield f"{row.device}: num_warps={row.num_warps}; expected at most {most}, which are 1024 threads"
         if not 1 <= row.num_stages <= 8:
             yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"
+        if row.max_rows is not None and row.max_rows < 1:
+            yield f"{row.device}: rows<={row.max_rows}; expected 1 or more"
 
 
 def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Both operands of a dot have the tensors' element type."""
+    """Both operands of a dot have the tensors' element type; products of fp32 say their precision, as the header does."""
+    precision = module.precision if "fp32" in module.dtypes else ""
     for op in kernel.ops():
         if isinstance(op, Dot):
             for ref in (op.a, op.b):
                 if kernel.type_of(ref).dtype != "T":
                     yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to T first"
+            if op.precision != precision:
+                yield f"%{op.name} has precision `{op.precision}`; expected `{precision}`, by the module's dtype and precision"
 
 
 def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -390,6 +524,7 @@ _STRUCTURE: dict[str, Rule] = {
     "order": order,
     "loops": loops,
     "types": types,
+    "indexing": indexing,
     "names": names,
     "bounds-checked": bounds_checked,
 }
@@ -397,14 +532,17 @@ _SCHEDULED: dict[str, Rule] = {
     "classified": classified,
     "covers": covers,
     "full-is-proven": full_is_proven,
+    "ends-hidden": ends_hidden,
     "placed": placed,
     "fits": fits,
 }
 _TARGET: dict[str, Rule] = {
+    "in-place": in_place,
     "scheduled-everywhere": scheduled_everywhere,
     "powers-of-two": powers_of_two,
     "dot-operands": dot_operands,
     "padding-checked": padding_checked,
+    "live": live,
 }
 RULES: dict[str, dict[str, Rule]] = {
     "logical": _STRUCTURE,

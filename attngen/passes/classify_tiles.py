@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, floordiv, select, symbol
+from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, floordiv, prove_le, select, symbol, with_rows
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask, Op
 from attngen.passes.base import Pass
@@ -78,6 +78,8 @@ def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough:
     start = sympy.Min(floordiv(sympy.Max(*lows), block), end)
     full_start = sympy.Min(cdiv(sympy.Max(*full_lows), block), end)  # >= start: each full bound is at least the visible one
     full_end = sympy.Max(full_start, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block))
+    if not prove_le(with_rows(full_end, own), with_rows(end, own)):  # `enough` is data, as `needs` is: nothing relates them
+        full_end = sympy.Min(end, full_end)
     return start, full_start, full_end, end
 
 

@@ -59,12 +59,12 @@ def simplify_condition(where: Bool, own: str, loop: str) -> Bool:
     kept = list(parts)
     for part in parts:
         others = [p for p in kept if p is not part]
-        if any(_implies(p, part, own, loop) for p in others):
+        if any(implies(p, part, own, loop) for p in others):
             kept = others
     return sympy.And(*(_solved(p, own, loop) for p in kept))
 
 
-def _implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
+def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
     """p implies q for rows 0 <= own_idx <= extent - 1, both linear with the same sense in the loop's index."""
     first, second = linear_parts(p, own, loop), linear_parts(q, own, loop)
     if first is None or second is None or first[1] != second[1]:

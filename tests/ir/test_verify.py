@@ -17,6 +17,9 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "v=128", "v=20", "`head_dim v 20`; expected one of 16, 24, 32"),
         ("causal_gqa", "backend triton", "backend cuda", "`backend cuda`; expected one of triton"),
         ("causal_gqa", "precision ieee", "precision low", "`precision low`; expected one of ieee, tf32"),
+        ("causal_gqa", "dtype bf16 fp16", "dtype", "dtype ``; expected one or more, each once"),
+        ("causal_gqa", "dtype bf16 fp16", "dtype fp16 fp16", "dtype `fp16 fp16`; expected one or more, each once"),
+        ("causal_gqa", "module @causal_gqa", "module @class", "`class` is not an identifier"),
         ("causal_gqa", "mask causal", 'mask """ + open("x")', "has a quote, a backslash or a brace"),
         ("padding_mha", "may be attended to", "may be {attended} to", "has a quote, a backslash or a brace"),
     ],
@@ -28,6 +31,14 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "%m_init = init -inf : f32", "%m_init = init -inf : f64", "%m_init is of `f64`; expected one of T, f32"),
         ("causal_gqa", "block @entry", "block @main", "no block @entry"),
         ("causal_gqa", "    store %LSE_head[q] %lse check(q)\n", "", "nothing is stored to %LSE"),
+        ("causal_gqa", "body(@step) cls(full)", "body(@entry) cls(full)", "@entry is not the body of loops of one other block"),
+        ("causal_gqa", "  block @step\n", "  block @unused\n  block @step\n", "@unused is not the body of loops of one other block"),
+        (
+            "causal_gqa",
+            "    %lse2 = load %LSE2_head[q] check(q if partial)",
+            "    %again = loop q ranges(0 .. 0) carry(dk_step=%dk_step) body(@step) cls(partial)\n    %lse2 = load %LSE2_head[q] check(q if partial)",
+            "@step is not the body of loops of one other block",
+        ),
     ],
     "references": [
         ("causal_gqa", "m=%soft.m", "m=%soft.max", "reads %soft.max; %soft has .p, .alpha, .m, .l"),
@@ -50,6 +61,8 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "cls(full)", "cls(all)", "class `all`; expected unknown, full or partial, as it runs over tiles"),
         ("causal_gqa", "cls(all)", "cls(full)", "class `full`; expected all, as it does not run over tiles"),
         ("causal_gqa", "    yield values(m=%soft.m, l=%soft.l, acc=%acc_next)\n", "", "@step does not end with its one yield"),
+        ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
+        ("causal_gqa", "ranges(0 .. group)", "ranges(0 .. 1)", "does not run over 0 .. group, the query heads of the program's key head"),
         ("causal_gqa", "m=%soft.m, l=%soft.l, acc=%acc_next", "m=%soft.m, l=%soft.l", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],
     "types": [
@@ -72,6 +85,14 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "scale(%qk_scale)", "scale(%qk_scale) guard(never)", "guards `never`; expected always or partial"),
         ("causal_gqa", "softmax_step %masked m(%m) l(%l)", "softmax_step %masked m(%acc) l(%l)", "m and l of its rows"),
         ("causal_gqa", "reduce sum %product over(D_V)", "reduce sum %product over(D_QK)", "cannot reduce [BLOCK_Q, D_V] over D_QK"),
+        (
+            "causal_gqa",
+            "%lse2 = load %LSE2_head[q] check(q) other(inf) : f32",
+            "%lse2 = load %LSE2_head[q] check(q) other(inf) : T",
+            "%LSE2_head holds f32, the value is T",
+        ),
+        ("causal_gqa", "expr(acc*alpha)", "expr(acc < alpha)", "`acc < alpha` is a condition, the value f32"),
+        ("causal_gqa", "expr(acc*alpha)", "expr(cdiv(acc, alpha))", "`cdiv(acc, alpha)` divides integers, the value is f32"),
         ("causal_gqa", "reduce sum", "reduce mean", "`mean` is not a reduction; expected sum, min or max"),
         ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q_head[q, d_v]", "the access is of [BLOCK_Q, D_V], the value of [BLOCK_Q, D_QK]"),
         ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q[q, d_qk]", "%Q has 4 dimensions, the access 2"),
@@ -83,7 +104,45 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "cannot check `kv if always`; expected one of q, d_qk, always or partial",
         ),
     ],
+    "indexing": [
+        ("causal_mqa", "base %K[b, 0]", "base %K[b, h]", "%K_head indexes Hkv of %K by `h`; expected `0` (heads mqa)"),
+        ("causal_mha", "base %K[b, h]", "base %K[b, h + 1]", "%K_head indexes Hkv of %K by `h + 1`; expected `h` (heads mha)"),
+        ("causal_gqa", "base %dK[b, hkv]", "base %dK[b, 0]", "Hkv of %dK by `0`; expected `h // group or hkv` (heads gqa)"),
+        ("causal_gqa", "base %O[b, h]", "base %O[h, b]", "%O_head indexes B of %O by `h`; expected `b`"),
+        ("padding_mha", "base %KEY_PADDING[b]", "base %KEY_PADDING[0]", "indexes B of %KEY_PADDING by `0`; expected `b`"),
+    ],
     "names": [
+        (
+            "causal_gqa",
+            "%Hq = arg scalar",
+            "%heads = arg scalar",
+            "the grid axis h: `Hq` has `Hq`, which is no operand, scalar or position",
+        ),
+        ("causal_gqa", "BLOCK_Q + q_start)", "BLOCK_Q + q_start, q_start // (0 - BLOCK_Q))", "by what is not known to be positive"),
+        (
+            "causal_gqa",
+            "    %inv_l = map",
+            "    %lambda = map expr(1) : f32[] @reg\n    %inv_l = map",
+            "%lambda is a name that the printed kernel needs for itself",
+        ),
+        (
+            "causal_gqa",
+            "    %inv_l = map",
+            "    %m_seen = map expr(1) : f32[] @reg\n    %inv_l = map",
+            "%m_seen is a name that the printed kernel needs for itself",
+        ),
+        (
+            "causal_gqa",
+            "    %inv_l = map",
+            "    %stride_q_b = map expr(1) : f32[] @reg\n    %inv_l = map",
+            "%stride_q_b is a name that the printed kernel needs for itself",
+        ),
+        (
+            "causal_gqa",
+            "    yield values(m=%soft.m",
+            "    %more = softmax_step %s m(%m) l(%l) : f32[BLOCK_Q, BLOCK_KV] @reg\n    yield values(m=%soft.m",
+            "2 softmax steps; expected one",
+        ),
         ("causal_gqa", "kv_idx <= Nk - Nq + q_idx", "kv_idx <= window + q_idx", "`window`, which is no operand, scalar or position"),
         (
             "causal_gqa",
@@ -108,12 +167,24 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     ],
     "covers": [
         ("causal_gqa", "ranges(kv_full_end .. kv_end)", "ranges(kv_full_end .. kv_full_end)", "the loops over @step run 0 .. "),
-        ("causal_gqa", "ranges(0 .. kv_full_end)", "ranges(1 .. kv_full_end)", "which is not proven to be all of 0 .. cdiv("),
+        ("causal_gqa", "ranges(0 .. kv_full_end)", "ranges(1 .. kv_full_end)", "1 .. kv_full_end, which is not proven to rise from 0"),
+        ("full_mha", "ranges(kv_full_end .. kv_end)", "ranges(0 - 2 .. 0, kv_full_end .. kv_end)", "-2 .. 0, which is not proven to rise"),
+        ("full_mha", "ranges(kv_full_end .. kv_end)", "ranges(kv_full_end .. kv_end, kv_end .. 0)", "kv_end .. 0, which is not proven"),
+        (
+            "window_gqa",
+            "ranges(kv_first .. kv_full_first, kv_full_end .. kv_end)",
+            "ranges(kv_full_end .. kv_end, kv_first .. kv_full_first)",
+            "runs up to kv_end and then from kv_first, which is not proven to be further on",
+        ),
         ("causal_gqa", "ranges(kv_full_end .. kv_end)", "ranges(0 .. kv_end)", "once each"),
     ],
     "full-is-proven": [
         ("causal_gqa", "cls(partial)", "cls(full)", "as class full, but only 0 .. "),
         ("window_gqa", "q_idx - 1023", "q_idx - 511", "proven to hold nothing masked or out of bounds"),
+    ],
+    "ends-hidden": [
+        ("full_mha", "where(kv_idx < Nk)", "where(kv_idx < Nk + 5)", "no mask in @step hides the keys from Nk on; expected a condition"),
+        ("padding_mha", "key_padding and kv_idx < Nk", "key_padding", "no mask in @step hides the keys from Nk on"),
     ],
     "placed": [
         (
@@ -131,6 +202,29 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "on sm90 the kernel @fwd needs",
         ),
         ("causal_gqa", "schedule @fwd\n  sm80", "schedule @fwd\n  sm70", "`sm70` is not a device class; expected one of sm80, sm90"),
+    ],
+    "in-place": [
+        ("causal_gqa", "softmax_step %masked", "softmax_step %s", "%masked updates %s in place, which %soft reads too"),
+        (
+            "causal_gqa",
+            "acc=%keys_partial.acc, inv_l",
+            "acc=%keys_full.acc, inv_l",
+            "%keys_partial updates %keys_full.acc in place, which %o",
+        ),
+        (
+            "causal_gqa",
+            "carry(m=%keys_full.m, l=%keys_full.l, acc=%keys_full.acc)",
+            "carry(m=%keys_full.l, l=%keys_full.m, acc=%keys_full.acc)",
+            "%keys_partial shares @step with %keys_full and does not go on from what that one carries",
+        ),
+        ("causal_gqa", "carry(m=%m_init, l=%l_init", "carry(m=%m_init, l=%m_init", "%keys_full starts two carried values from one"),
+        (
+            "causal_gqa",
+            "yield values(m=%soft.m, l=%soft.l",
+            "yield values(m=%soft.m, l=%soft.m",
+            "gives %soft.m to a field that is not its own",
+        ),
+        ("causal_gqa", "yield values(m=%soft.m, l=%soft.l", "yield values(m=%l, l=%soft.l", "gives %l to a field that is not its own"),
     ],
     "scheduled-everywhere": [
         (
@@ -155,13 +249,27 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "BLOCK_KV=8; Triton needs a power of two, 16 at least",
         ),
         ("causal_gqa", "num_warps=4 num_stages=1", "num_warps=4 num_stages=0", "num_stages=0; expected 1 to 8"),
+        (
+            "causal_gqa",
+            "num_warps=4 num_stages=1",
+            "num_warps=64 num_stages=1",
+            "num_warps=64; expected at most 32, which are 1024 threads",
+        ),
+        ("causal_gqa", "rows<=64", "rows<=0", "rows<=0; expected 1 or more"),
+        ("mla_dims", "qk=192", "qk=128", "is of D_QK_PAD; a head dimension of 128 is not padded on chip"),
+        ("causal_gqa", "qk=128", "qk=120", "is of D_QK; a head dimension of 120 is padded on chip"),
     ],
     "dot-operands": [
         ("causal_gqa", "dot %p_cast %v", "dot %soft.p %v", "%acc_next multiplies %soft.p of f32; cast it to T first"),
+        ("causal_fp32", " precision(ieee)", "", "%s has precision ``; expected `ieee`, by the module's dtype and precision"),
     ],
     "padding-checked": [
         ("mla_dims", "check(q, d_qk)", "check(q)", "%q is padded to D_QK_PAD but does not check d_qk"),
         ("mla_dims", "check(q, d_qk)", "check(q, d_qk if partial)", "%q is padded to D_QK_PAD but does not check d_qk"),
+    ],
+    "live": [
+        ("causal_gqa", " acc(%rescaled)", "", "%rescaled is read by nothing"),
+        ("causal_gqa", " acc(%dv_step)", "", "%dv_step is read by nothing"),
     ],
 }
 

@@ -16,6 +16,7 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     %S = arg in : f32[Nq, Nk] @?
     %M = arg out : f32[Nq] @?
     %qk_scale = arg scalar : f32[] @?
+    %Nq = arg scalar : i32[] @?
     %m0 = init -inf : f32[BLOCK_Q] @?
     %l0 = init 0 : f32[BLOCK_Q] @?
     %keys = loop kv ranges(0 .. 2) carry(m=%m0, l=%l0) body(@step)

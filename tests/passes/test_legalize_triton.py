@@ -17,6 +17,7 @@ SCHEDULED = edit(
     SMALL.replace("@?", "@reg"),
     ("body(@step)", "body(@step) cls(partial)"),
     ("BLOCK_Q))", "BLOCK_Q), h in Hq, b in B)"),
+    ("%Nq = arg scalar", "%Hq = arg scalar : i32[] @reg\n    %Nq = arg scalar"),
     ("T[Nq, D_QK]", "T[B, Hq, Nq, D_QK]"),
     ("T[Nk, D_QK]", "T[B, Hq, Nk, D_QK]"),
     ("T[Nq, D_QK]", "T[B, Hq, Nq, D_QK]"),

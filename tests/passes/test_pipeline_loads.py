@@ -16,10 +16,12 @@ ROW = "sm90 bytes=2 rows<=inf : BLOCK_Q=64 BLOCK_KV=64 num_warps=4"
 LOOP = f"""
 kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
   block @entry
+    %Q = arg in : T[Nq, D_QK] @hbm
     %K = arg in : T[Nk, D_QK] @hbm
     %O = arg out : f32[Nq, D_QK] @hbm
+    %Nq = arg scalar : i32[] @reg
     %Nk = arg scalar : i32[] @reg
-    %q = load %K[q, d_qk] check(q) : T[BLOCK_Q, D_QK] @sram
+    %q = load %Q[q, d_qk] check(q) : T[BLOCK_Q, D_QK] @sram
     %zero = init 0 : f32[BLOCK_Q] @reg
     %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step) cls(partial)
     store %O[q] %keys.sum check(q)
@@ -27,7 +29,8 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     %sum = arg carry : f32[BLOCK_Q] @reg
     %k = load %K[kv, d_qk] check(kv) : T[BLOCK_KV, D_QK] @sram
     %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @reg
-    %row = reduce sum %s over(BLOCK_KV) : f32[BLOCK_Q] @reg
+    %masked = mask %s where(kv_idx < Nk) when(always) : f32[BLOCK_Q, BLOCK_KV] @reg
+    %row = reduce sum %masked over(BLOCK_KV) : f32[BLOCK_Q] @reg
     %next = map expr(row + sum) uses(sum=%sum, row=%row) : f32[BLOCK_Q] @reg
     yield values(sum=%next)
 schedule @fwd

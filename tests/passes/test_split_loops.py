@@ -46,7 +46,8 @@ def test_partial_tiles_on_both_sides_are_two_ranges_of_one_loop():
 
 
 def test_a_loop_that_is_not_over_tiles_stays():
-    text = edit(SMALL, ("loop kv ranges(0 .. cdiv(Nk, BLOCK_KV))", "loop g ranges(0 .. 2)"), ("body(@step)", "body(@step) cls(all)"))
+    text = edit(SMALL, ("loop kv ranges(0 .. cdiv(Nk, BLOCK_KV))", "loop g ranges(0 .. group)"), ("body(@step)", "body(@step) cls(all)"))
+    text = edit(text, ("%Nk = arg", "%group = arg scalar : i32[] @?\n    %Nk = arg"))
     text = edit(text, ("load %K[kv, d_qk] check(kv if partial)", "load %K[kv, d_qk] check(kv)"))
     assert changes(SplitLoops(), module(text)) == []
 
