@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.masks import MAX_OFFSET
+from attngen.passes.pipeline import lower
 from attngen.reference import naive_attention, reference_mask, relative_error
-from attngen.spec import Spec, load_spec
+from attngen.spec import Spec, load_spec, make_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
 from tests.conftest import CUDA
 
@@ -123,6 +127,15 @@ def test_bf16(name: str, device: str) -> None:
     assert result.ok, str(result)
 
 
+@pytest.mark.parametrize("bounds", [{"left": MAX_OFFSET, "right": 0}, {"left": 0, "right": MAX_OFFSET}], ids=str)
+def test_a_window_as_wide_as_there_is(bounds: dict[str, int], device: str, tmp_path: Path) -> None:
+    """Bounds of loops are sums with the window's sides, in 32 bits."""
+    spec = make_spec({"name": "wide", "head_dim": 64, "mask": {"sliding_window": bounds}})
+    write_module(render(lower(spec)), tmp_path / "wide")
+    result = run_case(load_module(tmp_path / "wide"), spec, Case(1, 2, 2, 100, 300), "fp16", device)
+    assert result.ok, str(result)
+
+
 PATTERNS = {
     "right": [129, 40],
     "tile": [64, 128],
@@ -151,6 +164,18 @@ def test_padding_on_any_side(name: str, device: str) -> None:
         for mask in (wide, visible.expand(2, n), torch.cat([wide, ~wide], 1)[:, :n]):
             result = run_case(built(name), spec_of(name), small(name, 70, n), dtypes(name)[0], device, inputs={"key_padding": mask})
             assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_in_any_strides(name: str, device: str) -> None:
+    """Mask inputs transposed in memory, and one element expanded to all."""
+    leaves, inputs, grads = problem(name, small(name, 40, 70), device)
+    ((key, x),) = inputs.items()
+    transposed = torch.stack([x, x.roll(1)], -1)[..., 0]
+    for view in (transposed, x.flatten()[0].expand(x.shape)):
+        assert view.stride(-1) != 1
+        expected, found = (run(name, leaves, {key: y}, grads) for y in (view.clone(memory_format=torch.contiguous_format), view))
+        assert all(found[k].equal(expected[k]) for k in KEYS)
 
 
 # ------------------------------------------------------------------------------------------------- rows that see nothing
@@ -257,6 +282,26 @@ def test_results_lie_as_the_inputs_do(name: str, layout: str, device: str) -> No
     leaves, inputs, grads = problem(name, small(name, layout=layout), device)
     for x in run(name, leaves, inputs, grads).values():
         assert (x.transpose(1, 2) if layout == "bnhd" and x.dim() == 4 else x).is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd", "expanded rows"])
+@pytest.mark.parametrize("limit", [100, 2**23])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments whose rows are further apart than 32-bit offsets reach are copied, and no result has such rows."""
+    case = small(name, 3, 3, layout if layout == "bnhd" else "bhnd")
+    leaves, inputs, grads = problem(name, case, device)
+    if layout == "expanded rows":  # in the order of their strides the rows of results are the outermost dimension
+        leaves = [x.detach()[:1, :1].expand(x.shape).requires_grad_() for x in leaves]
+        grads = grads[0][:1, :1].expand(grads[0].shape), grads[1]
+    expected = run(name, [x.detach().contiguous().requires_grad_() for x in leaves], inputs, (grads[0].contiguous(), grads[1]))
+    monkeypatch.setattr(built(name), "MAX_ROW_STRIDE", limit)
+    found = run(name, leaves, inputs, grads)
+    for key in KEYS:
+        x, y = (r[key].detach().nan_to_num(neginf=0.0) for r in (found, expected))
+        assert relative_error(x, y) < 4 * torch.finfo(x.dtype).eps, key
+        if limit == 100 and key != "lse":
+            assert found[key].is_contiguous(), key
 
 
 # ------------------------------------------------------------------------------------------------- calls and autograd
@@ -445,6 +490,24 @@ def test_more_than_2_31_elements(device: str) -> None:
     grads_end = torch.autograd.grad(out_end, ends, grad[-1:, -2:].clone())
     for whole, end in zip((out, lse, *grads), (out_end, lse_end, *grads_end)):
         assert whole[-1:, -2:].equal(end)
+
+
+@pytest.mark.gpu
+def test_expanded_arguments_and_more_than_2_31_elements(device: str) -> None:
+    """Expanded over batch and heads: in the order of such strides, rows of results would be too far apart. All heads are alike."""
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free GPU memory")
+    shape = (1024, 264, 132, 64)  # rows as the outermost dimension would be more than 2**24 elements apart
+    one = [torch.randn(1, 1, *shape[2:], device=device, dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v, grad = (x.expand(shape) for x in one)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    alone = [x.detach().requires_grad_() for x in one[:3]]
+    out, out_alone = built("full_mha").attention(*leaves), built("full_mha").attention(*alone)
+    assert out.numel() > 2**31
+    found, expected = torch.autograd.grad(out, leaves, grad), torch.autograd.grad(out_alone, alone, one[3])
+    for x, y in zip((out, *found), (out_alone, *expected)):
+        assert all(part.equal(x[:1, :1].expand(part.shape)) for part in x.split(32))
+        assert relative_error(x[:1, :1].detach(), y.detach()) < 4 * torch.finfo(y.dtype).eps
 
 
 @pytest.mark.gpu

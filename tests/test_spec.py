@@ -96,10 +96,13 @@ MISTAKES = {
     BASE + "mask: sliding_window": "line 3: `mask.sliding_window` needs `left`, `right` or both; for no bound at all use the mask `none`",
     BASE + "mask:\n  sliding_window:\n    lft: 1": "line 5: `mask.sliding_window.lft` is no known key; did you mean `left`?",
     BASE + "mask: {sliding_window: {left: -1}}": (
-        "line 3: `mask.sliding_window.left` is the number -1; expected a whole number of 0 or more"
+        "line 3: `mask.sliding_window.left` is the number -1; expected a whole number from 0 to 1073741823"
+    ),
+    BASE + "mask: {sliding_window: {left: 1073741824}}": (
+        "line 3: `mask.sliding_window.left` is the number 1073741824; expected a whole number from 0 to 1073741823"
     ),
     BASE + "mask: {sliding_window: {right: on}}": (
-        "line 3: `mask.sliding_window.right` is the boolean `true`; expected a whole number of 0 or more"
+        "line 3: `mask.sliding_window.right` is the boolean `true`; expected a whole number from 0 to 1073741823"
     ),
     BASE + "mask: {key_padding: {lengths: 1}}": "line 3: `mask.key_padding.lengths` is the number 1; expected `true` or `false`",
     BASE + "mask: {all_of: causal}": f"line 3: `mask.all_of` is the text `causal`; {MASKS}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from importlib import resources
 from pathlib import Path
@@ -11,8 +12,10 @@ import jinja2
 
 from attngen.devices import CLASSES
 from attngen.emit.context import KernelContext, stride_names
+from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import print_module
+from attngen.masks import derive_functions
 
 WIDTH = 100
 _TORCH = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32"}
@@ -63,7 +66,6 @@ def render(module: Module) -> dict[str, str]:
     env.globals["call"] = _call
     env.globals["launch"] = lambda name: _launch(module.kernel(name))
     env.filters["fill"] = _fill
-    env.filters["repeat"] = lambda value, times: value * times if isinstance(value, list) else [value] * times
     return {
         "__init__.py": env.get_template("triton/module.py.jinja").render(_module_context(module)),
         "kernels.py": env.get_template("triton/kernels.py.jinja").render(_kernels_context(module)),
@@ -106,7 +108,6 @@ def _schedules(module: Module) -> list[Any]:
 
 def _module_context(module: Module) -> dict[str, Any]:
     given = [i.name for i in module.inputs]
-    names = given + [name for d in module.derived for name in d.names]
     qk, v = module.head_dim_qk, module.head_dim_v
     return {
         "module": module,
@@ -114,15 +115,23 @@ def _module_context(module: Module) -> dict[str, Any]:
         "head_dim_help": f"{qk}" if qk == v else f"{qk} for q and k, {v} for v",
         "dtype_help": ", ".join(module.dtypes) + (f" (fp32 products in {module.precision})" if "fp32" in module.dtypes else ""),
         "interpreted_in_fp32": _TORCH["bf16"] if "bf16" in module.dtypes else "",
-        "torch_dtypes": ", ".join(_TORCH[d] for d in module.dtypes) + ("," if len(module.dtypes) == 1 else ""),
+        "torch_dtypes": _tuple([_TORCH[d] for d in module.dtypes]),
         "input_types": {i.name: _TORCH[i.dtype] for i in module.inputs},
         "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) for i in module.inputs},
         "input_args": "".join(f", {n}" for n in given),
-        "tensor_args": "".join(f", {n}" for n in names),
-        "tensor_count": len(names),
+        "mask_tensors": _tuple(given + [name for d in module.derived for name in d.names]),
+        "derive_functions": [_source(name) for name in dict.fromkeys(d.function for d in module.derived)],
         "input_kwargs": "".join(f", {n}={n}" for n in given),
         "input_params": "".join(f", {n}: torch.Tensor" for n in given),
     }
+
+
+def _source(function: str) -> str:
+    """The source of a function that a mask declares; AttngenError if none does."""
+    known = derive_functions()
+    if function not in known:
+        raise AttngenError(f"`derive` names the function `{function}`, which no mask in attngen/masks declares; {suggest(function, known)}")
+    return inspect.getsource(known[function])
 
 
 def _launch(kernel: Kernel) -> str:
@@ -157,6 +166,11 @@ def _call(name: str, args: list[str]) -> str:
     if len(line) <= WIDTH - 12:
         return line
     return "\n".join([f"{name}(", *(f"    {a}," for a in args), ")"])
+
+
+def _tuple(items: list[str]) -> str:
+    """A tuple as Python writes it; empty text if there is nothing in it."""
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})" if items else ""
 
 
 def _fill(items: list[str], width: int) -> list[str]:

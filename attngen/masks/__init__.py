@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 Q, KV, NQ, NK = symbol("q_idx"), symbol("kv_idx"), symbol("Nq"), symbol("Nk")
 
+# The largest parameter that an expression may add to positions: kernels sum it, a position and a length in 32 bits, and calls
+# keep positions and lengths below 2**29.
+MAX_OFFSET = 2**30 - 1
+
 
 def is_linear(expression: Bool) -> bool:
     """Whether the expression is a conjunction of comparisons: what classify-tiles can bound."""
@@ -34,13 +39,14 @@ class Mask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()  # those that `derived` names; generated modules hold their source
 
     def inputs(self) -> tuple[Input, ...]:
         """Run-time tensors the mask reads; in the expression their names stand for the element at (b, h, q, kv)."""
         return ()
 
     def derived(self) -> tuple[Derived, ...]:
-        """Scalars per sequence computed from an input before the kernels run; `needs` and `enough` may name them."""
+        """Scalars per sequence that one of `functions` computes from an input before the kernels run, for `needs` and `enough`."""
         return ()
 
     def expression(self) -> Bool:
@@ -106,3 +112,8 @@ def registry() -> dict[str, type[Mask]]:
             if isinstance(cls, type) and issubclass(cls, Mask) and cls.__module__ == module.__name__:
                 found[cls.name] = cls
     return dict(sorted(found.items()))
+
+
+def derive_functions() -> dict[str, Callable[..., Any]]:
+    """Every function that a mask declares, by name."""
+    return {f.__name__: f for mask in registry().values() for f in mask.functions}

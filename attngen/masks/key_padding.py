@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 
+def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per row of a bool [B, Nk]: its first True, the end of the unbroken run from there, the end of its last True; i32 [B]."""
+    n = visible.shape[1]
+    if n == 0:
+        return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
+    position = torch.arange(n, device=visible.device, dtype=torch.int32)
+    first = torch.where(visible, position, n).amin(1)
+    end = torch.where(visible, position + 1, 0).amax(1)
+    run = torch.where(visible | (position < first[:, None]), n, position).amin(1)
+    return first, run, end
+
+
 # of each sequence: its first visible key, the end of the unbroken run from there, the end of its last visible key
 SPAN = ("key_padding_first", "key_padding_run", "key_padding_end")
 
@@ -22,6 +35,7 @@ class KeyPadding(Mask):
     """Keys that count, per sequence: `key_padding` (bool [B, Nk], True = visible), or with `lengths` the first kv_lengths[b]."""
 
     name: ClassVar[str] = "key_padding"
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = (key_span,)
     lengths: bool = False
 
     def inputs(self) -> tuple[Input, ...]:
@@ -30,7 +44,7 @@ class KeyPadding(Mask):
         return (Input("key_padding", "b1", ("B", "Nk"), "True where a key may be attended to"),)
 
     def derived(self) -> tuple[Derived, ...]:
-        return () if self.lengths else (Derived(SPAN, "key_span", "key_padding"),)
+        return () if self.lengths else (Derived(SPAN, key_span.__name__, "key_padding"),)
 
     def needs(self) -> Bool:
         first, _, end = map(symbol, SPAN)

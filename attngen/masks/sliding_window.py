@@ -8,7 +8,7 @@ import sympy
 from pydantic import Field, model_validator
 
 from attngen.ir.expr import Bool
-from attngen.masks import KV, Mask, Q
+from attngen.masks import KV, MAX_OFFSET, Mask, Q
 from attngen.masks.causal import Align, position_offset
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ class SlidingWindow(Mask):
     """Keys from `left` before the query to `right` after it; an omitted side is unbounded. Aligned as `causal` is."""
 
     name: ClassVar[str] = "sliding_window"
-    left: int | None = Field(default=None, ge=0, lt=2**31)
-    right: int | None = Field(default=None, ge=0, lt=2**31)
+    left: int | None = Field(default=None, ge=0, le=MAX_OFFSET)
+    right: int | None = Field(default=None, ge=0, le=MAX_OFFSET)
     align: Align = "bottom_right"
 
     @model_validator(mode="after")

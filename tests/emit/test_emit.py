@@ -12,7 +12,7 @@ import pytest
 
 from attngen.emit.files import read_module
 from attngen.emit.render import render
-from attngen.errors import VerifyError
+from attngen.errors import AttngenError, VerifyError
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from tests.helpers import ROOT, SPECS, edit, target
@@ -103,6 +103,12 @@ def test_a_partial_loop_taken_as_full_is_refused(ir):
 def test_a_tile_too_big_is_refused(ir):
     with pytest.raises(VerifyError, match="rule `fits`: .*needs .* bytes of shared memory .* and has .*; a smaller block_q"):
         emit(edit(ir, ("BLOCK_Q=", "BLOCK_Q=1024 BLOCK_KV=64 num_warps=4 num_stages=3\n  sm80 bytes=2 rows<=inf : BLOCK_Q=")))
+
+
+def test_a_derived_value_by_an_unknown_function_is_refused():
+    text = edit(print_module(target("padding_mha")), ("= key_span(", "= key_spam("))
+    with pytest.raises(AttngenError, match="^`derive` names the function `key_spam`, which no mask .*; did you mean `key_span`\\?$"):
+        emit(text)
 
 
 # ---------------------------------------------------------------------------------------------- generated code
