@@ -101,7 +101,7 @@ def test_a_partial_loop_taken_as_full_is_refused(ir):
 
 
 def test_a_tile_too_big_is_refused(ir):
-    with pytest.raises(VerifyError, match="rule `fits`: .*needs .* bytes of shared memory .* and has .*; a smaller block_q"):
+    with pytest.raises(VerifyError, match="rule `fits`: .*needs .* bytes of shared memory .* and has .*; a smaller BLOCK_Q"):
         emit(edit(ir, ("BLOCK_Q=", "BLOCK_Q=1024 BLOCK_KV=64 num_warps=4 num_stages=3\n  sm80 bytes=2 rows<=inf : BLOCK_Q=")))
 
 
