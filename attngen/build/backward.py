@@ -18,9 +18,8 @@ def build_delta(spec: Spec) -> Kernel:
 
     An empty row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0.
     """
-    b = KernelBuilder(spec, "delta", own="q", head="h")
-    b.tensor("in", "O", "dO", "LSE")
-    b.tensor("out", "DELTA", "LSE2")
+    b = KernelBuilder(spec, "delta")
+    b.tensors(masked=False)
     for name in ("Hq", "Nq"):
         b.scalar(name)
     rows = ("b", "h", "q")
@@ -57,11 +56,9 @@ def build_dkdv(spec: Spec) -> Kernel:
     LSE2 = +inf, so they weigh nothing.
     """
     shared = spec.heads.sharing != "mha"
-    b = KernelBuilder(spec, "dkdv", own="kv", head="hkv" if shared else "h")
-    b.tensor("in", "Q", "K", "V", "dO", "LSE2", "DELTA")
-    b.inputs()
-    b.tensor("out", "dK", "dV")
-    b.scalar("scale", "f32")
+    b = KernelBuilder(spec, "dkdv")
+    b.tensors()
+    b.scalar("scale")
     b.sizes()
 
     group, g = symbol("group"), symbol("g")
@@ -103,11 +100,9 @@ def build_dkdv(spec: Spec) -> Kernel:
 
 def build_dq(spec: Spec) -> Kernel:
     """dQ (FlashAttention-2, Algorithm 2, with the loop order of the forward): one program per query tile."""
-    b = KernelBuilder(spec, "dq", own="q", head="h")
-    b.tensor("in", "Q", "K", "V", "dO", "LSE2", "DELTA")
-    b.inputs()
-    b.tensor("out", "dQ")
-    b.scalar("scale", "f32")
+    b = KernelBuilder(spec, "dq")
+    b.tensors()
+    b.scalar("scale")
     b.sizes()
 
     rows = ("b", "h", "q")

@@ -6,8 +6,9 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.expr import Bool, cdiv, floordiv, symbol
-from attngen.ir.graph import Block, GridAxis, Kernel
+from attngen.ir.expr import Bool, floordiv, symbol
+from attngen.ir.graph import Block, Kernel
+from attngen.ir.interface import SCALARS, SIGNATURES, grid, tensor_type
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -28,46 +29,36 @@ from attngen.ir.ops import (
 from attngen.masks import is_linear
 from attngen.spec import Spec
 
-SHAPES = {
-    "Q": ("B", "Hq", "Nq", "D_QK"),
-    "K": ("B", "Hkv", "Nk", "D_QK"),
-    "V": ("B", "Hkv", "Nk", "D_V"),
-    "O": ("B", "Hq", "Nq", "D_V"),
-    "LSE": ("B", "Hq", "Nq"),
-    "LSE2": ("B", "Hq", "Nq"),
-    "DELTA": ("B", "Hq", "Nq"),
-}
-STATISTICS = ("LSE", "LSE2", "DELTA")
 INPUT_AXES = {"B": "b", "Hq": "h", "Nq": "q", "Nk": "kv"}  # dimension of a mask input -> how it is indexed
 
 
 class KernelBuilder:
     """Collects the ops of one kernel, giving each value its type."""
 
-    def __init__(self, spec: Spec, name: str, own: str, head: str) -> None:
-        """`own` is the axis the grid tiles (`q` or `kv`); `head` what a program owns: `h`, or `hkv` for dK/dV."""
-        self.spec, self.name, self.own = spec, name, own
+    def __init__(self, spec: Spec, name: str) -> None:
+        self.spec, self.name = spec, name
+        own = SIGNATURES[name].own
         self.loop_axis = "kv" if own == "q" else "q"
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
-        tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
-        heads = {"h": ("h", "Hq"), "hkv": ("hkv", "Hkv")}[head]
-        grid = [GridAxis(own, tiles), GridAxis(heads[0], symbol(heads[1])), GridAxis("b", symbol("B"))]
-        self.grid = tuple(a for a in grid if a.var != "hkv" or spec.heads.sharing != "mqa")
+        self.grid = grid(own, spec.heads.sharing)
 
     def add(self, op: Op, block: str = "entry") -> str:
         self.ops.setdefault(block, []).append(op)
         self.types.update({f"{op.name}.{f}".rstrip("."): t for f, t in op.results().items()})
         return op.name
 
-    def tensor(self, role: str, *names: str) -> None:
-        """Declare tensors; a gradient is shaped as what it is the gradient of."""
-        for name in names:
-            dtype = "f32" if name in STATISTICS else "T"
-            self.add(Arg(name, role, Type(dtype, SHAPES[name.removeprefix("d")])))
+    def tensors(self, masked: bool = True) -> None:
+        """Declare what the kernel reads and writes, and, if it masks, what its mask reads."""
+        for name in SIGNATURES[self.name].reads:
+            self.add(Arg(name, "in", tensor_type(name)))
+        for name, type_ in self._mask_tensors() if masked else ():
+            self.add(Arg(name.upper(), "in", type_))
+        for name in SIGNATURES[self.name].writes:
+            self.add(Arg(name, "out", tensor_type(name)))
 
-    def scalar(self, name: str, dtype: str = "i32") -> None:
-        self.add(Arg(name, "scalar", Type(dtype)))
+    def scalar(self, name: str) -> None:
+        self.add(Arg(name, "scalar", Type(SCALARS[name])))
 
     def sizes(self) -> None:
         """The sizes every kernel needs, and a scalar for each that indexing by head needs."""
@@ -81,10 +72,6 @@ class KernelBuilder:
         """What the mask reads: its inputs, and what the wrapper derives from them."""
         given = [(i.name, Type(i.dtype, i.shape)) for i in self.spec.mask.inputs()]
         return given + [(name, Type("i32", ("B",))) for d in self.spec.mask.derived() for name in d.names]
-
-    def inputs(self) -> None:
-        for name, type_ in self._mask_tensors():
-            self.add(Arg(name.upper(), "in", type_))
 
     def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0) -> str:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""

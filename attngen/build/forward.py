@@ -17,11 +17,9 @@ def build_forward(spec: Spec) -> Kernel:
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
     """
-    b = KernelBuilder(spec, "fwd", own="q", head="h")
-    b.tensor("in", "Q", "K", "V")
-    b.inputs()
-    b.tensor("out", "O", "LSE")
-    b.scalar("scale", "f32")
+    b = KernelBuilder(spec, "fwd")
+    b.tensors()
+    b.scalar("scale")
     b.sizes()
 
     b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")

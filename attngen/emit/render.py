@@ -14,10 +14,12 @@ from attngen.devices import CLASSES
 from attngen.emit.context import KernelContext, stride_names
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import verify_interface
 from attngen.ir.text import print_module
 from attngen.masks import derive_functions
 
 WIDTH = 100
+LONGEST = 120  # of an assignment, without its indentation
 _TORCH = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32"}
 
 
@@ -55,6 +57,7 @@ def render(module: Module) -> dict[str, str]:
     """The generated files of a target module by name: `__init__.py`, `kernels.py`, `schedule.ir`, `report.json`."""
     from attngen.analysis.report import report
 
+    verify_interface(module)
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,
@@ -64,6 +67,7 @@ def render(module: Module) -> dict[str, str]:
         autoescape=False,
     )
     env.globals["call"] = _call
+    env.globals["assign"] = _assign
     env.globals["launch"] = lambda name: _launch(module.kernel(name))
     env.filters["fill"] = _fill
     return {
@@ -171,6 +175,24 @@ def _call(name: str, args: list[str]) -> str:
 def _tuple(items: list[str]) -> str:
     """A tuple as Python writes it; empty text if there is nothing in it."""
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})" if items else ""
+
+
+def _assign(var: str, expr: str) -> str:
+    """An assignment, on one line where it fits; a call that does not has one argument a line."""
+    line = f"{var} = {expr}"
+    name, _, inside = expr.partition("(")
+    if len(line) <= LONGEST or not inside.endswith(")"):
+        return line
+    args, depth = [""], 0
+    for i, c in enumerate(inside[:-1]):
+        depth += (c in "([") - (c in ")]")
+        if depth < 0:  # the last parenthesis is not the call's own
+            return line
+        if c == "," and depth == 0:
+            args.append("")
+        elif not (c == " " and not args[-1]):
+            args[-1] += inside[i]
+    return "\n".join([f"{var} = {name}(", *(f"    {a}," for a in args), ")"])
 
 
 def _fill(items: list[str], width: int) -> list[str]:

@@ -1,0 +1,105 @@
+"""What the generated wrapper launches: four kernels, the tensors each reads and writes, and its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from attngen.errors import VerifyError
+from attngen.ir.expr import cdiv, symbol
+from attngen.ir.graph import GridAxis, Kernel, Module
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
+from attngen.ir.text import print_module
+
+SHAPES = {
+    "Q": ("B", "Hq", "Nq", "D_QK"),
+    "K": ("B", "Hkv", "Nk", "D_QK"),
+    "V": ("B", "Hkv", "Nk", "D_V"),
+    "O": ("B", "Hq", "Nq", "D_V"),
+    "LSE": ("B", "Hq", "Nq"),
+    "LSE2": ("B", "Hq", "Nq"),
+    "DELTA": ("B", "Hq", "Nq"),
+}
+STATISTICS = ("LSE", "LSE2", "DELTA")
+SCALARS = {"scale": "f32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
+
+
+class Signature(NamedTuple):
+    """The axis that a kernel's grid tiles, and its tensors; a gradient is shaped as what it is the gradient of."""
+
+    own: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+SIGNATURES = {
+    "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE")),
+    "delta": Signature("q", ("O", "dO", "LSE"), ("DELTA", "LSE2")),
+    "dkdv": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV")),
+    "dq": Signature("q", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dQ",)),
+}
+
+
+def tensor_type(name: str) -> Type:
+    """The type of a tensor of SIGNATURES in device memory."""
+    return Type("f32" if name in STATISTICS else "T", SHAPES[name.removeprefix("d")])
+
+
+def grid(own: str, sharing: str) -> tuple[GridAxis, ...]:
+    """One program per tile of the axis, head and sequence; one that owns keys owns them for the whole group of query heads."""
+    heads = {"q": "h", "kv": {"mha": "h", "gqa": "hkv", "mqa": ""}[sharing]}[own]
+    extents = {"h": "Hq", "hkv": "Hkv"}
+    tiles = GridAxis(own, cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own])))
+    return tiles, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))
+
+
+def verify_interface(module: Module) -> Module:
+    """The module itself, if its kernels are those that the wrapper launches; VerifyError with a reason otherwise."""
+    for reason in _reasons(module):
+        raise VerifyError("interface", reason, print_module(module))
+    return module
+
+
+def _reasons(module: Module) -> Iterator[str]:
+    have, expected = [k.name for k in module.kernels], list(SIGNATURES)
+    if sorted(have) != sorted(expected) or sorted(name for name, _ in module.schedules) != sorted(expected):
+        yield f"the kernels are {', '.join(have) or 'none'}; expected {', '.join(expected)}, and a schedule for each"
+    given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
+    derived = {name: Type("i32", ("B",)) for d in module.derived for name in d.names}
+    names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
+    reserved = {"q", "k", "v", "scale", "return_lse", "out", "lse", "math", "torch", "triton", "kernels", "attention"}
+    for name in names:
+        if names.count(name) > 1 or name in reserved:
+            yield f"`{name}` is declared twice, or is a name of the wrapper's own"
+    for name, type_ in given.items():
+        if type_.dtype not in ("b1", "i32", "f32") or not set(type_.dims) <= {"B", "Hq", "Nq", "Nk"}:
+            yield f"`input {name} : {type_.dtype}[{', '.join(type_.dims)}]`; expected b1, i32 or f32 of B, Hq, Nq and Nk"
+    for d in module.derived:
+        if d.source not in given:
+            yield f"`derive {' '.join(d.names)}` is of `{d.source}`, which is no input"
+    read = {a.name.lower() for k in module.kernels for a in k.args if a.name not in SHAPES}
+    for name in given:
+        if name not in read and name not in {d.source for d in module.derived}:
+            yield f"`input {name}` is read by no kernel"
+    for kernel in module.kernels:
+        for reason in _kernel_reasons(kernel, module.sharing, {**given, **derived}):
+            yield f"kernel @{kernel.name}: {reason}"
+
+
+def _kernel_reasons(kernel: Kernel, sharing: str, mask_tensors: dict[str, Type]) -> Iterator[str]:
+    signature = SIGNATURES[kernel.name]
+    right = grid(signature.own, sharing)
+    if [(a.var, a.extent) for a in kernel.grid] != [(a.var, a.extent) for a in right]:
+        yield f"the grid is not {', '.join(f'{a.var} in {a.extent}' for a in right)}, which is what the wrapper launches"
+    known = {name: Arg(name, "in", tensor_type(name)) for name in signature.reads}
+    known |= {name: Arg(name, "out", tensor_type(name)) for name in signature.writes}
+    known |= {name.upper(): Arg(name.upper(), "in", type_) for name, type_ in mask_tensors.items()}
+    known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in SCALARS.items()}
+    for arg in kernel.args:
+        match = known.get(arg.name)
+        if match is None or (arg.role, arg.type.dtype, arg.type.dims) != (match.role, match.type.dtype, match.type.dims):
+            expected = f"`arg {match.role} : {match.type.dtype}[{', '.join(match.type.dims)}]`" if match else f"one of {', '.join(known)}"
+            yield f"%{arg.name} is `arg {arg.role} : {arg.type.dtype}[{', '.join(arg.type.dims)}]`; expected {expected}"
+    for name in signature.writes:
+        if name not in {a.name for a in kernel.args}:
+            yield f"%{name} is missing, which the wrapper expects it to write"

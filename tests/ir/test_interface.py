@@ -1,0 +1,46 @@
+"""What the wrapper launches: edits of a module's text that its kernels survive, and the wrapper would not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.emit.render import render
+from attngen.errors import VerifyError
+from attngen.ir.text import parse_module, print_module
+from attngen.ir.verify import verify
+from tests.helpers import SPECS, edit, target
+
+KERNELS = "expected fwd, delta, dkdv, dq, and a schedule for each"
+BROKEN = [
+    ("full_mha", "%K = arg in : T[B, Hkv, Nk, D_QK]", "%K = arg in : T[B, Hq, Nk, D_QK]", "expected `arg in : T[B, Hkv, Nk, D_QK]`"),
+    ("full_mha", "%O = arg out", "%O = arg in", "%O is `arg in : T[B, Hq, Nq, D_V]`; expected `arg out : T[B, Hq, Nq, D_V]`"),
+    ("full_mha", "%scale = arg scalar", "%extra = arg scalar : f32[] @reg\n    %scale = arg scalar", "%extra is `arg scalar : f32[]`; expected"),
+    ("causal_gqa", "grid(q in cdiv(Nq, BLOCK_Q)", "grid(q in cdiv(Nq, BLOCK_Q) - 1", "the grid is not q in cdiv(Nq, BLOCK_Q), h in Hq, b in B"),
+    ("causal_gqa", "grid(kv in cdiv(Nk, BLOCK_KV), hkv in Hkv, b in B)", "grid(kv in cdiv(Nk, BLOCK_KV), b in B, hkv in Hkv)", "the grid is not kv"),
+    ("padding_mha", "key_padding_first key_padding_run", "key_padding_first", "%KEY_PADDING_RUN is `arg in : i32[B]`; expected one of"),
+    ("padding_mha", "= key_span(key_padding)", "= key_span(visible)", "is of `visible`, which is no input"),
+    ("padding_mha", "input key_padding : b1[B, Nk]", "input key_padding : i32[B, Nk]", "%KEY_PADDING is `arg in : b1[B, Nk]`; expected"),
+    ("padding_mha", "input key_padding : b1", "input key_padding : i64", "expected b1, i32 or f32 of B, Hq, Nq and Nk"),
+    ("padding_mha", "  input key_padding", "  input scale : f32[B] why\n  input key_padding", "`scale` is declared twice, or is a name of the wrapper"),
+    ("causal_gqa", "  mask causal\n", "  mask causal\n  input unused : b1[B] why\n", "`input unused` is read by no kernel"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "old", "new", "reason"), BROKEN, ids=[case[3][:40] for case in BROKEN])
+def test_an_edit_that_the_wrapper_cannot_launch_is_refused(spec: str, old: str, new: str, reason: str) -> None:
+    module = verify(parse_module(edit(print_module(target(spec)), (old, new)), "edited.ir"))
+    with pytest.raises(VerifyError, match=re.escape(reason)) as error:
+        render(module)
+    assert (error.value.rule, error.value.ir_text) == ("interface", print_module(module))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_kernel_may_be_missing(name: str) -> None:
+    text = print_module(target(name))
+    for kernel in re.findall(r"kernel @.*?(?=\n\n|\nschedule)", text, re.DOTALL):
+        with pytest.raises(VerifyError, match=KERNELS):
+            render(parse_module(text.replace(kernel, ""), "edited.ir"))
+        with pytest.raises(VerifyError, match=KERNELS):
+            render(parse_module(text.replace(kernel, kernel.replace("kernel @", "kernel @my_", 1)), "edited.ir"))
