@@ -196,6 +196,8 @@ def explain(
     from attngen.spec import load_spec
 
     loaded = load_spec(spec)
+    if kv_heads is not None and loaded.heads.sharing != "gqa":
+        raise AttngenError(f"--kv-heads is for gqa; {spec} says {loaded.heads.sharing}, whose number of K/V heads is fixed")
     shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[loaded.heads.sharing]
     if heads % shared:
         raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
@@ -233,7 +235,7 @@ def dump(
 @app.command()
 def test(
     spec: SpecPath,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the random inputs")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the random inputs")] = 0,
 ) -> None:
     """Test a spec's module against naive attention.
 

@@ -96,19 +96,21 @@ CLASSES = {
             source="AMD CDNA 3 whitepaper, 2023: LDS, VGPRs and matrix rates of a compute unit; AMD Instinct MI300 ISA guide: "
             "512 VGPRs of a lane, AccVGPRs counted",
         ),
-        # The least that other GPUs have: of compute capability 8.x or newer, or AMD's with 64 KB of LDS. Compute capability 7.5
-        # has 64 KB too, but is not one of them: for GPUs before 8.0 Triton copies operands of products through shared memory.
+        # The least that NVIDIA GPUs from compute capability 8.0 on have. Before 8.0 Triton copies operands of products through
+        # shared memory, so that tiles need more than is counted here.
         DeviceClass(
             name="any",
-            smem_per_block=64 * KIB,
-            smem_per_sm=64 * KIB,
+            smem_per_block=99 * KIB,
+            smem_per_sm=100 * KIB,
             matrix_rows=16,
             flops_per_cycle={"16-bit": 512, "tf32": 128, "ieee": 128},
-            source=f"{_CUDA}; AMD CDNA 2 and RDNA 3 ISA guides: 64 KB of LDS per work-group, where compute capability 8.6 has 99 KB; "
-            "NVIDIA GA102 whitepaper, 2020: 16-bit rate with fp32 sums; AMD RDNA 3: vector rate of a compute unit",
+            source=f"{_CUDA}: compute capability 8.6, as 8.9 and 12.0; NVIDIA GA102 whitepaper, 2020: 16-bit rate with fp32 sums",
         ),
     )
 }
+# What GPUs without a class of their own take: NVIDIA's the least, AMD's the class whose LDS (64 KB) theirs has the size of
+# (AMD CDNA 2 and RDNA 3 ISA guides).
+FALLBACK_CUDA, FALLBACK_HIP = "any", "gfx942"
 
 DEVICES = {
     d.name: d

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,5 +143,7 @@ def test_what_is_odd_but_right_is_accepted(device: str) -> None:
     apart = {x: rows_apart(right[x][:, :, :2], 2**23 + 8).requires_grad_() for x in "qkv"}
     out = MODULES["padding_mha"].attention(**apart, key_padding=right["key_padding"][:, :2])
     assert [x.shape for x in torch.autograd.grad(out.sum(), tuple(apart.values()))] == [(2, 4, 2, 64)] * 3
-    for scale in (1e-30, 1e30):
+    negative = {**right, "q": torch._neg_view(right["q"])}  # a lazy sign, as `z.conj().imag` has
+    assert MODULES["padding_mha"].attention(**negative).equal(MODULES["padding_mha"].attention(**{**right, "q": -right["q"]}))
+    for scale in (1e-30, 1e30, np.float32(0.1), np.int64(1)):
         assert MODULES["padding_mha"].attention(**right, scale=scale).isfinite().all()

@@ -129,7 +129,6 @@ def test_a_schedule_that_does_not_fit_and_nothing_is_written(project: Path, attn
     [
         ("mask: causal\nschedule: {block_q: 256}", "line 4: `schedule`", "block_q"),
         ("schedule:\n  block_kv: 64\n  stages: 5", "line 3: `schedule`", "block_kv or stages"),
-        ("dtype: fp32", "line 2: `head_dim`", "head_dim or dtype"),
     ],
 )
 def test_what_does_not_fit_names_the_file_and_the_key(project: Path, attngen: Cli, command: str, below: str, where: str, what: str) -> None:

@@ -104,9 +104,27 @@ def test_folders_that_attngen_did_not_write_are_left_alone(tmp_path: Path) -> No
     file.write_text("mine")
     with pytest.raises(AttngenError, match="file exists and is not a folder"):
         write_module(NEW, file)
-    with pytest.raises(AttngenError, match="cannot write .*file/x"):
+    with pytest.raises(AttngenError, match="file is not a folder; give another --out"):
         write_module(NEW, file / "x")
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("stranger", [".git/config", "kernels.py/precious"])
+def test_what_lies_hidden_or_under_a_module_s_own_names_is_left_alone(tmp_path: Path, stranger: str) -> None:
+    write_module(OLD, tmp_path / "x")
+    path = tmp_path / "x" / stranger
+    path.parent.mkdir()
+    path.write_text("mine")
+    with pytest.raises(AttngenError, match=f"x holds {path.parent.name}, which attngen does not write"):
+        write_module(NEW, tmp_path / "x")
+    assert path.read_text() == "mine"
+
+
+def test_a_link_to_a_module_is_written_where_it_leads(tmp_path: Path) -> None:
+    write_module(OLD, tmp_path / "real" / "x")
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "x")
+    assert write_module(NEW, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and read_module(tmp_path / "real" / "x") == NEW
 
 
 def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:

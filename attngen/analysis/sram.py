@@ -58,6 +58,8 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool) -> Exp
             streamed += tile_bytes(op.type) * (STAGES - 1)
     if any(isinstance(op, Dot) for op in kernel.ops()) and not from_shared:
         streamed += ELEM * symbol("BLOCK_Q") * symbol("BLOCK_KV")  # probabilities change layout through shared memory
+        if not device.shares_stationary and any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
+            streamed += 4 * symbol("BLOCK_Q")  # and warps that share rows their maxima and sums
     if device.keeps_reused:
         streamed += 1024 * STAGES  # of Triton's compiler: barriers, and room to align each stage
     return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)

@@ -51,6 +51,7 @@ class KernelView:
     name: str
     summary: str
     params: list[str]
+    tiles: list[str]
     not_specialized: list[str]
     prologue: list[str]
     nodes: list[Node]
@@ -120,16 +121,20 @@ class KernelContext:
     def view(self) -> KernelView:
         kernel = self.kernel
         args = kernel.args
-        strides = [s for a in args if a.role != "scalar" for s in stride_names(a)]
         nodes = self.block("entry", "entry")
         used = _names_in(nodes)
         sizes = [a.name for a in args if a.role == "scalar"]
+        tensors = [a for a in args if a.role != "scalar"]
+        strides = [s for a in tensors for s in stride_names(a) if s in used]
+        prologue = self._prologue(used)
+        words = used | set(re.findall(r"\w+", " ".join(prologue)))
         return KernelView(
             name=kernel.name,
-            summary=SUMMARIES.get(kernel.name, ""),
-            params=[*(a.name for a in args if a.role != "scalar"), *sizes, *strides],
+            summary=SUMMARIES[kernel.name],
+            params=[*(a.name for a in tensors), *sizes, *strides],
+            tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
             not_specialized=[s for s in sizes if s in ("Nq", "Nk")],
-            prologue=self._prologue(used),
+            prologue=prologue,
             nodes=nodes,
         )
 

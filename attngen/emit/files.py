@@ -13,13 +13,16 @@ from attngen.errors import AttngenError
 def write_module(files: dict[str, str], folder: Path) -> bool:
     """Write a generated module to `folder`, whole or not at all; True if anything changed.
 
-    The files are written to a temporary folder beside it, which is then moved into place. Raises AttngenError if `folder`
-    holds something that attngen did not generate, or cannot be written.
+    The files are written to a temporary folder beside it, which is then moved into place; a folder that is a link is written
+    where it leads. Raises AttngenError if `folder` holds something that attngen did not generate, or cannot be written.
     """
-    _refuse_strangers(files, folder)
-    if read_module(folder) == files:
-        return False
     try:
+        folder = folder.resolve() if folder.is_dir() else folder
+        _refuse_strangers(files, folder)
+        if read_module(folder) == files:
+            return False
+        if folder.parent.exists() and not folder.parent.is_dir():
+            raise AttngenError(f"{folder.parent} is not a folder; give another --out")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             fresh, old = Path(temporary) / "fresh", Path(temporary) / "old"
@@ -37,10 +40,11 @@ def _refuse_strangers(files: dict[str, str], folder: Path) -> None:
         return
     if not folder.is_dir():
         raise AttngenError(f"{folder} exists and is not a folder; give another --out")
-    found = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {"__pycache__"}
+    entries = [p for p in folder.iterdir() if p.name != "__pycache__"]
+    found = {p.name for p in entries}
     if found and "schedule.ir" not in found:
         raise AttngenError(f"{folder} exists and is not a generated module (it has no schedule.ir); give another --out")
-    if strangers := sorted(found - set(files)):
+    if strangers := sorted(p.name for p in entries if p.name not in files or not p.is_file() or p.is_symlink()):
         raise AttngenError(f"{folder} holds {', '.join(strangers)}, which attngen does not write; move it elsewhere, or give another --out")
 
 

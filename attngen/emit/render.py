@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from attngen.devices import CLASSES
-from attngen.emit.context import KernelContext, stride_names
+from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
+from attngen.emit.context import KernelContext, KernelView, stride_names
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import verify_interface
@@ -58,6 +58,7 @@ def render(module: Module) -> dict[str, str]:
     from attngen.analysis.report import report
 
     verify_interface(module)
+    views = {kernel.name: KernelContext(module, kernel).view() for kernel in module.kernels}
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,
@@ -68,17 +69,17 @@ def render(module: Module) -> dict[str, str]:
     )
     env.globals["call"] = _call
     env.globals["assign"] = _assign
-    env.globals["launch"] = lambda name: _launch(module.kernel(name))
+    env.globals["launch"] = lambda name: _launch(module.kernel(name), views[name])
     env.filters["fill"] = _fill
     return {
         "__init__.py": env.get_template("triton/module.py.jinja").render(_module_context(module)),
-        "kernels.py": env.get_template("triton/kernels.py.jinja").render(_kernels_context(module)),
+        "kernels.py": env.get_template("triton/kernels.py.jinja").render(_kernels_context(module, views)),
         "schedule.ir": print_module(module),
         "report.json": json.dumps(report(module), indent=2) + "\n",
     }
 
 
-def _kernels_context(module: Module) -> dict[str, Any]:
+def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
     constants = []
     for name, size in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)):
         constants.append((name, size))
@@ -91,19 +92,22 @@ def _kernels_context(module: Module) -> dict[str, Any]:
     return {
         "module": module,
         "constants": constants,
-        "schedules": _schedules(module),
+        "schedules": _schedules(module, views),
         "elem_sizes": sizes,
         "device_classes": device_classes,
-        "kernels": [KernelContext(module, kernel).view() for kernel in module.kernels],
+        "kernels": list(views.values()),
+        "fallback_cuda": FALLBACK_CUDA,
+        "fallback_hip": FALLBACK_HIP,
     }
 
 
-def _schedules(module: Module) -> list[Any]:
+def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
     out = []
     for kernel, rows in module.schedules:
         classes: dict[str, list[Any]] = {}
         for row in rows:
-            config = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "num_warps": row.num_warps, "num_stages": row.num_stages}
+            blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
+            config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
             entry.append((row.max_rows, json.dumps(config)))
         out.append((kernel, list(classes.items())))
@@ -138,7 +142,7 @@ def _source(function: str) -> str:
     return inspect.getsource(known[function])
 
 
-def _launch(kernel: Kernel) -> str:
+def _launch(kernel: Kernel, view: KernelView) -> str:
     """Statements that launch a kernel on the tensors of the wrapper."""
     own = kernel.own_axis
     rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
@@ -146,10 +150,13 @@ def _launch(kernel: Kernel) -> str:
     heads = [_SIZES[str(axis.extent)] for axis in kernel.grid[1:]]
     args = [_TENSORS.get(a.name, a.name.lower()) for a in kernel.args if a.role != "scalar"]
     args += [_SIZES.get(a.name, a.name) for a in kernel.args if a.role == "scalar"]
-    for a in kernel.args:
-        strides = stride_names(a) if a.role != "scalar" else []
-        if strides:
-            args.append(f"*{_TENSORS.get(a.name, a.name.lower())}.stride()[:{len(strides)}]")
+    for a in (a for a in kernel.args if a.role != "scalar"):
+        tensor, strides = _TENSORS.get(a.name, a.name.lower()), stride_names(a)
+        taken = [i for i, s in enumerate(strides) if s in view.params]
+        if len(taken) > 1 and len(taken) == len(strides):
+            args.append(f"*{tensor}.stride()[:{len(strides)}]")
+        else:
+            args += [f"{tensor}.stride({i})" for i in taken]
     grid = " * ".join([f'triton.cdiv({rows}, config["{block}"])', *heads])
     tensor = "q" if any(a.name == "Q" for a in kernel.args) else "out"
     return "\n".join(

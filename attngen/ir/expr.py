@@ -297,6 +297,7 @@ def _implies(first: Bool, second: Bool) -> bool:
     return prove_le(excess[1], excess[0])
 
 
+@cache
 def with_rows(e: Expr, own: str) -> Expr:
     """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor."""
     extent, first = {"q": ("Nq", "q_start"), "kv": ("Nk", "kv_start")}[own]

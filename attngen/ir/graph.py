@@ -135,7 +135,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Derived:
-    """Scalars per sequence (i32 [B]) that the wrapper computes from an input, by a function that its template holds."""
+    """Scalars per sequence (i32 [B]) that the wrapper computes from an input, by a function that a mask declares."""
 
     names: tuple[str, ...]
     function: str

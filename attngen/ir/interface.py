@@ -23,6 +23,10 @@ SHAPES = {
 STATISTICS = ("LSE", "LSE2", "DELTA")
 SCALARS = {"scale": "f32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
 
+# the wrapper's own names, which inputs may not have
+WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "inputs"}
+WRAPPER |= {"scale", "return_lse", "config", "grid", "ctx", "self", "math", "torch", "triton", "kernels", "attention"}
+
 
 class Signature(NamedTuple):
     """The axis that a kernel's grid tiles, and its tensors; a gradient is shaped as what it is the gradient of."""
@@ -67,9 +71,8 @@ def _reasons(module: Module) -> Iterator[str]:
     given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
     derived = {name: Type("i32", ("B",)) for d in module.derived for name in d.names}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
-    reserved = {"q", "k", "v", "scale", "return_lse", "out", "lse", "math", "torch", "triton", "kernels", "attention"}
     for name in names:
-        if names.count(name) > 1 or name in reserved:
+        if names.count(name) > 1 or name in WRAPPER:
             yield f"`{name}` is declared twice, or is a name of the wrapper's own"
     for name, type_ in given.items():
         if type_.dtype not in ("b1", "i32", "f32") or not set(type_.dims) <= {"B", "Hq", "Nq", "Nk"}:

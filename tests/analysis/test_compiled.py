@@ -40,7 +40,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("gpu, cls", [(("cuda", 86, 32), "any"), (("hip", "gfx90a", 64), "any"), (("cuda", 90, 32), "sm90")])
+@pytest.mark.parametrize("gpu, cls", [(("cuda", 86, 32), "any"), (("hip", "gfx90a", 64), "gfx942"), (("cuda", 90, 32), "sm90")])
 def test_what_is_compiled_needs_no_more_than_predicted(tmp_path, gpu, cls):
     module = target("mla_dims")
     write_module(render(module), tmp_path / "mla_dims")
