@@ -35,6 +35,6 @@ def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[st
 
 def relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
     """||x - ref|| / ||ref|| in fp64; where ref is zero, ||x||. NaN stays NaN."""
-    difference = (x.double() - ref.double()).norm()
-    size = ref.double().norm()
+    x, ref = x.detach().double(), ref.detach().double()
+    difference, size = (x - ref).norm(), ref.norm()
     return float(difference / size if size > 0 else difference)

@@ -46,7 +46,7 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, 1, Nk, 64], same dtype and device.
         v: [B, 1, Nk, 64], same dtype and device.
-        scale: factor on the scores, from 1e-30 to 1e30; None means 1 / sqrt(64).
+        scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
     Returns:
@@ -60,8 +60,8 @@ def attention(
         scale = HEAD_DIM_QK**-0.5
     elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, or None for 1/sqrt(64)")
-    elif not 1e-30 <= scale <= 1e30:
-        raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e30, or None for 1/sqrt(64)")
+    elif not 1e-30 <= scale <= 1e6:
+        raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e6, or None for 1/sqrt(64)")
     scale = float(scale)  # Triton compiles a kernel of its own for an integer
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     if INTERPRETED and q.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these

@@ -48,7 +48,7 @@ def attention(
         k: [B, Hkv, Nk, 128], same dtype and device.
         v: [B, Hkv, Nk, 128], same dtype and device.
         kv_lengths: torch.int32 [B], number of keys of each sequence that count, from the first.
-        scale: factor on the scores, from 1e-30 to 1e30; None means 1 / sqrt(128).
+        scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
     Returns:
@@ -62,8 +62,8 @@ def attention(
         scale = HEAD_DIM_QK**-0.5
     elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, or None for 1/sqrt(128)")
-    elif not 1e-30 <= scale <= 1e30:
-        raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e30, or None for 1/sqrt(128)")
+    elif not 1e-30 <= scale <= 1e6:
+        raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e6, or None for 1/sqrt(128)")
     scale = float(scale)  # Triton compiles a kernel of its own for an integer
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     kv_lengths = kv_lengths.contiguous()
