@@ -451,7 +451,9 @@ def test_large(name: str, dtype: str, shape: tuple[int, int, int], device: str) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strides", [(2**31 + 128, 2**26, 128), (2**21, 2**31 + 128, 128), (2**21, 128, 2**22)], ids=["batch", "head", "row"])
+@pytest.mark.parametrize(
+    "strides", [(2**31 + 128, 2**26, 128), (2**21, 2**31 + 128, 128), (2**21, 128, 2**22)], ids=["batch", "head", "row"]
+)
 @pytest.mark.parametrize("name", ["causal_mqa", "causal_mha", "padding_mha", "full_mha"])
 def test_offsets_beyond_32_bits(name: str, strides: tuple[int, int, int], device: str) -> None:
     """q, k, v and dO as views of a buffer of more than 2**31 elements give what their dense copies give.
