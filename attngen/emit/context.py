@@ -93,6 +93,7 @@ class KernelContext:
             made = position.get(ref.split(".")[0], -1)
             old = {r for r, n in names.items() if n == names[f]}
             later = [op for op in ops[made + 1 :] if op is not yielded and old & set(op.operands())]
+            later += [op for op in self.kernel.ops() if op.name not in position and f in op.operands()]  # in loops inside the body
             defined = self.kernel.op(ref)
             if not later and not isinstance(defined, (Loop, SoftmaxStep)):
                 names[ref] = names[f]

@@ -59,12 +59,11 @@ class _Printer:
         raise AttngenError(f"`{to_text(e)}` has no Triton form")
 
     def _call(self, name: str, e: Any) -> Piece:
-        pieces = [self.print(a) for a in e.args]
-        if isinstance(e, (sympy.Min, sympy.Max)):
-            pieces = [self.print(a) for a in sorted(e.args, key=sympy.default_sort_key)]
+        symmetric = isinstance(e, (sympy.Min, sympy.Max))
+        pieces = [self.print(a) for a in (sorted(e.args, key=sympy.default_sort_key) if symmetric else e.args)]
         dims = self._union(pieces)
         texts = [self._broadcast(p, dims)[0] for p in pieces]
-        while len(texts) > 2 and isinstance(e, (sympy.Min, sympy.Max)):  # two operands at a time
+        while len(texts) > 2 and symmetric:  # two operands at a time
             texts = [f"{name}({texts[0]}, {texts[1]})", *texts[2:]]
         return f"{name}({', '.join(texts)})", dims, 3
 

@@ -225,7 +225,7 @@ class _Builder(ast.NodeVisitor):
                 return a / b
             case ast.FloorDiv():
                 return floordiv(a, b)
-            case ast.Pow() if b.is_Integer and not (a.is_Number or a.is_Mul):  # how a product of equal factors is printed
+            case ast.Pow() if b.is_Integer and abs(b) <= 9 and not (a.is_Number or a.is_Mul):  # how a product of equals is printed
                 return a**b
         return self.generic_visit(node.op)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -72,8 +74,8 @@ def _reasons(module: Module) -> Iterator[str]:
     derived = {name: Type("i32", ("B",)) for d in module.derived for name in d.names}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     for name in names:
-        if names.count(name) > 1 or name in WRAPPER:
-            yield f"`{name}` is declared twice, or is a name of the wrapper's own"
+        if names.count(name) > 1 or name in WRAPPER or hasattr(builtins, name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            yield f"`{name}` is declared twice, is a name of the wrapper's own, or is not in small letters"
     for name, type_ in given.items():
         if type_.dtype not in ("b1", "i32", "f32") or not set(type_.dims) <= {"B", "Hq", "Nq", "Nk"}:
             yield f"`input {name} : {type_.dtype}[{', '.join(type_.dims)}]`; expected b1, i32 or f32 of B, Hq, Nq and Nk"

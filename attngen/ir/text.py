@@ -252,7 +252,8 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
     return tuple(axes)
 
 
-_ROW = re.compile(r"(\w+) bytes=(\d+) rows<=(\d+|inf) : BLOCK_Q=(\d+) BLOCK_KV=(\d+) num_warps=(\d+) num_stages=(\d+)")
+_N = "([0-9]{1,9})"
+_ROW = re.compile(rf"(\w+) bytes={_N} rows<=([0-9]{{1,9}}|inf) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}")
 
 
 def _parse_row(line: str, where: str) -> Row:
@@ -328,7 +329,7 @@ def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived],
     for key in ("name", *_HEADER_KEYS):
         if key not in header:
             raise IRError(f"{source}: the module header lacks `{key}`")
-    dims = re.fullmatch(r"qk=(\d+) v=(\d+)", header["head_dim"])
+    dims = re.fullmatch(r"qk=([0-9]{1,9}) v=([0-9]{1,9})", header["head_dim"])
     if not dims:
         raise IRError(f"{source}: `head_dim {header['head_dim']}`; expected `head_dim qk=64 v=64`")
     return Module(

@@ -11,7 +11,7 @@ import sympy
 from sympy.logic.boolalg import Boolean
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import cdiv, conjuncts, floordiv, prove_le, symbol, to_text, with_rows
+from attngen.ir.expr import cdiv, conjuncts, exp2, floordiv, log2, prove_le, select, symbol, to_text, with_rows
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -88,15 +88,20 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "no block @entry"
     if not kernel.grid or kernel.grid[0].var not in ("q", "kv"):
         yield "the grid does not start with q or kv"
-    homes: dict[str, set[str]] = {}
-    for loop in kernel.loops:
-        homes.setdefault(loop.body, set()).add(kernel.graph.nodes[loop.name]["block"])
-    for name in (b.name for b in kernel.blocks):
-        above = nx.ancestors(nx.DiGraph((home, body) for body in homes for home in homes[body]), name) if name in homes else set()
-        if (name == "entry") == (name in homes) or name in above or len(homes.get(name, ())) > 1:
+    blocks = [b.name for b in kernel.blocks]
+    homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
+    reached = nx.descendants(nx.DiGraph([("entry", "entry"), *homes]), "entry") | {"entry"}
+    bodies = [body for _, body in homes]
+    for name in blocks:
+        if blocks.count(name) > 1 or bodies.count(name) != (name != "entry") or name not in reached:
             yield f"@{name} is not the body of loops of one other block; only @entry is no body"
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, Store)]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
+    for op in kernel.ops():
+        if isinstance(op, (Load, Store)):
+            tensor, role = _tensor(kernel, op), "out" if isinstance(op, Store) else "in"
+            if not isinstance(tensor, Arg) or tensor.role != role:
+                yield f"%{op.name} {'writes' if role == 'out' else 'reads'} %{tensor.name}, which is no tensor of role `{role}`"
     for block in kernel.blocks:
         roles = ("in", "out", "scalar") if block.name == "entry" else ("carry",)
         for op in block.ops:
@@ -112,20 +117,29 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
                     yield f"%{op.name} is of `{t.dtype}`; expected one of T, {', '.join(DTYPE_BYTES)}"
 
 
+def _tensor(kernel: Kernel, op: Load | Store | Base) -> Op:
+    """The op that declares the tensor that an access leads to."""
+    source = kernel.op((op.dst if isinstance(op, Store) else op.src).tensor)
+    return kernel.op(source.src.tensor) if isinstance(source, Base) else source
+
+
 def order(module: Module, kernel: Kernel) -> Iterator[str]:
     """Values are defined before they are used, in the same block or in one around it; so are scalars that expressions name."""
     if not nx.is_directed_acyclic_graph(kernel.graph):
         yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
-    parents = {loop.body: kernel.graph.nodes[loop.name]["block"] for loop in kernel.loops}
-    for name, data in kernel.graph.nodes.items():
-        named = {str(s) for e in _expressions(data["op"]) for s in e.free_symbols} & kernel.graph.nodes.keys()
+    nodes = kernel.graph.nodes
+    first: dict[str, Any] = {}  # the first loop that runs a body
+    for loop in kernel.loops:
+        first.setdefault(loop.body, nodes[loop.name])
+    for name, data in nodes.items():
+        named = {str(s) for e in _expressions(data["op"]) for s in e.free_symbols} & nodes.keys()
         bound = {k for k, _ in getattr(data["op"], "uses", ())} | _variables(kernel)
         for ref in (*data["op"].operands(), *sorted(named - bound)):
-            source = kernel.graph.nodes[ref.split(".")[0]]
-            block: str | None = data["block"]
-            while block is not None and block != source["block"]:
-                block = parents.get(block)
-            if block is None or (block == data["block"] and source["order"] >= data["order"]):
+            source = nodes[ref.split(".")[0]]
+            place: Any = data
+            while place is not None and place["block"] != source["block"]:
+                place = first.get(place["block"])
+            if place is None or source["order"] >= place["order"]:
                 yield f"%{name} reads %{ref} where it is not defined"
 
 
@@ -142,6 +156,9 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
         if loop.var == kernel.own_axis:
             yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one tile"
+        above = [other.var for other in kernel.loops if other.body == kernel.graph.nodes[loop.name]["block"]]
+        if loop.var in above:
+            yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
         if not over_tiles and loop.ranges != ((sympy.Integer(0), symbol("group")),):
             yield f"%{loop.name} does not run over 0 .. group, the query heads of the program's key head"
         ops = blocks[loop.body].ops
@@ -164,7 +181,8 @@ def live(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def _named(kernel: Kernel, name: str) -> bool:
     """Whether an expression names a value, as bounds of loops name scalars."""
-    return any(str(s) == name for op in kernel.ops() for e in _expressions(op) for s in e.free_symbols)
+    bound = [(op, {k for k, _ in getattr(op, "uses", ())}) for op in kernel.ops()]
+    return any(name in {str(s) for e in _expressions(op) for s in e.free_symbols} - uses for op, uses in bound)
 
 
 def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -176,6 +194,12 @@ def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         updated = [r for _, r in op.carry] if isinstance(op, Loop) else [op.value] if isinstance(op, Mask) else []
         for ref in updated:
+            start = kernel.op(ref)
+            local = kernel.graph.nodes[start.name]["block"] == kernel.graph.nodes[op.name]["block"]
+            if not local or (isinstance(op, Loop) and not isinstance(start, (Init, Loop, Arg))):
+                yield f"%{op.name} updates %{ref} in place; expected an init, a carried value or, for a mask, a value of the same block"
+            if isinstance(start, Arg) and start.role != "carry":
+                yield f"%{op.name} updates %{ref} in place, which is an argument of the kernel"
             if others := [r for r in readers[ref] if r != op.name]:
                 yield f"%{op.name} updates %{ref} in place, which %{others[0]} reads too"
         if isinstance(op, Loop) and len(set(updated)) < len(updated):
@@ -207,9 +231,47 @@ def references(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def types(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Dimensions agree by name: contractions, broadcasts, accesses."""
+    """Dimensions agree by name: contractions, broadcasts, accesses. Element types are what is loaded, stored and computed."""
     for op in kernel.ops():
+        for e in _expressions(op):
+            if any(_is_condition(arg) for sub in sympy.preorder_traversal(e) for arg in _numbers_in(sub)):
+                yield f"%{op.name}: `{to_text(e)}` computes with a condition"
         yield from (f"%{op.name}: {reason}" for reason in _type_errors(kernel, op))
+
+
+def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
+    text, value = to_text(op.expr), op.type.dtype
+    for ref in (r for _, r in op.uses if kernel.type_of(r).dtype == "ptr"):
+        yield f"%{ref} is a pointer"
+    dims = {d for _, ref in op.uses for d in kernel.type_of(ref).dims}
+    dims |= {AXIS_DIM[a] for a in ("q", "kv") if symbol(f"{a}_idx") in op.expr.free_symbols}
+    if dims != set(op.type.dims):
+        yield f"the expression is of [{', '.join(sorted(dims))}], the value of [{', '.join(op.type.dims)}]"
+    if _is_condition(op.expr) != (value == "b1"):
+        yield f"`{text}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
+    if value != "i32" and op.expr.has(floordiv, cdiv):
+        yield f"`{text}` divides integers, the value is {value}"
+    whole = not dims and _integral(kernel, op.expr, dict(op.uses))
+    if whole != (value == "i32") and (dims or op.expr.free_symbols):
+        yield f"`{text}` is {'an integer' if whole else 'no integer'}, the value {value}"
+
+
+def _uses_errors(kernel: Kernel, op: Map | Mask) -> Iterator[str]:
+    for _, ref in op.uses:
+        dims = kernel.type_of(ref).dims
+        if not set(dims) <= set(op.type.dims) or (len(dims) == 2 and dims != op.type.dims):
+            yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(op.type.dims)}]"
+
+
+def _is_condition(e: Any) -> bool:
+    return isinstance(e, Boolean) and not e.is_Symbol
+
+
+def _numbers_in(e: Any) -> tuple[Any, ...]:
+    """The arguments of an expression that have to be numbers."""
+    if isinstance(e, (sympy.And, sympy.Or, sympy.Not)):
+        return ()
+    return e.args[1:] if isinstance(e, select) else e.args
 
 
 def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
@@ -223,23 +285,31 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
             dims = tuple(d for t in (a, b) for d in t.dims if d != op.over)
             if dims != op.type.dims or op.type.dtype != "f32":
                 yield f"the product is f32[{', '.join(dims)}]"
+            if op.acc and of(op.acc).dtype != "f32":
+                yield f"the accumulator is {of(op.acc).dtype}; expected f32"
             if op.acc and of(op.acc).dims != dims:
                 yield f"the accumulator is [{', '.join(of(op.acc).dims)}], the product [{', '.join(dims)}]"
-        case Map() | Mask():
-            for _, ref in op.uses:
-                if not set(of(ref).dims) <= set(op.type.dims):
-                    yield f"%{ref} of [{', '.join(of(ref).dims)}] does not broadcast to [{', '.join(op.type.dims)}]"
-            logical = isinstance(op, Map) and isinstance(op.expr, Boolean) and not op.expr.is_Symbol
-            if logical != (isinstance(op, Map) and op.type.dtype == "b1"):
-                yield f"`{to_text(op.expr)}` is {'a condition' if logical else 'a number'}, the value {op.type.dtype}"  # type: ignore[union-attr]
-            if isinstance(op, Map) and op.type.dtype != "i32" and op.expr.has(floordiv, cdiv):
-                yield f"`{to_text(op.expr)}` divides integers, the value is {op.type.dtype}"
-            if isinstance(op, Mask) and of(op.value) != op.type:
+        case Map():
+            yield from _map_errors(kernel, op)
+            yield from _uses_errors(kernel, op)
+        case Mask():
+            yield from (f"`{to_text(e)}` is no condition" for e in _expressions(op) if not isinstance(e, Boolean))
+            yield from _uses_errors(kernel, op)
+            if of(op.value) != op.type:
                 yield "a masked value keeps its type"
-            if isinstance(op, Mask) and op.when not in ("always", "partial"):
+            if op.when not in ("always", "partial"):
                 yield f"applies `{op.when}`; expected always or partial"
+        case Loop():
+            for e in (e for r in op.ranges for e in r):
+                if _is_condition(e) or not _integral(kernel, e, {}):
+                    yield f"runs to or from `{to_text(e)}`, which is no integer"
+        case Init():
+            if op.type.dtype != "f32" or not op.value.is_number:
+                yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32"
         case SoftmaxStep():
             row = op.type.dims[:1]
+            if {of(r).dtype for r in (op.s, op.m, op.l)} != {"f32"} or (op.scale and of(op.scale).dims):
+                yield "needs s, m and l in f32, and one number as scale"
             if of(op.s).dims != op.type.dims or of(op.m).dims != row or of(op.l).dims != row:
                 yield f"needs s of [{', '.join(op.type.dims)}], and m and l of its rows"
             if op.guard not in ("always", "partial"):
@@ -253,13 +323,13 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
         case Load() | Base() | Store():
             access = op.dst if isinstance(op, Store) else op.src
             source = kernel.op(access.tensor)
-            whole = kernel.type_of(source.src.tensor if isinstance(source, Base) else access.tensor)
+            tensor = kernel.type_of(source.src.tensor if isinstance(source, Base) else access.tensor)
             given = len(access.index) + (len(source.src.index) if isinstance(source, Base) else 0)
-            if not isinstance(op, Base) and given != len(whole.dims):
-                yield f"%{access.tensor} has {len(whole.dims)} dimensions, the access {given}"
+            if not isinstance(op, Base) and given != len(tensor.dims):
+                yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {given}"
             moved = of(op.value) if isinstance(op, Store) else op.type
-            if not isinstance(op, Base) and moved.dtype != whole.dtype:
-                yield f"%{access.tensor} holds {whole.dtype}, the value is {moved.dtype}"
+            if not isinstance(op, Base) and moved.dtype != tensor.dtype:
+                yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
             tile = of(op.value).dims if isinstance(op, Store) else op.type.dims
             dims = tuple(AXIS_DIM[a] for a in access.axes())
             if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) != dims:
@@ -268,6 +338,14 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
             for axis, when in checks:
                 if axis not in access.axes() or when not in ("always", "partial"):
                     yield f"cannot check `{axis} if {when}`; expected one of {', '.join(access.axes())}, always or partial"
+
+
+def _integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
+    """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
+    refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - _variables(kernel)
+    whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
+    divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow))
+    return whole and not divided and not e.has(exp2, log2, sympy.Float, sympy.oo)
 
 
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -296,10 +374,24 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant; values have names of their own."""
     scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map)) and not op.results()[""].dims}
-    known = scalars | POSITIONS | CONSTANTS | _variables(kernel)
+    nodes, own = kernel.graph.nodes, kernel.own_axis
+    around = {loop.body: loop for loop in kernel.loops}
     for a in kernel.grid:
-        yield from _unknown(f"the grid axis {a.var}", a.extent, known | {"B"})
+        yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
     for op in kernel.ops():
+        known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | {f"{own}_start", "BLOCK_Q", "BLOCK_KV"}
+        axes, loop = {own}, around.get(nodes[op.name]["block"])
+        while loop is not None:
+            known |= {f"{loop.var}_start"} if loop.var in AXIS_DIM else {loop.var}
+            axes |= {loop.var} & set(AXIS_DIM)
+            loop = around.get(nodes[loop.name]["block"])
+        if isinstance(op, (Map, Mask)):
+            known |= {f"{a}_idx" for a in (axes if isinstance(op, Map) else AXIS_DIM) if AXIS_DIM[a] in op.type.dims}
+        elif isinstance(op, (Load, Store, Base)):
+            known |= axes | {"d_qk", "d_v"}
+        for symbol_name, ref in getattr(op, "uses", ()):
+            if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
+                yield f"%{op.name} takes `{symbol_name}` for %{ref}; a scalar has one name in all expressions"
         for e in _expressions(op):
             yield from _unknown(f"%{op.name}", e, known | {s for s, _ in getattr(op, "uses", ())})
             for division in e.atoms(floordiv, cdiv):
@@ -310,7 +402,8 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"{steps} softmax steps; expected one"
     taken = RESERVED | _variables(kernel) - set(AXIS_DIM) | (set(SoftmaxStep.FIELDS) if steps else set())
     for op in kernel.ops():
-        if not op.name.isidentifier() or keyword.iskeyword(op.name) or op.name in taken or op.name.startswith("stride_"):
+        plain = op.name.isascii() and op.name.isidentifier() and not op.name.startswith("__")
+        if not plain or keyword.iskeyword(op.name) or op.name in taken or op.name.startswith("stride_"):
             yield f"%{op.name} is a name that the printed kernel needs for itself"
 
 

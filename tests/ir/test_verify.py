@@ -25,7 +25,10 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     ],
     "signature": [
         ("causal_gqa", "grid(q in cdiv(Nq, BLOCK_Q) descending, h in Hq", "grid(h in Hq", "grid does not start with q or kv"),
-        ("causal_gqa", "%O = arg out", "%O = arg inout", "argument `inout` of @entry; expected in or out or scalar"),
+        ("causal_gqa", "%V = arg in", "%V = arg inout", "reads %V, which is no tensor of role `in`"),
+        ("causal_gqa", "%O = arg out", "%O = arg in", "writes %O, which is no tensor of role `out`"),
+        ("causal_gqa", "%scale = arg scalar", "%scale = arg number", "argument `number` of @entry; expected in or out or scalar"),
+        ("causal_gqa", "    %m_init", "  block @entry\n    %m_init", "@entry is not the body of loops of one other block"),
         ("causal_gqa", "%m = arg carry", "%m = arg in", "argument `in` of @step; expected carry"),
         ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nk, Nq"),
         ("causal_gqa", "%m_init = init -inf : f32", "%m_init = init -inf : f64", "%m_init is of `f64`; expected one of T, f32"),
@@ -66,6 +69,20 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "m=%soft.m, l=%soft.l, acc=%acc_next", "m=%soft.m, l=%soft.l", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],
     "types": [
+        (
+            "causal_gqa",
+            "%p_cast = map expr(p) uses(p=%p) : T[BLOCK_KV, BLOCK_Q]",
+            "%p_cast = map expr(p) uses(p=%p) : T[BLOCK_Q, BLOCK_KV]",
+            "%p of [BLOCK_KV, BLOCK_Q] does not broadcast to [BLOCK_Q, BLOCK_KV]",
+        ),
+        ("causal_gqa", "uses(scale=%scale) : f32[]", "uses(scale=%scale) : i32[]", "`LOG2E*scale` is no integer, the value i32"),
+        ("causal_gqa", "%kv_end = map expr(cdiv(", "%kv_end = map expr(cdiv(scale + ", "is no integer, the value i32"),
+        ("causal_gqa", "uses(acc=%acc, alpha", "uses(acc=%K_head, alpha", "%K_head is a pointer"),
+        ("causal_gqa", "%l_init = init 0 :", "%l_init = init q_idx :", "starts at `q_idx` as f32; expected a number as f32"),
+        ("causal_gqa", "ranges(0 .. kv_full_end)", "ranges(true .. kv_full_end)", "runs to or from `true`, which is no integer"),
+        ("causal_gqa", "where(kv_idx <= Nk - Nq + q_idx)", "where(kv_idx + 1)", "`kv_idx + 1` is no condition"),
+        ("causal_gqa", "exp2(-lse2 + qk_scale*x)", "exp2(qk_scale <= x)", "`exp2(qk_scale <= x)` computes with a condition"),
+        ("causal_gqa", "scale(%qk_scale)", "scale(%l)", "needs s, m and l in f32, and one number as scale"),
         ("causal_gqa", "dot %q %k over(D_QK)", "dot %q %k over(D_V)", "cannot contract [BLOCK_Q, D_QK] with [BLOCK_KV, D_QK] over D_V"),
         (
             "causal_gqa",
@@ -79,7 +96,12 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "over(BLOCK_KV) acc(%s)",
             "the accumulator is [BLOCK_Q, BLOCK_KV], the product [BLOCK_Q, D_V]",
         ),
-        ("causal_gqa", "uses(acc=%acc, alpha", "uses(acc=%k, alpha", "%k of [BLOCK_KV, D_QK] does not broadcast to [BLOCK_Q, D_V]"),
+        (
+            "causal_gqa",
+            "uses(acc=%acc, alpha",
+            "uses(acc=%k, alpha",
+            "the expression is of [BLOCK_KV, BLOCK_Q, D_QK], the value of [BLOCK_Q, D_V]",
+        ),
         ("causal_gqa", "<= Nk - Nq + q_idx) : f32", "<= Nk - Nq + q_idx) : T", "a masked value keeps its type"),
         ("causal_gqa", "<= Nk - Nq + q_idx)", "<= Nk - Nq + q_idx) when(never)", "applies `never`; expected always or partial"),
         ("causal_gqa", "scale(%qk_scale)", "scale(%qk_scale) guard(never)", "guards `never`; expected always or partial"),
@@ -112,6 +134,21 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("padding_mha", "base %KEY_PADDING[b]", "base %KEY_PADDING[0]", "indexes B of %KEY_PADDING by `0`; expected `b`"),
     ],
     "names": [
+        ("causal_gqa", "expr(acc*inv_l)", "expr(acc*inv_l + kv_start)", "`kv_start`, which is no operand, scalar or position"),
+        ("causal_gqa", "expr(acc*alpha)", "expr(acc*alpha + kv)", "`kv`, which is no operand, scalar or position"),
+        ("padding_mha", "key_padding_run=%key_padding_run", "key_padding_run=%key_padding_end", "a scalar has one name in all expressions"),
+        (
+            "causal_gqa",
+            "uses(l=%keys_partial.l) : f32",
+            "uses(l=%keys_partial.l, Nk=%Nq) : f32",
+            "takes `Nk` for %Nq; a scalar has one name",
+        ),
+        (
+            "causal_gqa",
+            "    %inv_l = map",
+            "    %ｑ_start = map expr(1) : f32[] @reg\n    %inv_l = map",
+            "is a name that the printed kernel needs",
+        ),
         (
             "causal_gqa",
             "%Hq = arg scalar",
@@ -268,6 +305,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("mla_dims", "check(q, d_qk)", "check(q, d_qk if partial)", "%q is padded to D_QK_PAD but does not check d_qk"),
     ],
     "live": [
+        ("causal_gqa", " acc(%dq)", "", "%dq is read by nothing"),
         ("causal_gqa", " acc(%rescaled)", "", "%rescaled is read by nothing"),
         ("causal_gqa", " acc(%dv_step)", "", "%dv_step is read by nothing"),
     ],
