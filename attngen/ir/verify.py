@@ -249,6 +249,8 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
         yield f"the expression is of [{', '.join(sorted(dims))}], the value of [{', '.join(op.type.dims)}]"
     if _is_condition(op.expr) != (value == "b1"):
         yield f"`{text}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
+    if value == "T" and not op.type.dims:
+        yield "a value of no dimensions is of T; expected f32 or i32"
     if value != "i32" and op.expr.has(floordiv, cdiv):
         yield f"`{text}` divides integers, the value is {value}"
     whole = not dims and _integral(kernel, op.expr, dict(op.uses))
@@ -335,6 +337,8 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
             if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) != dims:
                 yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile)}]"
             checks = () if isinstance(op, Base) else op.check
+            if len({axis for axis, _ in checks}) < len(checks):
+                yield "checks an axis twice"
             for axis, when in checks:
                 if axis not in access.axes() or when not in ("always", "partial"):
                     yield f"cannot check `{axis} if {when}`; expected one of {', '.join(access.axes())}, always or partial"

@@ -75,6 +75,8 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "%p_cast = map expr(p) uses(p=%p) : T[BLOCK_Q, BLOCK_KV]",
             "%p of [BLOCK_KV, BLOCK_Q] does not broadcast to [BLOCK_Q, BLOCK_KV]",
         ),
+        ("causal_gqa", "uses(scale=%scale) : f32[]", "uses(scale=%scale) : T[]", "a value of no dimensions is of T; expected f32 or i32"),
+        ("causal_gqa", "%delta check(q)", "%delta check(q, q)", "checks an axis twice"),
         ("causal_gqa", "uses(scale=%scale) : f32[]", "uses(scale=%scale) : i32[]", "`LOG2E*scale` is no integer, the value i32"),
         ("causal_gqa", "%kv_end = map expr(cdiv(", "%kv_end = map expr(cdiv(scale + ", "is no integer, the value i32"),
         ("causal_gqa", "uses(acc=%acc, alpha", "uses(acc=%K_head, alpha", "%K_head is a pointer"),
