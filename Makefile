@@ -55,4 +55,4 @@ regen: $(READY)
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -m gpu -n 8
-	PYTHONPATH=. $(PYTHON) benchmarks/verify.py --out docs/gpu-verification.md
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/verify.py --out docs/gpu-verification.md
