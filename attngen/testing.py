@@ -67,12 +67,15 @@ class Result:
     @property
     def worst(self) -> str:
         """The key of a whole tensor with the largest ratio; a NaN is the largest of all."""
-        return max(KEYS, key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
+        return self._largest(KEYS)
 
     @property
     def worst_row(self) -> str:
         """The same among the worst rows."""
-        return max((f"{k} row" for k in KEYS), key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
+        return self._largest(tuple(f"{k} row" for k in KEYS))
+
+    def _largest(self, keys: tuple[str, ...]) -> str:
+        return max(keys, key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
 
     @property
     def ok(self) -> bool:

@@ -20,7 +20,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-KEYS = ("out", "lse", "dq", "dk", "dv")
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
 TURNS = 2**26  # scores of a case from which on it takes turns with others
@@ -69,7 +68,7 @@ def run_spec(path: Path, dtype: str, device: str) -> tuple[str, list[tuple[str, 
     from attngen.emit.render import render
     from attngen.passes.pipeline import lower
     from attngen.spec import load_spec
-    from attngen.testing import load_module, run_case
+    from attngen.testing import KEYS, load_module, run_case
 
     spec = load_spec(path)
     lines = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
@@ -21,6 +22,14 @@ SPECS = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
 def spec(name: str) -> Spec:
     """A spec of specs/ by name."""
     return load_spec(ROOT / "specs" / f"{name}.yaml")
+
+
+@cache
+def built(name: str) -> ModuleType:
+    """The committed module of a spec, imported."""
+    from attngen.testing import load_module
+
+    return load_module(ROOT / "generated" / name)
 
 
 @cache

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.testing import Case, heads_for, load_module, make_inputs
-from tests.helpers import ROOT, SPECS, spec
+from attngen.testing import Case, heads_for, make_inputs
+from tests.helpers import ROOT, built, spec
 
 Arguments = dict[str, Any]
-MODULES = {name: load_module(ROOT / "generated" / name) for name in SPECS}
 
 
 def arguments(name: str, device: str) -> Arguments:
     """A right call of the module, 4 query heads, 40 queries, 50 keys."""
     case = Case(2, *heads_for(spec(name)), 40, 50)
-    q, k, v, inputs = make_inputs(spec(name), case, MODULES[name].DTYPES[-1], device)
+    q, k, v, inputs = make_inputs(spec(name), case, built(name).DTYPES[-1], device)
     return {"q": q, "k": k, "v": v, **inputs}
 
 
@@ -92,9 +91,9 @@ def test_a_wrong_call_is_one_sentence(
     name: str, change: Callable[[Arguments], Arguments], kind: type[Exception], sentence: str, device: str
 ) -> None:
     right = arguments(name, device)
-    MODULES[name].attention(**right)
+    built(name).attention(**right)
     with pytest.raises(kind) as caught:
-        MODULES[name].attention(**{**right, **change(right)})
+        built(name).attention(**{**right, **change(right)})
     assert type(caught.value) is kind
     assert re.match(f"attention: {sentence}", str(caught.value)), caught.value
     assert "\n" not in str(caught.value)
@@ -110,7 +109,7 @@ def test_a_wrong_call_is_one_sentence(
 def test_python_names_arguments_that_are_missing_or_unknown(name: str, change: Arguments, sentence: str, device: str) -> None:
     right = arguments(name, device)
     qkv = {x: right[x] for x in "qkv"}
-    for call in (MODULES[name].attention, MODULES[name].Attention()):
+    for call in (built(name).attention, built(name).Attention()):
         with pytest.raises(TypeError, match=sentence):
             call(**qkv, **change)
 
@@ -137,13 +136,13 @@ def test_what_is_odd_but_right_is_accepted(device: str) -> None:
     """Strides of dimensions of one element do not matter; rows may lie anywhere; scales may be tiny or huge."""
     right = arguments("padding_mha", device)
     one = {**right, "q": rows_apart(right["q"][:, :, :1], 2**24)}
-    assert MODULES["padding_mha"].attention(**one).shape == (2, 4, 1, 64)
+    assert built("padding_mha").attention(**one).shape == (2, 4, 1, 64)
     single = {"q": right["q"], "k": right["k"][:, :, :1], "v": right["v"][:, :, :1], "key_padding": right["key_padding"][:, 3:4]}
-    assert MODULES["padding_mha"].attention(**single).shape == (2, 4, 40, 64)
+    assert built("padding_mha").attention(**single).shape == (2, 4, 40, 64)
     apart = {x: rows_apart(right[x][:, :, :2], 2**23 + 8).requires_grad_() for x in "qkv"}
-    out = MODULES["padding_mha"].attention(**apart, key_padding=right["key_padding"][:, :2])
+    out = built("padding_mha").attention(**apart, key_padding=right["key_padding"][:, :2])
     assert [x.shape for x in torch.autograd.grad(out.sum(), tuple(apart.values()))] == [(2, 4, 2, 64)] * 3
     negative = {**right, "q": torch._neg_view(right["q"])}  # a lazy sign, as `z.conj().imag` has
-    assert MODULES["padding_mha"].attention(**negative).equal(MODULES["padding_mha"].attention(**{**right, "q": -right["q"]}))
+    assert built("padding_mha").attention(**negative).equal(built("padding_mha").attention(**{**right, "q": -right["q"]}))
     for scale in (1e-30, 1e6, np.float32(0.1), np.int64(1)):
-        assert MODULES["padding_mha"].attention(**right, scale=scale).isfinite().all()
+        assert built("padding_mha").attention(**right, scale=scale).isfinite().all()

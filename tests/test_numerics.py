@@ -7,9 +7,8 @@ The same tests run on CUDA and, with smaller shapes, in Triton's interpreter; be
 from __future__ import annotations
 
 import itertools
-from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,27 +19,17 @@ from attngen.emit.render import render
 from attngen.masks import MAX_OFFSET
 from attngen.passes.pipeline import lower
 from attngen.reference import naive_attention, reference_mask, relative_error
-from attngen.spec import Spec, load_spec, make_spec
+from attngen.spec import make_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
 from tests.conftest import CUDA
+from tests.helpers import ROOT, SPECS, built
+from tests.helpers import spec as spec_of
 
-ROOT = Path(__file__).parent.parent
-NAMES = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
 SQUARE = [(1, 1), (17, 17), (127, 127), (129, 129)]
 SHAPES = [*((n, m, "bhnd") for n, m in [*SQUARE, (100, 300), (300, 100)])]
 SHAPES += [(129, 129, "bnhd"), (65, 65, "packed"), (40, 129, "expanded"), (100, 130, "island"), (130, 100, "island")]
 LONG = {"causal_mqa": [(1000, 1000)], "padding_mha": [(1000, 1000)], "window_gqa": [(1200, 1200), (33, 1500)]}  # in the interpreter
 EMPTY_SIZES = {"no batch": (0, 4, 65, 65), "no heads": (2, 0, 65, 65), "no queries": (2, 4, 0, 65), "no keys": (2, 4, 65, 0)}
-
-
-@cache
-def spec_of(name: str) -> Spec:
-    return load_spec(ROOT / "specs" / f"{name}.yaml")
-
-
-@cache
-def built(name: str) -> ModuleType:
-    return load_module(ROOT / "generated" / name)
 
 
 def dtypes(name: str) -> list[str]:
@@ -77,7 +66,7 @@ def mask_inputs(name: str) -> set[str]:
     return {i.name for i in spec_of(name).mask.inputs()}
 
 
-PADDED = [n for n in NAMES if mask_inputs(n) & {"key_padding", "kv_lengths"}]
+PADDED = [n for n in SPECS if mask_inputs(n) & {"key_padding", "kv_lengths"}]
 
 
 def padding(name: str, lengths: list[int], n_kv: int, device: str) -> dict[str, torch.Tensor]:
@@ -92,13 +81,13 @@ def padding(name: str, lengths: list[int], n_kv: int, device: str) -> dict[str, 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}-{s[2]}")
-@pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(SPECS))
 def test_against_naive(name: str, dtype: str, shape: tuple[int, int, str], device: str) -> None:
     result = run_case(built(name), spec_of(name), small(name, *shape), dtype, device)
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize(("name", "shape"), [(n, s) for n in NAMES for s in ([(1000, 1000), (33, 1500)] if CUDA else LONG.get(n, []))])
+@pytest.mark.parametrize(("name", "shape"), [(n, s) for n in SPECS for s in ([(1000, 1000), (33, 1500)] if CUDA else LONG.get(n, []))])
 def test_longer(name: str, shape: tuple[int, int], device: str) -> None:
     spec = spec_of(name)
     result = run_case(built(name), spec, Case(1, *heads_for(spec, 2), *shape), dtypes(name)[0], device)
@@ -106,14 +95,14 @@ def test_longer(name: str, shape: tuple[int, int], device: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.02, 1, 4.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_scale(name: str, scale: float, device: str) -> None:
     """Down to nearly uniform weights, up to scores in the hundreds; an integer too."""
     result = run_case(built(name), spec_of(name), small(name), dtypes(name)[0], device, scale=scale)
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "bf16" in spec_of(n).dtype])
+@pytest.mark.parametrize("name", [n for n in SPECS if "bf16" in spec_of(n).dtype])
 def test_bf16(name: str, device: str) -> None:
     """bf16 in, bf16 out, with bf16's accuracy; the interpreter computes it in fp32."""
     case = small(name, 129, 129)
@@ -154,7 +143,7 @@ def test_padding(name: str, pattern: str, device: str) -> None:
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "key_padding" in mask_inputs(n)])
+@pytest.mark.parametrize("name", [n for n in SPECS if "key_padding" in mask_inputs(n)])
 def test_padding_on_any_side(name: str, device: str) -> None:
     """Keys that count in the middle, at the end, in stripes, in a single place; seen through strides and an expanded batch."""
     n = 300
@@ -182,8 +171,8 @@ def test_padding_in_any_strides(name: str, device: str) -> None:
 
 
 def empty_cases() -> list[tuple[str, int, int, str]]:
-    cases = [(n, 300, 100, "") for n in NAMES if "causal" in spec_of(n).mask.describe() or "window" in spec_of(n).mask.describe()]
-    return cases + [(n, 100, 130, p) for n in PADDED for p in ("none", "none at all")] + [(n, 65, 0, "") for n in NAMES]
+    cases = [(n, 300, 100, "") for n in SPECS if "causal" in spec_of(n).mask.describe() or "window" in spec_of(n).mask.describe()]
+    return cases + [(n, 100, 130, p) for n in PADDED for p in ("none", "none at all")] + [(n, 65, 0, "") for n in SPECS]
 
 
 @pytest.mark.parametrize(("name", "n_q", "n_kv", "pattern"), empty_cases())
@@ -210,7 +199,7 @@ def test_rows_that_see_nothing(name: str, n_q: int, n_kv: int, pattern: str, dev
 
 
 @pytest.mark.parametrize("sizes", EMPTY_SIZES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_empty_tensors(name: str, sizes: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, heads, n_q, n_kv = EMPTY_SIZES[sizes]
     kv_heads = 1 if spec_of(name).heads.sharing == "mqa" else heads_for(spec_of(name), heads)[1] if heads else 0
@@ -261,7 +250,7 @@ def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch) -> Guarded:
 
 
 @pytest.mark.parametrize("shape", [(129, 129, "bhnd"), (300, 100, "island"), (1, 130, "bnhd")], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_every_element_is_written_and_no_other(
     name: str, shape: tuple[int, int, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +266,7 @@ def test_every_element_is_written_and_no_other(
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_results_lie_as_the_inputs_do(name: str, layout: str, device: str) -> None:
     leaves, inputs, grads = problem(name, small(name, layout=layout), device)
     for x in run(name, leaves, inputs, grads).values():
@@ -286,7 +275,7 @@ def test_results_lie_as_the_inputs_do(name: str, layout: str, device: str) -> No
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd", "expanded rows"])
 @pytest.mark.parametrize("limit", [100, 2**23])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments whose rows are further apart than 32-bit offsets reach are copied, and no result has such rows."""
     case = small(name, 3, 3, layout if layout == "bnhd" else "bhnd")
@@ -307,7 +296,7 @@ def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, mon
 # ------------------------------------------------------------------------------------------------- calls and autograd
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_twice_the_same_bits(name: str, device: str) -> None:
     leaves, inputs, grads = problem(name, small(name, 129, 200), device)
     first, second = run(name, leaves, inputs, grads), run(name, leaves, inputs, grads)
@@ -318,7 +307,7 @@ def test_twice_the_same_bits(name: str, device: str) -> None:
     assert all(a.equal(b) for a, b in zip(once, torch.autograd.grad(out, leaves, grads[0])))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_return_lse_and_the_module_twin(name: str, device: str) -> None:
     (q, k, v), inputs, _ = problem(name, small(name), device)
     alone = built(name).attention(q, k, v, **inputs)
@@ -335,7 +324,7 @@ def test_return_lse_and_the_module_twin(name: str, device: str) -> None:
     assert scaled(q, k, v, **inputs).equal(built(name).attention(q, k, v, **inputs, scale=0.3))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_only_the_gradients_asked_for(name: str, device: str) -> None:
     leaves, inputs, grads = problem(name, small(name), device)
     expected = dict(zip(leaves, (run(name, leaves, inputs, grads)[key] for key in ("dq", "dk", "dv"))))
@@ -354,7 +343,7 @@ def test_only_the_gradients_asked_for(name: str, device: str) -> None:
     assert not built(name).attention(*leaves, **inputs).requires_grad
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPECS)
 def test_gradients_of_one_result_alone(name: str, device: str) -> None:
     """Through the output alone and through the LSE alone: together they are the gradient of both."""
     leaves, inputs, (grad_out, grad_lse) = problem(name, small(name), device)
@@ -367,7 +356,7 @@ def test_gradients_of_one_result_alone(name: str, device: str) -> None:
         assert relative_error(a.double() + b.double(), x) < 2 * torch.finfo(x.dtype).eps + 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES[:1])
+@pytest.mark.parametrize("name", SPECS[:1])
 def test_second_derivatives_are_refused(name: str, device: str) -> None:
     leaves, inputs, _ = problem(name, small(name), device)
     grads = torch.autograd.grad(built(name).attention(*leaves, **inputs).square().sum(), leaves, create_graph=True)
@@ -435,7 +424,7 @@ def test_the_bar_sees_a_wrong_kernel(old: str, new: str, device: str, tmp_path: 
     ("name", "dtype", "shape"),
     [
         (name, dtype, shape)
-        for name, dtype in with_dtypes(NAMES)
+        for name, dtype in with_dtypes(SPECS)
         for shape in [(4096, 4096, 4), (8191, 8191, 2), (1, 32768, 2)]
         # one query over many keys in fp32: cuBLAS splits naive's sum over the keys, ours is one sum (docs/perf-log.md, section 4)
         if dtype != "fp32" or shape[0] > 1

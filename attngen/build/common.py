@@ -8,7 +8,7 @@ import sympy
 
 from attngen.ir.expr import Bool, floordiv, symbol
 from attngen.ir.graph import Block, Kernel
-from attngen.ir.interface import SCALARS, SIGNATURES, grid, tensor_type
+from attngen.ir.interface import SCALARS, SIGNATURES, grid, mask_tensors, tensor_args
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -42,6 +42,7 @@ class KernelBuilder:
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
         self.grid = grid(own, spec.heads.sharing)
+        self.masked = mask_tensors(spec.mask.inputs(), spec.mask.derived())
 
     def add(self, op: Op, block: str = "entry") -> str:
         self.ops.setdefault(block, []).append(op)
@@ -50,12 +51,8 @@ class KernelBuilder:
 
     def tensors(self, masked: bool = True) -> None:
         """Declare what the kernel reads and writes, and, if it masks, what its mask reads."""
-        for name in SIGNATURES[self.name].reads:
-            self.add(Arg(name, "in", tensor_type(name)))
-        for name, type_ in self._mask_tensors() if masked else ():
-            self.add(Arg(name.upper(), "in", type_))
-        for name in SIGNATURES[self.name].writes:
-            self.add(Arg(name, "out", tensor_type(name)))
+        for arg in tensor_args(self.name, self.masked if masked else {}):
+            self.add(arg)
 
     def scalar(self, name: str) -> None:
         self.add(Arg(name, "scalar", Type(SCALARS[name])))
@@ -67,11 +64,6 @@ class KernelBuilder:
             names.append("group")
         for name in (*names, "Nq", "Nk"):
             self.scalar(name)
-
-    def _mask_tensors(self) -> list[tuple[str, Type]]:
-        """What the mask reads: its inputs, and what the wrapper derives from them."""
-        given = [(i.name, Type(i.dtype, i.shape)) for i in self.spec.mask.inputs()]
-        return given + [(name, Type("i32", ("B",))) for d in self.spec.mask.derived() for name in d.names]
 
     def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0) -> str:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
@@ -115,7 +107,7 @@ class KernelBuilder:
     def reads(self, block: str) -> dict[str, str]:
         """Loads of the mask's inputs: in the loop body where they vary along the loop, before the loop elsewhere."""
         found = {}
-        for name, type_ in self._mask_tensors():
+        for name, type_ in self.masked.items():
             index = tuple(INPUT_AXES[d] for d in type_.dims)
             found[name] = self.load(name, name.upper(), index, block if self.loop_axis in index else "entry")
         return found

@@ -176,7 +176,7 @@ def _call(name: str, args: list[str]) -> str:
     line = f"{name}({', '.join(args)})"
     if len(line) <= WIDTH - 12:
         return line
-    return "\n".join([f"{name}(", *(f"    {a}," for a in args), ")"])
+    return _one_a_line(name, args)
 
 
 def _tuple(items: list[str]) -> str:
@@ -199,7 +199,11 @@ def _assign(var: str, expr: str) -> str:
             args.append("")
         elif not (c == " " and not args[-1]):
             args[-1] += inside[i]
-    return "\n".join([f"{var} = {name}(", *(f"    {a}," for a in args), ")"])
+    return _one_a_line(f"{var} = {name}", args)
+
+
+def _one_a_line(name: str, args: list[str]) -> str:
+    return "\n".join([f"{name}(", *(f"    {a}," for a in args), ")"])
 
 
 def _fill(items: list[str], width: int) -> list[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import cdiv, symbol
-from attngen.ir.graph import GridAxis, Kernel, Module
+from attngen.ir.graph import Derived, GridAxis, Input, Kernel, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 from attngen.ir.text import print_module
 
@@ -51,6 +51,19 @@ def tensor_type(name: str) -> Type:
     return Type("f32" if name in STATISTICS else "T", SHAPES[name.removeprefix("d")])
 
 
+def mask_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:
+    """What a mask reads: its inputs, and the scalars per sequence that the wrapper derives from them."""
+    return {i.name: Type(i.dtype, i.shape) for i in inputs} | {name: Type("i32", ("B",)) for d in derived for name in d.names}
+
+
+def tensor_args(kernel: str, masked: dict[str, Type]) -> list[Arg]:
+    """The tensors of a kernel: what it reads, what its mask reads, what it writes."""
+    signature = SIGNATURES[kernel]
+    read = [Arg(name, "in", tensor_type(name)) for name in signature.reads]
+    read += [Arg(name.upper(), "in", type_) for name, type_ in masked.items()]
+    return read + [Arg(name, "out", tensor_type(name)) for name in signature.writes]
+
+
 def grid(own: str, sharing: str) -> tuple[GridAxis, ...]:
     """One program per tile of the axis, head and sequence; one that owns keys owns them for the whole group of query heads."""
     heads = {"q": "h", "kv": {"mha": "h", "gqa": "hkv", "mqa": ""}[sharing]}[own]
@@ -70,8 +83,7 @@ def _reasons(module: Module) -> Iterator[str]:
     have, expected = [k.name for k in module.kernels], list(SIGNATURES)
     if sorted(have) != sorted(expected) or sorted(name for name, _ in module.schedules) != sorted(expected):
         yield f"the kernels are {', '.join(have) or 'none'}; expected {', '.join(expected)}, and a schedule for each"
-    given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
-    derived = {name: Type("i32", ("B",)) for d in module.derived for name in d.names}
+    given = mask_tensors(module.inputs, ())
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     for name in names:
         if names.count(name) > 1 or name in WRAPPER or hasattr(builtins, name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -87,18 +99,16 @@ def _reasons(module: Module) -> Iterator[str]:
         if name not in read and name not in {d.source for d in module.derived}:
             yield f"`input {name}` is read by no kernel"
     for kernel in module.kernels:
-        for reason in _kernel_reasons(kernel, module.sharing, {**given, **derived}):
+        for reason in _kernel_reasons(kernel, module.sharing, mask_tensors(module.inputs, module.derived)):
             yield f"kernel @{kernel.name}: {reason}"
 
 
-def _kernel_reasons(kernel: Kernel, sharing: str, mask_tensors: dict[str, Type]) -> Iterator[str]:
+def _kernel_reasons(kernel: Kernel, sharing: str, masked: dict[str, Type]) -> Iterator[str]:
     signature = SIGNATURES[kernel.name]
     right = grid(signature.own, sharing)
     if [(a.var, a.extent) for a in kernel.grid] != [(a.var, a.extent) for a in right]:
         yield f"the grid is not {', '.join(f'{a.var} in {a.extent}' for a in right)}, which is what the wrapper launches"
-    known = {name: Arg(name, "in", tensor_type(name)) for name in signature.reads}
-    known |= {name: Arg(name, "out", tensor_type(name)) for name in signature.writes}
-    known |= {name.upper(): Arg(name.upper(), "in", type_) for name, type_ in mask_tensors.items()}
+    known = {arg.name: arg for arg in tensor_args(kernel.name, masked)}
     known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in SCALARS.items()}
     for arg in kernel.args:
         match = known.get(arg.name)

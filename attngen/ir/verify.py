@@ -15,6 +15,7 @@ from attngen.ir.expr import cdiv, conjuncts, exp2, floordiv, log2, prove_le, sel
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
+    AXIS_EXTENT,
     DTYPE_BYTES,
     Arg,
     Base,
@@ -99,7 +100,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
-            tensor, role = _tensor(kernel, op), "out" if isinstance(op, Store) else "in"
+            tensor, role = _accessed(kernel, op)[0], "out" if isinstance(op, Store) else "in"
             if not isinstance(tensor, Arg) or tensor.role != role:
                 yield f"%{op.name} {'writes' if role == 'out' else 'reads'} %{tensor.name}, which is no tensor of role `{role}`"
     for block in kernel.blocks:
@@ -117,10 +118,22 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
                     yield f"%{op.name} is of `{t.dtype}`; expected one of T, {', '.join(DTYPE_BYTES)}"
 
 
-def _tensor(kernel: Kernel, op: Load | Store | Base) -> Op:
-    """The op that declares the tensor that an access leads to."""
-    source = kernel.op((op.dst if isinstance(op, Store) else op.src).tensor)
-    return kernel.op(source.src.tensor) if isinstance(source, Base) else source
+def _accessed(kernel: Kernel, op: Load | Store | Base) -> tuple[Op, tuple[Any, ...]]:
+    """The op that declares the tensor an access leads to, and all of its indices: those of the base first, if it has one."""
+    access = op.dst if isinstance(op, Store) else op.src
+    source = kernel.op(access.tensor)
+    if isinstance(source, Base):
+        return kernel.op(source.src.tensor), source.src.index + access.index
+    return source, access.index
+
+
+def _around(kernel: Kernel, block: str) -> list[Loop]:
+    """The loops that run a block, from the innermost out; of several with one body, the first."""
+    found = []
+    while loop := next((loop for loop in kernel.loops if loop.body == block), None):
+        found.append(loop)
+        block = kernel.graph.nodes[loop.name]["block"]
+    return found
 
 
 def order(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -128,17 +141,14 @@ def order(module: Module, kernel: Kernel) -> Iterator[str]:
     if not nx.is_directed_acyclic_graph(kernel.graph):
         yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
     nodes = kernel.graph.nodes
-    first: dict[str, Any] = {}  # the first loop that runs a body
-    for loop in kernel.loops:
-        first.setdefault(loop.body, nodes[loop.name])
+    around = {block.name: _around(kernel, block.name) for block in kernel.blocks}
     for name, data in nodes.items():
         named = {str(s) for e in _expressions(data["op"]) for s in e.free_symbols} & nodes.keys()
         bound = {k for k, _ in getattr(data["op"], "uses", ())} | _variables(kernel)
         for ref in (*data["op"].operands(), *sorted(named - bound)):
             source = nodes[ref.split(".")[0]]
-            place: Any = data
-            while place is not None and place["block"] != source["block"]:
-                place = first.get(place["block"])
+            places = (data, *(nodes[loop.name] for loop in around[data["block"]]))
+            place = next((p for p in places if p["block"] == source["block"]), None)
             if place is None or source["order"] >= place["order"]:
                 yield f"%{name} reads %{ref} where it is not defined"
 
@@ -156,8 +166,7 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
         if loop.var == kernel.own_axis:
             yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one tile"
-        above = [other.var for other in kernel.loops if other.body == kernel.graph.nodes[loop.name]["block"]]
-        if loop.var in above:
+        if loop.var in {other.var for other in _around(kernel, kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
         if not over_tiles and loop.ranges != ((sympy.Integer(0), symbol("group")),):
             yield f"%{loop.name} does not run over 0 .. group, the query heads of the program's key head"
@@ -173,16 +182,13 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def live(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read: what a loop carried and its body does not read, say, would be lost."""
+    named: set[str] = set()  # by expressions, as bounds of loops name scalars
+    for op in kernel.ops():
+        named |= {str(s) for e in _expressions(op) for s in e.free_symbols} - {k for k, _ in getattr(op, "uses", ())}
     for op in kernel.ops():
         parameter = isinstance(op, Arg) and op.role != "carry"
-        if not (parameter or isinstance(op, (Store, Yield)) or kernel.graph.out_degree(op.name) or _named(kernel, op.name)):
+        if not (parameter or isinstance(op, (Store, Yield)) or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
-
-
-def _named(kernel: Kernel, name: str) -> bool:
-    """Whether an expression names a value, as bounds of loops name scalars."""
-    bound = [(op, {k for k, _ in getattr(op, "uses", ())}) for op in kernel.ops()]
-    return any(name in {str(s) for e in _expressions(op) for s in e.free_symbols} - uses for op, uses in bound)
 
 
 def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -324,11 +330,10 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
                 yield f"`{op.op}` is not a reduction; expected sum, min or max"
         case Load() | Base() | Store():
             access = op.dst if isinstance(op, Store) else op.src
-            source = kernel.op(access.tensor)
-            tensor = kernel.type_of(source.src.tensor if isinstance(source, Base) else access.tensor)
-            given = len(access.index) + (len(source.src.index) if isinstance(source, Base) else 0)
-            if not isinstance(op, Base) and given != len(tensor.dims):
-                yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {given}"
+            declared, index = _accessed(kernel, op)
+            tensor = of(declared.name)
+            if not isinstance(op, Base) and len(index) != len(tensor.dims):
+                yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {len(index)}"
             moved = of(op.value) if isinstance(op, Store) else op.type
             if not isinstance(op, Base) and moved.dtype != tensor.dtype:
                 yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
@@ -360,35 +365,30 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         "mqa": {"Hq": [h, g], "Hkv": [sympy.Integer(0)]},
         "gqa": {"Hq": [h, hkv * group + g], "Hkv": [floordiv(h, group), hkv]},
     }
-    letters = {"B": "b", "Nq": "q", "Nk": "kv", "D_QK": "d_qk", "D_V": "d_v"}
+    letters = {"B": "b"} | {extent: axis for axis, extent in AXIS_EXTENT.items()}
     for op in kernel.ops():
         if not isinstance(op, (Base, Load, Store)):
             continue
-        access = op.dst if isinstance(op, Store) else op.src
-        source = kernel.op(access.tensor)
-        skipped = len(source.src.index) if isinstance(source, Base) else 0
-        tensor = source.src.tensor if isinstance(source, Base) else access.tensor
-        for dim, index in zip(kernel.type_of(tensor).dims[skipped:], access.index):
+        tensor, indices = _accessed(kernel, op)
+        for dim, index in zip(kernel.type_of(tensor.name).dims, indices):
             right = [symbol(letters[dim])] if dim in letters else heads[module.sharing].get(dim, [])
             if index not in right:
                 expected = " or ".join(map(to_text, right))
-                yield f"%{op.name} indexes {dim} of %{tensor} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
+                yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
 
 
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant; values have names of their own."""
     scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map)) and not op.results()[""].dims}
-    nodes, own = kernel.graph.nodes, kernel.own_axis
-    around = {loop.body: loop for loop in kernel.loops}
+    own = kernel.own_axis
     for a in kernel.grid:
         yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
     for op in kernel.ops():
         known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | {f"{own}_start", "BLOCK_Q", "BLOCK_KV"}
-        axes, loop = {own}, around.get(nodes[op.name]["block"])
-        while loop is not None:
+        axes = {own}
+        for loop in _around(kernel, kernel.graph.nodes[op.name]["block"]):
             known |= {f"{loop.var}_start"} if loop.var in AXIS_DIM else {loop.var}
             axes |= {loop.var} & set(AXIS_DIM)
-            loop = around.get(nodes[loop.name]["block"])
         if isinstance(op, (Map, Mask)):
             known |= {f"{a}_idx" for a in (axes if isinstance(op, Map) else AXIS_DIM) if AXIS_DIM[a] in op.type.dims}
         elif isinstance(op, (Load, Store, Base)):
