@@ -11,118 +11,20 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib
-import inspect
 import itertools
 import os
-import re
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from decoder import DTYPES, Attend, Decoder, naive, stop, variant
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = {  # what a flag that is not given defaults to, by device
     "cuda": {"layers": 4, "d_model": 256, "heads": 8, "seq": 512, "batch": 16, "steps": 300, "every": 25},
     "cpu": {"layers": 2, "d_model": 128, "heads": 4, "seq": 64, "batch": 2, "steps": 10, "every": 1},
 }
 AGREE = 0.02  # mean difference of two loss curves that rounding may make
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-# ---------------------------------------------------------------------------------------------- attention
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What the model needs to know of an attention variant: its function, head counts and head dimensions."""
-
-    name: str
-    attend: Attend
-    kv_heads: int
-    qk: int = 64
-    v: int = 64
-    window: int | None = None  # keys before a query that it sees; None for all
-    dtypes: tuple[torch.dtype, ...] = tuple(DTYPES.values())
-
-
-def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Causal attention in eager PyTorch, with the whole score matrix in memory."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
-    visible = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
-    return torch.softmax(scores.masked_fill(~visible, -torch.inf), -1).to(v.dtype) @ v
-
-
-def variant(name: str, heads: int) -> Variant:
-    """The variant of that name: `naive`, or a module in generated/."""
-    if name == "naive":
-        return Variant(name, naive, heads)
-    known = sorted(p.parent.name for p in (ROOT / "generated").glob("*/__init__.py"))
-    if name not in known:
-        stop(f"--attention {name}: expected `naive` or a module in generated/: {', '.join(known)}")
-    sys.path.insert(0, str(ROOT))
-    module = importlib.import_module(f"generated.{name}")
-    inputs = inspect.signature(module.attention).parameters.keys() - {"q", "k", "v", "scale", "return_lse"}
-    if inputs:
-        stop(f"--attention {name}: it takes mask inputs ({', '.join(sorted(inputs))}), which a language model on packed text has none of")
-    mask = re.fullmatch(r"causal(?:\(.*\))?|sliding_window\(left=(\d+), right=0\)", module.MASK)
-    if not mask:
-        stop(f"--attention {name}: its mask is {module.MASK}; a language model needs `causal` or a window with `right: 0`")
-    kv_heads = {"mha": heads, "mqa": 1, "gqa": max(1, heads // 4)}[module.SHARING]
-    window = int(mask[1]) if mask[1] else None
-    return Variant(name, module.attention, kv_heads, module.HEAD_DIM_QK, module.HEAD_DIM_V, window, module.DTYPES)
-
-
-# ---------------------------------------------------------------------------------------------- model
-
-
-class Block(nn.Module):
-    """Attention and a two-layer network, each on normalised input and added to it."""
-
-    def __init__(self, d_model: int, heads: int, variant: Variant) -> None:
-        super().__init__()
-        self.heads, self.variant = heads, variant
-        self.widths = [heads * variant.qk, variant.kv_heads * variant.qk, variant.kv_heads * variant.v]
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.qkv = nn.Linear(d_model, sum(self.widths), bias=False)
-        self.out = nn.Linear(heads * variant.v, d_model, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
-
-    def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        counts = (self.heads, self.variant.kv_heads, self.variant.kv_heads)
-        parts = self.qkv(self.norm_attention(x)).split(self.widths, -1)
-        q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in zip(parts, counts))  # [B, H, N, D] views: no copies
-        x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm_mlp(x))
-
-
-class Decoder(nn.Module):
-    """Logits of the next byte at each position."""
-
-    def __init__(self, layers: int, d_model: int, heads: int, seq: int, variant: Variant) -> None:
-        super().__init__()
-        self.embed, self.position = nn.Embedding(256, d_model), nn.Embedding(seq, d_model)
-        self.blocks = nn.ModuleList(Block(d_model, heads, variant) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, 256, bias=False)
-
-    def forward(self, tokens: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x, attend)
-        return self.head(self.norm(x))
-
-
-# ---------------------------------------------------------------------------------------------- training
 
 
 def read_text(path: Path | None) -> torch.Tensor:
@@ -158,13 +60,9 @@ def train(model: Decoder, attend: Attend, text: torch.Tensor, args: argparse.Nam
     return losses
 
 
-def stop(message: str) -> Any:
-    sys.exit(f"tiny_lm: {message}")
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", default="causal_mqa", help="`naive`, or the name of a module in generated/ [causal_mqa]")
+    parser.add_argument("--attention", default="causal_mqa", help="`naive`, `sdpa`, or a module in generated/ or its folder [causal_mqa]")
     parser.add_argument("--compare", action="store_true", help="train with naive attention too, from the same seed, and compare the losses")
     parser.add_argument("--data", type=Path, help="file to train on, as bytes [the sources of Python's standard library]")
     parser.add_argument("--csv", type=Path, help="write the loss of every step to this file")

@@ -42,7 +42,10 @@ def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "args, error",
     [
-        (["--attention", "nosuch"], "--attention nosuch: expected `naive` or a module in generated/: causal_d256, "),
+        (
+            ["--attention", "nosuch"],
+            "--attention nosuch: expected `naive`, `sdpa`, a module's folder, or one in generated/: ",
+        ),
         (
             ["--attention", "padding_mha"],
             "--attention padding_mha: it takes mask inputs (key_padding), which a language model on packed text",

@@ -1,0 +1,265 @@
+"""What the runs of train_lm.py say: whether an attention learns as naive attention does, as a page and a plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from decoder import PLAIN, stop
+
+Run = dict[str, Any]
+COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # of what is beside naive
+
+
+# ---------------------------------------------------------------------------------------------- verdict
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The last perplexities of an attention and of naive attention, paired by seed, at one dropout."""
+
+    attention: str
+    dropout: float
+    ours: tuple[float, ...]
+    naive: tuple[float, ...]
+
+    @property
+    def difference(self) -> float:
+        """Of the means."""
+        return statistics.fmean(self.ours) - statistics.fmean(self.naive)
+
+    @property
+    def spread(self) -> float:
+        """Of naive's own seeds: the largest less the smallest."""
+        return max(self.naive) - min(self.naive)
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.difference) <= self.spread
+
+    def sentence(self) -> str:
+        return (
+            f"{self.attention}, dropout {self.dropout:g}: perplexity {statistics.fmean(self.ours):.2f} beside naive's "
+            f"{statistics.fmean(self.naive):.2f}, {self.difference:+.2f}; naive's {len(self.naive)} seeds spread over {self.spread:.2f}: "
+            f"{'agrees' if self.agrees else 'DIFFERS'}"
+        )
+
+
+def verdicts(runs: list[Run]) -> list[Verdict]:
+    """One for each attention and dropout that shares at least two seeds with naive attention."""
+    found = []
+    for dropout in unique(runs, "dropout"):
+        last = {name: {r["seed"]: r["perplexity"][-1] for r in select(runs, name, dropout)} for name in unique(runs, "attention")}
+        naive = last.pop("naive", {})
+        for name, ours in last.items():
+            seeds = [seed for seed in naive if seed in ours]
+            if len(seeds) > 1:
+                found.append(Verdict(name, dropout, tuple(ours[s] for s in seeds), tuple(naive[s] for s in seeds)))
+    return found
+
+
+def false_alarm(seeds: int) -> float:
+    """How often two attentions that are the same would be found to differ, if nothing but chance set the perplexity of each run."""
+    ours, naive = torch.randn(2, 200_000, seeds, generator=torch.Generator().manual_seed(0))
+    return ((ours.mean(1) - naive.mean(1)).abs() > naive.amax(1) - naive.amin(1)).double().mean().item()
+
+
+def unique(records: list[Run], key: str) -> list[Any]:
+    """The values of a key, in the order of their first record."""
+    return list(dict.fromkeys(record[key] for record in records))
+
+
+def select(runs: list[Run], attention: str, dropout: float) -> list[Run]:
+    return [r for r in runs if (r["attention"], r["dropout"]) == (attention, dropout)]
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+def load(folders: list[Path]) -> dict[str, Any]:
+    """The results of several folders as one; all must have the same settings, text and machine."""
+    merged: dict[str, Any] = {}
+    for folder in folders:
+        try:
+            results = json.loads((folder / "results.json").read_text())
+        except (OSError, ValueError) as error:
+            stop(f"--from {folder}: no results.json that can be read ({error})")
+        for key in ("settings", "data", "environment"):
+            if merged and results[key] != merged[key]:
+                stop(f"--from {folder}: its {key} are not those of {folders[0]}, so their runs cannot be compared")
+        if merged:
+            results["speed"], results["runs"] = merged["speed"] + results["speed"], merged["runs"] + results["runs"]
+        merged = results
+    if not merged["runs"]:
+        stop(f"--from {folders[0]}: no run has ended in it")
+    return merged
+
+
+# ---------------------------------------------------------------------------------------------- page
+
+
+def write(results: dict[str, Any], page: Path) -> None:
+    """The page, and the plot beside it under the same name."""
+    plot(results, page.with_suffix(".svg"))
+    page.write_text(text(results, page.with_suffix(".svg").name))
+
+
+def text(results: dict[str, Any], picture: str) -> str:
+    """The page: what was trained, the verdicts, the perplexities, speed and memory."""
+    settings, data, machine, runs = (results[key] for key in ("settings", "data", "environment", "runs"))
+    found = verdicts(runs)
+    heads = f"{settings['heads']} heads" + ("" if settings["kv_heads"] == settings["heads"] else f" ({settings['kv_heads']} of K and V)")
+    dims = str(settings["qk"]) if settings["qk"] == settings["v"] else f"{settings['qk']} and {settings['v']}"
+    seen = "" if settings["window"] is None else f" that sees {settings['window']} tokens back"
+    numbers = "bf16 autocast over fp32 weights" if settings["dtype"] == "bf16" else "fp32"
+    parts = [
+        "# A language model trained with each attention",
+        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}. Written by `examples/train_lm.py --report`.",
+        paragraph(
+            f"A decoder of {settings['layers']} layers, {heads} of dimension {dims}, width {settings['d_model']}{seen}, predicts the",
+            f"next token of {data['name']} ({data['files']} files, {data['bytes'] / 1e6:.1f} MB, sha256 {data['sha256']}).",
+            f"A vocabulary of {settings['vocabulary']} makes that {data['train_tokens']:,} tokens to train on and {data['held_tokens']:,}",
+            f"held out, of which every validation reads the same {settings['val_tokens']:,}. {settings['epochs']} epochs of",
+            f"{settings['epoch_tokens']:,} tokens in batches of {settings['batch']} sequences of {settings['seq']}; AdamW at",
+            f"{settings['lr']:g} after a short warm-up, then a cosine to a tenth of it; gradients clipped to 1; {numbers}; activation",
+            f"checkpointing {'on' if settings['checkpoint'] else 'off'}. Dropout is on the attention's probabilities alone, and off",
+            "in validation. A seed fixes the initial weights and the batches, for every attention alike; what dropout drops is each",
+            "attention's own.",
+        ),
+        f"![Validation perplexity by epoch, and its difference from naive attention's]({picture})",
+        "## Does it learn as naive attention does?",
+    ]
+    if found:
+        chance = " and ".join(f"{false_alarm(n):.1%} of studies with {n} seeds" for n in sorted({len(v.naive) for v in found}))
+        parts += [
+            paragraph(
+                "Two attentions agree where the means over the seeds of their last validation perplexities differ by no more than naive",
+                "attention's seeds do among themselves, largest less smallest. If seeds had nothing in common, chance alone would have an",
+                f"attention differ from itself in {chance}; weights and batches in common make it rarer. SDPA is held to",
+                "the rule as a control.",
+            ),
+            verdict_table(found),
+        ]
+        parts += [moved for moved in [dropout_effect(runs)] if moved]
+    else:
+        parts.append("No verdict: it takes naive attention and another, with two seeds or more in common.")
+    parts += ["## Perplexity by epoch", "Means over the seeds; epoch 0 is before training.", epoch_table(runs)]
+    if results["speed"]:
+        parts += [
+            "## Speed and memory",
+            paragraph(
+                "Whole training steps: forward, backward, clipping and optimizer. Peak memory is the most that tensors held, weights and",
+                "optimizer included. Checkpointed, a block keeps nothing but its input, and is computed again in the backward pass.",
+            ),
+            speed_table(results["speed"]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def paragraph(*pieces: str) -> str:
+    return textwrap.fill(" ".join(pieces), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def verdict_table(found: list[Verdict]) -> str:
+    head = ["dropout", "attention", "perplexity", "naive's", "difference", "naive's spread", "agrees", "difference by seed"]
+    rows = []
+    for v in found:
+        mean = statistics.fmean(v.naive)
+        pairs = ", ".join(f"{(a / b - 1):+.2%}" for a, b in zip(v.ours, v.naive))
+        change = f"{v.difference:+.2f} ({v.difference / mean:+.2%})"
+        name = f"**{v.attention}**" if v.attention not in PLAIN else v.attention
+        numbers = [f"{statistics.fmean(v.ours):.2f}", f"{mean:.2f}", change, f"{v.spread:.2f} ({v.spread / mean:.2%})"]
+        rows.append([f"{v.dropout:g}", name, *numbers, "yes" if v.agrees else "**no**", pairs])
+    return table(head, rows)
+
+
+def dropout_effect(runs: list[Run]) -> str:
+    """What dropout itself does to each attention, where there are runs with and without."""
+    off, *rates = sorted(unique(runs, "dropout"))
+    moved = []
+    for name in unique(runs, "attention") if off == 0 else []:
+        plain = {r["seed"]: r["perplexity"][-1] for r in select(runs, name, off)}
+        for p in rates:
+            changes = [r["perplexity"][-1] / plain[r["seed"]] - 1 for r in select(runs, name, p) if r["seed"] in plain]
+            moved += [f"{name} {statistics.fmean(changes):+.2%} at {p:g}"] if changes else []
+    return f"What dropout does to the perplexity: {', '.join(moved)}." if moved else ""
+
+
+def epoch_table(runs: list[Run]) -> str:
+    epochs = len(runs[0]["perplexity"])
+    rows = []
+    for dropout in unique(runs, "dropout"):
+        for name in unique(runs, "attention"):
+            if group := select(runs, name, dropout):
+                means = [f"{statistics.fmean(r['perplexity'][i] for r in group):.2f}" for i in range(epochs)]
+                rows.append([f"{dropout:g}", name, str(len(group)), *means, *speed(group)])
+    return table(["dropout", "attention", "seeds", *map(str, range(epochs)), "tokens/s", "peak GiB"], rows)
+
+
+def speed(group: list[Run]) -> list[str]:
+    """Median tokens/s and largest peak of records, as two cells."""
+    rates = [r["tokens_per_s"] for r in group if r["tokens_per_s"] is not None]
+    peaks = [r["peak_gib"] for r in group if r["peak_gib"] is not None]
+    return [f"{statistics.median(rates):,.0f}" if rates else "out of memory", f"{max(peaks):.1f}" if peaks else "-"]
+
+
+def speed_table(records: list[Run]) -> str:
+    """A line per length, dropout and attention; activations kept, then checkpointed."""
+    groups: dict[tuple[Any, ...], dict[bool, Run]] = {}
+    for r in records:
+        groups.setdefault((f"{r['batch']} x {r['seq']}", f"{r['dropout']:g}", r["attention"]), {})[r["checkpoint"]] = r
+    head = ["batch x length", "dropout", "attention", "tokens/s", "peak GiB", "tokens/s, checkpointed", "peak GiB, checkpointed"]
+    return table(
+        head,
+        [[*key, *(cell for kept in (False, True) for cell in speed([both[kept]] if kept in both else []))] for key, both in groups.items()],
+    )
+
+
+# ---------------------------------------------------------------------------------------------- plot
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Perplexity by epoch above, its difference from naive's mean below; a column per dropout. The same bytes for the same results."""
+    try:
+        import matplotlib
+    except ImportError:
+        stop('--report: the plot needs matplotlib; `pip install matplotlib`, or `pip install -e ".[plot]"`')
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    runs = results["runs"]
+    rates, names = sorted(unique(runs, "dropout")), unique(runs, "attention")
+    colors = {"naive": "#6b7280", **dict(zip((n for n in names if n != "naive"), COLORS * len(names)))}
+    pyplot.rcParams.update(
+        {"svg.hashsalt": "train_lm", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    size = (1.5 + 4 * len(rates), 5.5)
+    figure, axes = pyplot.subplots(
+        2, len(rates), sharex=True, sharey="row", squeeze=False, figsize=size, layout="constrained", height_ratios=(3, 2)
+    )
+    for dropout, (above, below) in zip(rates, axes.T):
+        naive = select(runs, "naive", dropout)
+        epochs = range(len(runs[0]["perplexity"]))
+        means = [statistics.fmean(r["perplexity"][i] for r in naive) for i in epochs] if naive else None
+        for name in names:
+            style = {"color": colors[name], "linewidth": 1.2, "alpha": 0.8, "linestyle": "--" if name == "sdpa" else "-"}
+            for i, run in enumerate(select(runs, name, dropout)):
+                above.plot(epochs, run["perplexity"], label=name if i == 0 else None, **style)
+                if means:
+                    below.plot(epochs, [100 * (a / b - 1) for a, b in zip(run["perplexity"], means)], **style)
+        above.set(title=f"dropout {dropout:g}", yscale="log")
+        below.set(xlabel="epoch", xticks=list(epochs))
+        above.legend(frameon=False)
+    axes[0, 0].set_ylabel("validation perplexity")
+    axes[1, 0].set_ylabel("% from the mean of naive")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
