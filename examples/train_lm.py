@@ -139,14 +139,13 @@ class Trainer:
             logits = self.model(batch[:, :-1], attend)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    def step(self, batch: torch.Tensor) -> torch.Tensor:
-        """One step of the optimizer; the loss before it, still on the device."""
+    def step(self, batch: torch.Tensor) -> None:
+        """One step of the optimizer."""
         loss = self.loss(batch, self.attend)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return loss.detach()
 
     @torch.no_grad()
     def perplexity(self, batches: list[torch.Tensor]) -> float:
@@ -170,21 +169,20 @@ def train(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float,
         trainer.optimizer, lambda i: min(1, (i + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * i / total))
     )
     title = f"{chosen.name:<20} dropout {dropout:<4} seed {seed}"
-    perplexities, losses, rates = [trainer.perplexity(batches)], [], []
+    perplexities, rates = [trainer.perplexity(batches)], []
     print(f"{title}   epoch 0   perplexity {perplexities[0]:9.2f}", flush=True)
     for epoch in range(1, args.epochs + 1):
         order = torch.randperm(count, generator=generator)[: steps * args.batch].view(steps, args.batch).to(args.device)
-        started, loss = clock(args.device), torch.zeros((), device=args.device)
+        started = clock(args.device)
         for starts in order * args.seq:
-            loss += trainer.step(windows(text.train, starts, args.seq))
+            trainer.step(windows(text.train, starts, args.seq))
             schedule.step()
         rates.append(steps * args.batch * args.seq / (clock(args.device) - started))
-        losses.append(loss.item() / steps)
         perplexities.append(trainer.perplexity(batches))
         measured = {"tokens_per_s": rates[-1], "peak_gib": peak(args.device)}
         print(f"{title}   epoch {epoch}   perplexity {perplexities[-1]:9.2f}   {told(measured)}", flush=True)
     measured["tokens_per_s"] = statistics.median(rates)
-    return {"attention": chosen.name, "dropout": dropout, "seed": seed, "perplexity": perplexities, "loss": losses, **measured}
+    return {"attention": chosen.name, "dropout": dropout, "seed": seed, "perplexity": perplexities, **measured}
 
 
 def measure(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, seq: int, checkpointed: bool) -> dict[str, Any]:

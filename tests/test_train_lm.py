@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +30,17 @@ def attention(q, k, v, *, scale=None, return_lse=False):
 DROPPING = EXACT.replace("return_lse=False", "return_lse=False, dropout_p=0.0, seed=None").replace("k, v, is", "k, v, None, dropout_p, is")
 
 
+def train(*options: object) -> str:
+    """What a study prints: in a process of its own, since it sets Triton's interpreter, on one thread, since its tensors are tiny."""
+    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *SMALL, *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def examples() -> tuple[ModuleType, ModuleType]:
-    """train_lm.py and lm_page.py, imported as when they are run; neither imports Triton."""
+    """train_lm.py and lm_page.py, imported as when they are run; what tests call of them here imports no Triton."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         return importlib.import_module("train_lm"), importlib.import_module("lm_page")
@@ -53,11 +62,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def study(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, str]:
     """The folder and the output of a study of naive attention, SDPA and a module, over two seeds."""
     out = tmp_path_factory.mktemp("out")
-    options = f"--attention naive sdpa causal_mqa --seeds 0 1 --lr 0.003 --speed 16 --speed-tokens 16 --data {data} --out {out}".split()
-    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *SMALL, *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out, done.stdout
+    options = ["--attention", "naive", "sdpa", "causal_mqa", "--seeds", "0", "1", "--lr", "0.003", "--speed", "16", "--speed-tokens", "16"]
+    return out, train(*options, "--data", data, "--out", out)
 
 
 def test_a_module_learns_as_naive_attention_does(study: tuple[Path, str]) -> None:
@@ -145,21 +151,24 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_dropout_trains_and_checkpointing_changes_nothing(
-    examples: tuple[ModuleType, ModuleType], data: Path, modules: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropout_trains_and_checkpointing_changes_nothing(data: Path, modules: Path) -> None:
     runs = []
     for more in ([], ["--checkpoint"]):
-        options = ["--data", str(data), "--dropout", "0", "0.5", "--epochs", "2", "--lr", "0.01", "--out", str(modules / "out"), *more]
-        examples[0].main([*SMALL, "--attention", "naive", str(modules / "dropping_module"), *options])
+        options = ["--attention", "naive", modules / "dropping_module", "--dropout", 0, 0.5, "--lr", 0.01, "--data", data]
+        train(*options, "--out", modules / "out", *more)
         results = json.loads((modules / "out" / "results.json").read_text())
         runs.append({(r["attention"], r["dropout"]): r["perplexity"][-1] for r in results["runs"]})
     assert runs[0] == runs[1] and len(runs[0]) == 4
     assert runs[0]["naive", 0.0] == pytest.approx(runs[0]["dropping_module", 0.0], rel=1e-2)
     for name in ("naive", "dropping_module"):
         assert runs[0][name, 0.0] != runs[0][name, 0.5]
-    examples[0].main([*SMALL, "--data", str(data), "--attention", "naive", "--budget", "1e-9"])
-    assert "1 of 1 runs and measurements left out: --budget 1e-09" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_spent_starts_nothing(
+    examples: tuple[ModuleType, ModuleType], data: Path, modules: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples[0].main([*SMALL, "--data", str(data), "--attention", "naive", "--seeds", "0", "1", "--budget", "1e-9"])
+    assert "2 of 2 runs and measurements left out: --budget 1e-09" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
