@@ -8,12 +8,12 @@ from attngen.masks import Mask
 
 
 def naive_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, weight: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to
-    [B, Hq, Nq, Nk], True where a query may look. Returns (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees
+    [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight). Returns (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees
     nothing gives zeros and LSE -inf, and zero gradients.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
@@ -22,10 +22,51 @@ def naive_attention(
     scores = scores.masked_fill(~mask, -torch.inf)
     empty = ~mask.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     probabilities = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+    if weight is not None:
+        probabilities = probabilities * weight.to(probabilities.dtype)
     lse = torch.logsumexp(scores.masked_fill(empty, 0.0).float() if scores.dtype.itemsize < 4 else scores, -1)
     if not scores.shape[-1]:
         return scores.new_zeros(*scores.shape[:-1], v.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
     return probabilities @ v, lse.masked_fill(empty[..., 0], -torch.inf) if scores.shape[-1] else lse
+
+
+def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    """Philox4x32 of seven rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): four words of 32 bits, in int64."""
+    words, (k0, k1) = list(counter), key
+    for _ in range(7):
+        products = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57  # wraps at 64 bits, which keeps the bits that are wanted
+        (high0, low0), (high1, low1) = (((p >> 32) & 0xFFFFFFFF, p & 0xFFFFFFFF) for p in products)
+        words = [high1 ^ words[1] ^ k0, low1, high0 ^ words[3] ^ k1, low0]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return tuple(words)
+
+
+def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Which weights dropout keeps, score by score: bool (B, Hq, Nq, Nk).
+
+    Score (b, h, q, kv) takes a byte of philox(counter=(q without bits 0 and 3, kv likewise, h, b), key=the halves of the seed): bit 3
+    of q and of kv choose the word, bit 0 of kv and of q the byte. It is kept where the byte is at least the threshold, 65536 p / 256,
+    which query q rounds up if (q // 16 * 157 + first half of the seed) % 256 is large enough, and down otherwise.
+    """
+    batch, heads, n_q, n_kv = shape
+    threshold = min(round(p * 65536), 65535)
+    if threshold == 0:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    q, kv = torch.arange(n_q, device=device)[:, None], torch.arange(n_kv, device=device)[None, :]
+    first = (threshold + (q // 16 * 157 + key[0]) % 256) // 256
+    word, shift = q // 8 % 2 * 2 + kv // 8 % 2, kv % 2 * 16 + q % 2 * 8
+    keep = torch.empty(shape, dtype=torch.bool, device=device)
+    for b in range(batch):
+        for h in range(heads):
+            words = torch.stack(torch.broadcast_tensors(*philox((q & ~9, kv & ~9, torch.full_like(q, h), torch.full_like(q, b)), key)))
+            keep[b, h] = (words.gather(0, word[None])[0] >> shift) & 255 >= first
+    return keep
+
+
+def dropout_weight(shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """What dropout multiplies probabilities by, fp32: 0 where it drops, 1 / (1 - p) elsewhere, with p rounded as `dropout_keep` does."""
+    return dropout_keep(shape, p, seed, device) * (65536 / (65536 - min(round(p * 65536), 65535)))
 
 
 def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

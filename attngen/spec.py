@@ -120,6 +120,8 @@ def _parse_all_of(value: Any) -> AllOf:
         except Mistakes as error:
             found += [(("all_of", i, *path), text) for path, text in error.found]
             continue
+        if mask.blocks() and any(m.blocks() for m in masks):
+            found.append((("all_of", i), "names blocks a second time; expected one `block_sparse`: combine the block masks in the call"))
         if mask in masks:
             found.append((("all_of", i), f"is `{mask.describe()}` again; expected each mask once: a repeat hides nothing more"))
         masks.append(mask)
@@ -155,6 +157,7 @@ class Spec(BaseModel):
     mask: Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)] = Field(
         default_factory=lambda: registry()["none"](), validate_default=False
     )
+    dropout: bool = Field(default=False, description="whether calls can drop probabilities: their `dropout_p` and `seed`")
     schedule: Schedule = Schedule()
 
     @field_validator("name")

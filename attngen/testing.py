@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attngen.reference import naive_attention, reference_mask, relative_error
+from attngen.reference import dropout_weight, naive_attention, reference_mask, relative_error
 from attngen.spec import Spec
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -21,6 +21,7 @@ KEYS = ("out", "lse", "dq", "dk", "dv")
 LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
 TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
 BAR = 2.0  # our error over naive's, at most
+DROPOUT_P, SEED = 0.2, 0x5EED_0000_0001  # of cases of specs with dropout that name no other
 ROW_BAR = 4.0  # the same of the worst row, which is one draw of rounding's luck: no mean over the others evens it out
 
 
@@ -137,6 +138,10 @@ def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: i
             inputs[i.name] = (torch.rand(shape, generator=generator) < 0.7).to(device)
         else:
             inputs[i.name] = torch.randint(0, case.n_kv + 1, shape, generator=generator, dtype=torch.int32).to(device)
+    blocks = spec.mask.blocks()
+    if blocks and not blocks.pattern:
+        shape = [case.batch, case.q_heads, -(-case.n_q // blocks.size), -(-case.n_kv // blocks.size)]
+        inputs["block_mask"] = (torch.rand(shape, generator=generator) < 0.6).to(device)
     return q, k, v, inputs
 
 
@@ -179,26 +184,30 @@ def run_case(
     *,
     scale: float | None = None,
     inputs: dict[str, torch.Tensor] | None = None,
+    dropout_p: float = DROPOUT_P,
 ) -> Result:
     """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64.
 
-    Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise.
+    Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise. Modules with dropout
+    drop by SEED, and naive attention what the oracle says that this drops.
     """
     torch_dtype = TORCH_DTYPES[dtype]
     q, k, v, drawn = make_inputs(spec, case, torch_dtype, device, seed)
     drawn.update(inputs or {})
     grads = make_gradients(spec, case, torch_dtype, device, seed)
     mask = reference_mask(spec.mask, q, k, drawn)
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
+    weight = dropout_weight((*q.shape[:3], k.shape[2]), dropout_p, SEED, device) if spec.dropout else None
     factor = scale if scale is not None else spec.head_dim.qk**-0.5
     tf32 = dtype == "fp32" and spec.fp32_precision == "tf32"
 
     def ours(*x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = module.attention(*x, **drawn, scale=scale, return_lse=True)
+        out, lse = module.attention(*x, **drawn, **dropout, scale=scale, return_lse=True)
         return out, lse
 
-    truth, *rounded = _exact(q, k, v, mask, factor, grads)
+    truth, *rounded = _exact(q, k, v, mask, factor, grads, weight)
     with _matmul_precision("high" if tf32 else "highest"):
-        naive = _errors(_gradients(lambda *x: naive_attention(x[0], x[1], x[2], mask, factor), (q, k, v), grads), truth)
+        naive = _errors(_gradients(lambda *x: naive_attention(x[0], x[1], x[2], mask, factor, weight), (q, k, v), grads), truth)
     found = _errors(_gradients(ours, (q, k, v), grads), truth)
     stored = {key: x.to(torch.float32 if key == "lse" else torch_dtype) for key, x in truth.items()}
     least = torch.finfo(torch.float16).eps / 4 if tf32 else torch.finfo(torch.float32).eps  # tf32 has as many bits as fp16
@@ -223,7 +232,13 @@ def _gradients(attend: Attend, qkv: tuple[torch.Tensor, ...], grads: tuple[torch
 
 
 def _exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, grads: tuple[torch.Tensor, ...]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    grads: tuple[torch.Tensor, ...],
+    weight: torch.Tensor | None,
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Naive attention and its gradients in fp64, and what two roundings of a fused backward alone add to the gradients.
 
@@ -240,7 +255,8 @@ def _exact(
         at = slice(start, start + rows)
         grad_out, grad_lse = (g[:, :, at].double() for g in grads)
         part = q[:, :, at].double().requires_grad_()
-        out, lse = naive_attention(part, k, v, mask[:, :, at] if mask.shape[2] > 1 else mask, scale)
+        part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
+        out, lse = naive_attention(part, k, v, part_mask, scale, part_weight)
         terms = out.detach() * grad_out
         delta = (out.detach().to(q.dtype) * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
         half = single / 2 * lse.detach().abs().nan_to_num(posinf=0.0)

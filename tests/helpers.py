@@ -68,6 +68,8 @@ module @small
   dtype {dtype}
   precision ieee
   mask small
+  blocks no
+  dropout no
 """
     return parse_module(header + kernels, "small.ir")
 

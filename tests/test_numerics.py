@@ -56,9 +56,9 @@ def problem(name: str, case: Case, device: str, **changed: torch.Tensor) -> tupl
     return leaves, {**inputs, **changed}, make_gradients(spec_of(name), case, first_dtype(name), device)
 
 
-def run(name: str, leaves: list[torch.Tensor], inputs: dict[str, torch.Tensor], grads: Any) -> dict[str, torch.Tensor]:
+def run(name: str, leaves: list[torch.Tensor], inputs: dict[str, torch.Tensor], grads: Any, **options: Any) -> dict[str, torch.Tensor]:
     """Results and gradients of the built module, under KEYS."""
-    out, lse = built(name).attention(*leaves, **inputs, return_lse=True)
+    out, lse = built(name).attention(*leaves, **inputs, **options, return_lse=True)
     return dict(zip(KEYS, (out, lse, *torch.autograd.grad((out, lse), leaves, grads))))
 
 

@@ -12,7 +12,7 @@ from attngen.analysis.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import DTYPE_BYTES, Dot, Init, Load, Map, Mask, Op, SoftmaxStep, Type
+from attngen.ir.ops import DTYPE_BYTES, Dot, Dropout, Init, Load, Map, Mask, Op, SoftmaxStep, Type
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -87,7 +87,8 @@ def register_formula(kernel: Kernel, from_shared: bool) -> Expr:
 def _widest(kernel: Kernel, body: str) -> Expr:
     """The most bytes of score-shaped values live at once; an operand of a product is live beside its cast to `T`."""
     ops = kernel.walk(body)
-    last_use = {ref.split(".")[0]: i for i, op in enumerate(ops) for ref in op.operands()}
+    rows = {f"{op.name}.{f}" for op in ops if isinstance(op, SoftmaxStep) for f in ("alpha", "m", "l")}
+    last_use = {ref.split(".")[0]: i for i, op in enumerate(ops) for ref in op.operands() if ref not in rows}
     live: dict[str, Expr] = {}
     peaks: list[Expr] = [sympy.Integer(0)]
     for i, op in enumerate(ops):
@@ -95,7 +96,7 @@ def _widest(kernel: Kernel, body: str) -> Expr:
             casts = [kernel.type_of(ref) for ref in (op.a, op.b) if kernel.type_of(ref).dtype != "T"]
             peaks.append(sympy.Add(*live.values(), *(tile_bytes(replace(t, dtype="T")) for t in casts)))
         live = {n: b for n, b in live.items() if last_use[n] > i}
-        if isinstance(op, (Dot, Map, Mask, SoftmaxStep)) and set(op.type.dims) == SCORES and op.name in last_use:
+        if isinstance(op, (Dot, Dropout, Map, Mask, SoftmaxStep)) and set(op.type.dims) == SCORES and op.name in last_use:
             live[op.name] = tile_bytes(op.type)
         peaks.append(sympy.Add(*live.values()))
     return max(peaks, key=lambda p: p.subs(dict.fromkeys(p.free_symbols - {ELEM}, 64)).subs(ELEM, 2))

@@ -23,6 +23,8 @@ def build_module(spec: Spec) -> Module:
         dtypes=spec.dtype,
         precision=spec.fp32_precision,
         mask=spec.mask.describe(),
+        blocks=spec.mask.blocks(),
+        dropout=spec.dropout,
         inputs=spec.mask.inputs(),
         derived=spec.mask.derived(),
         kernels=(build_forward(spec), build_delta(spec), build_dkdv(spec), build_dq(spec)),

@@ -14,20 +14,22 @@ from attngen.spec import Spec
 
 
 def build_delta(spec: Spec) -> Kernel:
-    """Per query: delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4) and LSE in base 2.
+    """Per query: delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4), times the share kept, and LSE in base 2.
 
     An empty row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0.
     """
     b = KernelBuilder(spec, "delta")
     b.tensors(masked=False)
-    for name in ("Hq", "Nq"):
+    for name in ("Hq", "Nq", *(("keep_scale",) if spec.dropout else ())):
         b.scalar(name)
     rows = ("b", "h", "q")
     b.load("o", "O", (*rows, "d_v"))
     b.load("do", "dO", (*rows, "d_v"))
     b.map("product", symbol("o") * symbol("do"), o="o", do="do")
     b.reduce_sum("delta", "product", "D_V")
-    b.store("DELTA", rows, "delta")
+    if spec.dropout:
+        b.map("delta_kept", symbol("delta") / symbol("keep_scale"), delta="delta", keep_scale="keep_scale")
+    b.store("DELTA", rows, "delta_kept" if spec.dropout else "delta")
     b.load("lse", "LSE", rows)
     lse = symbol("lse")
     b.map("lse2", select(lse > -sympy.oo, lse * symbol("LOG2E"), sympy.oo), lse="lse")
@@ -43,10 +45,24 @@ def _probabilities(b: KernelBuilder, where: Any, reads: dict[str, str], a: str, 
     b.map("p", exp2(symbol("x") - symbol("lse2")), "step", x=masked, lse2="lse2")
 
 
-def _score_gradients(b: KernelBuilder) -> None:
-    """dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, applied at the end."""
-    p, dp, delta = map(symbol, ("p", "dp", "delta"))
-    b.map("ds", p * (dp - delta), "step", p="p", dp="dp", delta="delta")
+def _score_gradients(b: KernelBuilder, kept: str) -> None:
+    """dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, applied at the end.
+
+    With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention, Appendix B.4).
+    Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The factor is applied at the end.
+    """
+    p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", "delta"))
+    if b.spec.dropout:
+        b.map("ds", p_kept * dp - p * delta, "step", p="p", p_kept=kept, dp="dp", delta="delta")
+    else:
+        b.map("ds", p * (dp - delta), "step", p="p", dp="dp", delta="delta")
+
+
+def _scaled(b: KernelBuilder, name: str, value: str, *factors: str) -> None:
+    """A gradient times the factors left to the end, as it is stored."""
+    scalars = {f: f for f in factors if f != "keep_scale" or b.spec.dropout}
+    field = value.rpartition(".")[2]
+    b.map(name, sympy.Mul(symbol(field), *map(symbol, scalars)), dtype="T", **{field: value}, **scalars)
 
 
 def build_dkdv(spec: Spec) -> Kernel:
@@ -60,6 +76,7 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.tensors()
     b.scalar("scale")
     b.sizes()
+    b.seed()
 
     group, g = symbol("group"), symbol("g")
     kv = {"mha": "h", "mqa": sympy.Integer(0), "gqa": "hkv"}[spec.heads.sharing]
@@ -84,16 +101,17 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
     _probabilities(b, spec.mask.expression(), reads, "k", "q")
     b.load("do", "dO", ("b", head, "q", "d_v"), "step")
-    b.dot("dv_next", "p", "do", "BLOCK_Q", "step", acc=dv)
+    p = b.dropped("p_kept", "p", head, "step")
+    b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.load("delta", "DELTA", ("b", head, "q"), "step")
     b.dot("dp", "v", "do", "D_V", "step")
-    _score_gradients(b)
+    _score_gradients(b, p)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
-    b.map("dk_out", symbol("dk") * symbol("scale"), dtype="T", dk="total.dk", scale="scale")
+    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale")
     b.store("dK", ("b", kv, "kv", "d_qk"), "dk_out")
-    b.map("dv_out", symbol("dv"), dtype="T", dv="total.dv")
+    _scaled(b, "dv_out", "total.dv", "keep_scale")
     b.store("dV", ("b", kv, "kv", "d_v"), "dv_out")
     return b.kernel()
 
@@ -104,6 +122,7 @@ def build_dq(spec: Spec) -> Kernel:
     b.tensors()
     b.scalar("scale")
     b.sizes()
+    b.seed()
 
     rows = ("b", "h", "q")
     b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
@@ -120,10 +139,10 @@ def build_dq(spec: Spec) -> Kernel:
     _probabilities(b, sympy.And(spec.mask.expression(), in_bounds("kv")), reads, "q", "k")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.dot("dp", "do", "v", "D_V", "step")
-    _score_gradients(b)
+    _score_gradients(b, b.dropped("p_kept", "p", "h", "step"))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
     b.add(Yield("yield_step", (("dq", "dq_next"),)), "step")
 
-    b.map("dq_out", symbol("dq") * symbol("scale"), dtype="T", dq="keys.dq", scale="scale")
+    _scaled(b, "dq_out", "keys.dq", "scale", "keep_scale")
     b.store("dQ", (*rows, "d_qk"), "dq_out")
     return b.kernel()

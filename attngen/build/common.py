@@ -8,7 +8,7 @@ import sympy
 
 from attngen.ir.expr import Bool, floordiv, symbol
 from attngen.ir.graph import Block, Kernel
-from attngen.ir.interface import SCALARS, SIGNATURES, grid, mask_tensors, tensor_args
+from attngen.ir.interface import DROPOUT_SCALARS, SCALARS, SIGNATURES, grid, mask_tensors, tensor_args
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -16,13 +16,16 @@ from attngen.ir.ops import (
     Arg,
     Checks,
     Dot,
+    Dropout,
     Init,
+    Keep,
     Load,
     Loop,
     Map,
     Mask,
     Op,
     Reduce,
+    Seed,
     Store,
     Type,
 )
@@ -51,11 +54,11 @@ class KernelBuilder:
 
     def tensors(self, masked: bool = True) -> None:
         """Declare what the kernel reads and writes, and, if it masks, what its mask reads."""
-        for arg in tensor_args(self.name, self.masked if masked else {}):
+        for arg in tensor_args(self.name, self.masked if masked else {}, self.spec.mask.blocks() is not None, self.spec.dropout):
             self.add(arg)
 
     def scalar(self, name: str) -> None:
-        self.add(Arg(name, "scalar", Type(SCALARS[name])))
+        self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS}[name])))
 
     def sizes(self) -> None:
         """The sizes every kernel needs, and a scalar for each that indexing by head needs."""
@@ -121,8 +124,26 @@ class KernelBuilder:
         known = {} if is_linear(where) else {"needs": self.spec.mask.needs(), "enough": self.spec.mask.enough()}
         return self.add(Mask(name, value, where, uses, self.types[value], **known), block)
 
+    def seed(self) -> None:
+        """What dropout needs, if the spec has it: scalars, and the key of its random numbers."""
+        if self.spec.dropout:
+            for name in DROPOUT_SCALARS:
+                self.scalar(name)
+            self.add(Seed("seed", "SEED", Type("i64")))
+
+    def dropped(self, name: str, value: str, head: Any, block: str) -> str:
+        """A tile of probabilities after dropout; without dropout the tile itself."""
+        if not self.spec.dropout:
+            return value
+        self.add(Keep("keep", "seed", "dropout_threshold", symbol(head) if isinstance(head, str) else head, _bool(self.types[value])), block)
+        return self.add(Dropout(name, value, "keep", self.types[value]), block)
+
     def kernel(self) -> Kernel:
         return Kernel(self.name, self.grid, tuple(Block(n, tuple(ops)) for n, ops in self.ops.items()))
+
+
+def _bool(t: Type) -> Type:
+    return Type("b1", t.dims)
 
 
 def _access(tensor: str, index: tuple[Any, ...]) -> Access:

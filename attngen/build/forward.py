@@ -21,6 +21,7 @@ def build_forward(spec: Spec) -> Kernel:
     b.tensors()
     b.scalar("scale")
     b.sizes()
+    b.seed()
 
     b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
     b.load("q", "Q", ("b", "h", "q", "d_qk"))
@@ -41,12 +42,17 @@ def build_forward(spec: Spec) -> Kernel:
     b.add(SoftmaxStep("soft", "masked", "m", "l", Type("f32", ("BLOCK_Q", "BLOCK_KV"))), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
-    b.dot("acc_next", "soft.p", "v", "BLOCK_KV", "step", acc="rescaled")
+    p = b.dropped("p_kept", "soft.p", "h", "step")
+    b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "soft.l"), ("acc", "acc_next"))), "step")
 
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
-    b.map("o", acc * inv_l, dtype="T", acc="keys.acc", inv_l="inv_l")
+    if spec.dropout:  # what is kept makes up for what is dropped
+        b.map("inv_l_kept", inv_l * symbol("keep_scale"), inv_l="inv_l", keep_scale="keep_scale")
+        b.map("o", acc * symbol("inv_l_kept"), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
+    else:
+        b.map("o", acc * inv_l, dtype="T", acc="keys.acc", inv_l="inv_l")
     b.store("O", ("b", "h", "q", "d_v"), "o")
     b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m="keys.m", l="keys.l")
     b.store("LSE", ("b", "h", "q"), "lse")

@@ -20,19 +20,23 @@ from attngen.ir.ops import (
     Access,
     Arg,
     Dot,
+    Dropout,
     Init,
+    Keep,
     Load,
     Loop,
     Map,
     Mask,
     Op,
+    Position,
     Reduce,
+    Seed,
     SoftmaxStep,
     Store,
     Yield,
 )
 
-LETTERS = {"B": "b", "Hq": "h", "Hkv": "h", "Nq": "n", "Nk": "n"}  # how strides are named
+LETTERS = {"B": "b", "Hq": "h", "Hkv": "h", "Nq": "n", "Nk": "n", "Tq": "t", "Tk": "t"}  # how strides are named
 
 
 @dataclass
@@ -52,6 +56,7 @@ class KernelView:
     summary: str
     params: list[str]
     tiles: list[str]
+    dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
     not_specialized: list[str]
     prologue: list[str]
     nodes: list[Node]
@@ -134,7 +139,8 @@ class KernelContext:
             summary=SUMMARIES[kernel.name],
             params=[*(a.name for a in tensors), *sizes, *strides],
             tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
-            not_specialized=[s for s in sizes if s in ("Nq", "Nk")],
+            dropout=any(isinstance(op, Keep) for op in kernel.ops()),
+            not_specialized=[s for s in sizes if s in ("Nq", "Nk", "dropout_threshold")],
             prologue=prologue,
             nodes=nodes,
         )
@@ -203,17 +209,35 @@ class KernelContext:
         used = _names_in(body)
         ranges = text["ranges"]
         tile = f"{op.var}_tile" if op.cls != "all" else op.var
+        counter = "at" if op.listed else tile
         (lo, hi), *more = ranges
         stop = hi
         steps = []
         for before, (next_lo, next_hi) in zip(ranges, more):
             stop += f" + ({next_hi} - {next_lo})"
-            steps.append(f"{tile} = tl.where({tile} < {before[1]}, {tile}, {tile} + ({next_lo} - {before[1]}))")
+            steps.append(f"{counter} = tl.where({counter} < {before[1]}, {counter}, {counter} + ({next_lo} - {before[1]}))")
+        if op.listed:
+            steps.append(f"{tile} = tile_at({self.var(op.listed)}, at, BLOCK // {AXIS_DIM[op.var]})")
         if op.cls != "all":
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
-        text.update(var=tile, start=lo, stop=stop, steps=steps, comment=LOOP_COMMENTS[op.cls])
+        text.update(var=counter, start=lo, stop=stop, steps=steps, comment=LOOP_COMMENTS[op.cls])
+
+    def _position(self, op: Position, cls: str) -> dict[str, Any]:
+        ratio = f"BLOCK // {AXIS_DIM['kv' if self.kernel.own_axis == 'q' else 'q']}"
+        return {"var": op.name, "ranks": self.var(op.src), "tile": self.scalar(op.tile), "ratio": ratio}
+
+    def _seed(self, op: Seed, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "src": op.src}
+
+    def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
+        transposed = op.type.dims[0] == "BLOCK_KV"
+        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", self.var(op.threshold), "BLOCK_Q", "BLOCK_KV", str(transposed)]
+        return {"var": self.var(op.name), "args": args}
+
+    def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "value": self.var(op.value), "keep": self.var(op.keep)}
 
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)

@@ -13,8 +13,8 @@ import jinja2
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.emit.context import KernelContext, KernelView, stride_names
 from attngen.errors import AttngenError, suggest
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import verify_interface
+from attngen.ir.graph import Blocks, Kernel, Module
+from attngen.ir.interface import BLOCK_LISTS, DROPOUT_SCALARS, verify_interface
 from attngen.ir.text import print_module
 from attngen.masks import derive_functions
 
@@ -85,6 +85,8 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
         constants.append((name, size))
         if size & (size - 1):
             constants.append((f"{name}_PAD", 1 << size.bit_length()))
+    if module.blocks:
+        constants.append(("BLOCK", module.blocks.size))
     sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})
     names = dict.fromkeys(row.device for _, rows in module.schedules for row in rows if row.device in CLASSES)
     device_classes = [(repr(c), name) for name in names for c in CLASSES[name].capabilities]
@@ -116,6 +118,16 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
 
 def _module_context(module: Module) -> dict[str, Any]:
     given = [i.name for i in module.inputs]
+    lists = [name.lower() for own in BLOCK_LISTS.values() for name in own] if module.blocks else []
+    tensors = given + [name for d in module.derived for name in d.names] + lists + ["seed"] * module.dropout
+    scalars = list(DROPOUT_SCALARS) if module.dropout else []
+    keywords = [f"{name}: torch.Tensor" for name in given]
+    if module.blocks:
+        keywords.append("block_mask: torch.Tensor | BlockPlan" + (" | None = None" if module.blocks.pattern else ""))
+    if module.dropout:
+        keywords += ["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"]
+    passed = [k.partition(":")[0] for k in keywords if not k.startswith("dropout_p")]
+    kinds = {"seed": "Tensor?", "dropout_threshold": "int", "keep_scale": "float", "scale": "float"}
     qk, v = module.head_dim_qk, module.head_dim_v
     return {
         "module": module,
@@ -127,11 +139,24 @@ def _module_context(module: Module) -> dict[str, Any]:
         "input_types": {i.name: _TORCH[i.dtype] for i in module.inputs},
         "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) for i in module.inputs},
         "input_args": "".join(f", {n}" for n in given),
-        "mask_tensors": _tuple(given + [name for d in module.derived for name in d.names]),
+        "keywords": keywords,
+        "keyword_args": "".join(f", {n}={n}" for n in passed),
+        "tensors": tensors,
+        "scalars": scalars,
+        "operands": tensors + scalars,
+        "operands_in": [f"blocks.{n}" if n in lists else n for n in tensors + scalars],
+        "operand_schema": ", ".join(f"{kinds.get(n, 'Tensor')} {n}" for n in (*tensors, *scalars, "scale")),
+        "pattern_call": _pattern_call(module.blocks) if module.blocks else "",
+        "pattern_source": _source(module.blocks.pattern) if module.blocks and module.blocks.pattern else "",
         "derive_functions": [_source(name) for name in dict.fromkeys(d.function for d in module.derived)],
-        "input_kwargs": "".join(f", {n}={n}" for n in given),
         "input_params": "".join(f", {n}: torch.Tensor" for n in given),
     }
+
+
+def _pattern_call(blocks: Blocks) -> str:
+    """The call that makes the mask of a pattern's blocks."""
+    sizes = [f"-(-{n} // BLOCK)" for n in ("n_q", "n_kv")]
+    return f"{blocks.pattern}({', '.join([*sizes, 'device', *(f'{name}={value}' for name, value in blocks.params)])})"
 
 
 def _source(function: str) -> str:
@@ -165,6 +190,7 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
             f"grid = ({grid},)",
             f"kernels.{kernel.name}[grid](",
             *(f"    {line}" for line in _fill(args, WIDTH - 16)),
+            *(["    DROPOUT=seed is not None,"] if view.dropout else []),
             "    **config,",
             ")",
         ]

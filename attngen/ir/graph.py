@@ -13,7 +13,7 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import Arg, Loop, Map, Op, Type
+from attngen.ir.ops import Arg, Loop, Map, Op, Position, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -96,9 +96,9 @@ class Kernel:
 
     @cached_property
     def named(self) -> tuple[tuple[Expr, Expr], ...]:
-        """Symbols of the kernel's named integer scalars, with what they stand for."""
-        scalars = (op for op in self.ops() if isinstance(op, Map) and op.type.dtype == "i32" and not op.type.dims)
-        return tuple((symbol(op.name), op.expr) for op in scalars)
+        """Symbols of the kernel's named integer scalars, with what they stand for: a position for the tile it was made from."""
+        scalars = (op for op in self.ops() if isinstance(op, (Map, Position)) and op.type.dtype == "i32" and not op.type.dims)
+        return tuple((symbol(op.name), op.tile if isinstance(op, Position) else op.expr) for op in scalars)
 
     def resolve(self, e: Expr) -> Expr:
         """An expression with the named integer scalars of the kernel written out."""
@@ -143,6 +143,20 @@ class Derived:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Block sparsity: the rows of a square block, and the function that gives the mask of blocks if the spec has a pattern."""
+
+    size: int
+    pattern: str = ""
+    params: tuple[tuple[str, int], ...] = ()
+
+    def describe(self) -> str:
+        """`64`, or `64 local_global(local=2, globals=1)`."""
+        given = ", ".join(f"{name}={value}" for name, value in self.params)
+        return f"{self.size} {self.pattern}({given})" if self.pattern else str(self.size)
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of a kernel's schedule table: for a device class, element size and number of rows on the tiled axis."""
 
@@ -170,6 +184,8 @@ class Module:
     dtypes: tuple[str, ...]
     precision: str
     mask: str
+    blocks: Blocks | None
+    dropout: bool
     inputs: tuple[Input, ...]
     derived: tuple[Derived, ...]
     kernels: tuple[Kernel, ...]

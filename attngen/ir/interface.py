@@ -24,9 +24,17 @@ SHAPES = {
 }
 STATISTICS = ("LSE", "LSE2", "DELTA")
 SCALARS = {"scale": "f32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
+DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
+# Lists of the blocks that count. Tq and Tk are numbers of blocks; ranks[t] blocks of a row come before block t, so there is
+# one rank more (Tq1, Tk1) than there are blocks.
+BLOCK_LISTS = {
+    "q": {"KV_RANK": ("B", "Hq", "Tq", "Tk1"), "KV_LIST": ("B", "Hq", "Tq", "Tk")},
+    "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
+}
 
 # the wrapper's own names, which inputs may not have
 WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "inputs"}
+WRAPPER |= {"block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
 WRAPPER |= {"scale", "return_lse", "config", "grid", "ctx", "self", "math", "torch", "triton", "kernels", "attention"}
 
 
@@ -56,11 +64,15 @@ def mask_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dic
     return {i.name: Type(i.dtype, i.shape) for i in inputs} | {name: Type("i32", ("B",)) for d in derived for name in d.names}
 
 
-def tensor_args(kernel: str, masked: dict[str, Type]) -> list[Arg]:
-    """The tensors of a kernel: what it reads, what its mask reads, what it writes."""
+def tensor_args(kernel: str, masked: dict[str, Type], blocks: bool = False, dropout: bool = False) -> list[Arg]:
+    """The tensors of a kernel: what it reads, what its mask, its block lists and dropout read, what it writes."""
     signature = SIGNATURES[kernel]
     read = [Arg(name, "in", tensor_type(name)) for name in signature.reads]
     read += [Arg(name.upper(), "in", type_) for name, type_ in masked.items()]
+    if blocks and kernel != "delta":
+        read += [Arg(name, "in", Type("i32", dims)) for name, dims in BLOCK_LISTS[signature.own].items()]
+    if dropout and kernel != "delta":
+        read.append(Arg("SEED", "in", Type("i64")))
     return read + [Arg(name, "out", tensor_type(name)) for name in signature.writes]
 
 
@@ -94,22 +106,26 @@ def _reasons(module: Module) -> Iterator[str]:
     for d in module.derived:
         if d.source not in given:
             yield f"`derive {' '.join(d.names)}` is of `{d.source}`, which is no input"
+    if module.blocks and module.blocks.pattern and (module.blocks.pattern in WRAPPER or hasattr(builtins, module.blocks.pattern)):
+        yield f"the pattern `{module.blocks.pattern}` is a name of the wrapper's own"
     read = {a.name.lower() for k in module.kernels for a in k.args if a.name not in SHAPES}
     for name in given:
         if name not in read and name not in {d.source for d in module.derived}:
             yield f"`input {name}` is read by no kernel"
     for kernel in module.kernels:
-        for reason in _kernel_reasons(kernel, module.sharing, mask_tensors(module.inputs, module.derived)):
+        for reason in _kernel_reasons(kernel, module):
             yield f"kernel @{kernel.name}: {reason}"
 
 
-def _kernel_reasons(kernel: Kernel, sharing: str, masked: dict[str, Type]) -> Iterator[str]:
+def _kernel_reasons(kernel: Kernel, module: Module) -> Iterator[str]:
     signature = SIGNATURES[kernel.name]
-    right = grid(signature.own, sharing)
+    right = grid(signature.own, module.sharing)
     if [(a.var, a.extent) for a in kernel.grid] != [(a.var, a.extent) for a in right]:
         yield f"the grid is not {', '.join(f'{a.var} in {a.extent}' for a in right)}, which is what the wrapper launches"
-    known = {arg.name: arg for arg in tensor_args(kernel.name, masked)}
-    known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in SCALARS.items()}
+    masked = mask_tensors(module.inputs, module.derived)
+    known = {arg.name: arg for arg in tensor_args(kernel.name, masked, module.blocks is not None, module.dropout)}
+    scalars = {**SCALARS, **(DROPOUT_SCALARS if module.dropout else {})}
+    known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in scalars.items()}
     for arg in kernel.args:
         match = known.get(arg.name)
         if match is None or (arg.role, arg.type.dtype, arg.type.dims) != (match.role, match.type.dtype, match.type.dims):

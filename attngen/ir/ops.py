@@ -15,7 +15,7 @@ import sympy
 
 from attngen.ir.expr import Bool, Expr
 
-DTYPE_BYTES = {"f32": 4, "i32": 4, "b1": 1, "ptr": 8}  # `T` depends on the module
+DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T` depends on the module
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
 
@@ -113,6 +113,18 @@ class Load(Op):
 
 
 @dataclass(frozen=True)
+class Position(Op):
+    """How many of the tiles that a row of blocks lists come before tile `tile`; `src` points to the row's ranks.
+
+    It rises with the tile, so what is proven of ranges of tiles holds for ranges of positions.
+    """
+
+    src: str = field(metadata=OPERAND)
+    tile: Expr
+    type: Type
+
+
+@dataclass(frozen=True)
 class Init(Op):
     """A tile filled with one value: where a loop's carried field starts."""
 
@@ -126,6 +138,7 @@ class Loop(Op):
 
     Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles;
     `unknown`: not classified yet. `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
+    With `listed`, a row of blocks, ranges are of positions in it (see Position), and the tiles are those of its blocks.
     """
 
     var: str
@@ -134,6 +147,7 @@ class Loop(Op):
     body: str
     cls: str = "unknown"
     tiles: tuple[Expr, ...] = ()
+    listed: str | None = field(default=None, metadata=OPERAND)
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,36 @@ class SoftmaxStep(Op):
 
 
 @dataclass(frozen=True)
+class Seed(Op):
+    """The key of dropout's random numbers, read from memory; nothing is read by a call that drops nothing."""
+
+    src: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Keep(Op):
+    """Which scores of a tile dropout keeps: Philox keyed on (seed, b, query head, q_idx, kv_idx), see dropout.py.
+
+    A score is kept where its random number reaches `threshold`, in units of 1 / 65536.
+    """
+
+    seed: str = field(metadata=OPERAND)
+    threshold: str = field(metadata=OPERAND)
+    head: Expr
+    type: Type
+
+
+@dataclass(frozen=True)
+class Dropout(Op):
+    """The value where it is kept, zero elsewhere. Whoever sums the result multiplies by 1 / (share kept)."""
+
+    value: str = field(metadata=OPERAND)
+    keep: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
 class Reduce(Op):
     """Reduce one named dimension: `sum`, `min` or `max`."""
 
@@ -226,12 +270,16 @@ OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "base": Base,
     "load": Load,
+    "position": Position,
     "init": Init,
     "loop": Loop,
     "dot": Dot,
     "map": Map,
     "mask": Mask,
     "softmax_step": SoftmaxStep,
+    "seed": Seed,
+    "keep": Keep,
+    "dropout": Dropout,
     "reduce": Reduce,
     "yield": Yield,
     "store": Store,

@@ -12,7 +12,7 @@ from typing import Any
 
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Block, Derived, GridAxis, Input, Kernel, Module, Row
+from attngen.ir.graph import Block, Blocks, Derived, GridAxis, Input, Kernel, Module, Row
 from attngen.ir.ops import KIND, OPS, Access, Op, Type
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
@@ -20,15 +20,19 @@ _POSITIONAL = {
     "arg": ("role",),
     "base": ("src",),
     "load": ("src",),
+    "position": ("src",),
     "init": ("value",),
     "loop": ("var",),
     "dot": ("a", "b"),
     "mask": ("value",),
     "softmax_step": ("s",),
+    "seed": ("src",),
+    "keep": ("seed",),
+    "dropout": ("value",),
     "reduce": ("op", "value"),
     "store": ("dst", "value"),
 }
-_HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask")
+_HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask", "blocks", "dropout")
 _UNNAMED = ("yield", "store")  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
@@ -103,9 +107,9 @@ _USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
 _CODECS: dict[str, Codec] = {
     "type": (_print_type, _parse_type),
     **dict.fromkeys(("src", "dst"), _ACCESS),
-    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "l", "scale"), _REF),
+    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "l", "scale", "seed", "threshold", "keep", "listed"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "needs", "enough", "other"), _EXPR),
+    **dict.fromkeys(("expr", "where", "needs", "enough", "other", "head", "tile"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op"), _WORD),
     "score": _FLAG,
     "body": (lambda v: f"@{v}", _parse_word),
@@ -113,6 +117,11 @@ _CODECS: dict[str, Codec] = {
     "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in _split(t, ";"))),
     "check": (lambda v: ", ".join(a if w == "always" else f"{a} if {w}" for a, w in v), _parse_checks),
 }
+
+
+def _codecs(kind: str) -> dict[str, Codec]:
+    """How the fields of an op are written: an init's value is a number, the source of a seed or a position a whole value."""
+    return {**_CODECS, **{"init": {"value": _EXPR}, "seed": {"src": _REF}, "position": {"src": _REF}}.get(kind, {})}
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -135,13 +144,13 @@ def print_op(op: Op) -> str:
     """One op as one line of text."""
     kind = KIND[type(op)]
     positional = _POSITIONAL.get(kind, ())
-    codecs = {**_CODECS, "value": _EXPR} if kind == "init" else _CODECS
+    codecs = _codecs(kind)
     words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
     for f in fields(op):
         value = getattr(op, f.name)
         if f.name in ("name", "type", *positional) or value in (None, ()) or (f.default is not MISSING and value == f.default):
             continue
-        words.append(f"{f.name}({_CODECS[f.name][0](value)})")
+        words.append(f"{f.name}({codecs[f.name][0](value)})")
     line = " ".join(words)
     if kind not in _UNNAMED:
         line = f"%{op.name} = {line}"
@@ -180,6 +189,8 @@ def print_module(module: Module) -> str:
         f"  dtype {' '.join(module.dtypes)}",
         f"  precision {module.precision}",
         f"  mask {module.mask}",
+        f"  blocks {module.blocks.describe() if module.blocks else 'no'}",
+        f"  dropout {'yes' if module.dropout else 'no'}",
     ]
     for i in module.inputs:
         lines.append(f"  input {i.name} : {i.dtype}[{', '.join(i.shape)}] {i.help}")
@@ -209,7 +220,7 @@ def parse_op(line: str, where: str, position: int) -> Op:
     if kind not in OPS:
         raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(OPS)}")
     positional = _POSITIONAL.get(kind, ())
-    codecs = {**_CODECS, "value": _EXPR} if kind == "init" else _CODECS
+    codecs = _codecs(kind)
     if bool(head) == (kind in _UNNAMED) or (head and not head[1:].isidentifier()):
         form = "no name, as it has no result" if kind in _UNNAMED else "`%name = ...`"
         raise IRError(f"{where}: `{head}` does not name {kind}; expected {form}")
@@ -225,7 +236,7 @@ def parse_op(line: str, where: str, position: int) -> Op:
         match = re.fullmatch(r"(\w+)\((.*)\)", word)
         if not match or match[1] not in known:
             raise IRError(f"{where}: `{word}` is not a field of {kind}; known: {', '.join(sorted(known))}")
-        values[match[1]] = _CODECS[match[1]][1](match[2], where)
+        values[match[1]] = codecs[match[1]][1](match[2], where)
     if typed[1]:
         if "type" not in (f.name for f in fields(OPS[kind])):
             raise IRError(f"{where}: {kind} has no type; expected nothing from `:` on")
@@ -329,6 +340,8 @@ def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived],
     for key in ("name", *_HEADER_KEYS):
         if key not in header:
             raise IRError(f"{source}: the module header lacks `{key}`")
+    if header["dropout"] not in ("yes", "no"):
+        raise IRError(f"{source}: `dropout {header['dropout']}`; expected yes or no")
     dims = re.fullmatch(r"qk=([0-9]{1,9}) v=([0-9]{1,9})", header["head_dim"])
     if not dims:
         raise IRError(f"{source}: `head_dim {header['head_dim']}`; expected `head_dim qk=64 v=64`")
@@ -344,11 +357,23 @@ def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived],
         dtypes=tuple(header["dtype"].split()),
         precision=header["precision"],
         mask=header["mask"],
+        blocks=_parse_blocks(header["blocks"], source),
+        dropout=header["dropout"] == "yes",
         inputs=tuple(inputs),
         derived=tuple(derived),
         kernels=tuple(Kernel(n, g, _blocks(b)) for n, g, b in kernels),
         schedules=tuple((n, tuple(rows)) for n, rows in schedules),
     )
+
+
+def _parse_blocks(text: str, source: str) -> Blocks | None:
+    if text == "no":
+        return None
+    match = re.fullmatch(r"([0-9]{1,9})(?: (\w+)\(((?:\w+=[0-9]{1,9})(?:, \w+=[0-9]{1,9})*)?\))?", text)
+    if not match:
+        raise IRError(f"{source}: `blocks {text}`; expected `blocks no`, `blocks 64` or `blocks 64 local_global(local=2, globals=1)`")
+    pairs = (part.split("=") for part in (match[3] or "").split(", ") if part)
+    return Blocks(int(match[1]), match[2] or "", tuple((name, int(value)) for name, value in pairs))
 
 
 def _blocks(blocks: Iterable[tuple[str, list[Op]]]) -> tuple[Block, ...]:

@@ -20,13 +20,17 @@ from attngen.ir.ops import (
     Arg,
     Base,
     Dot,
+    Dropout,
     Init,
+    Keep,
     Load,
     Loop,
     Map,
     Mask,
     Op,
+    Position,
     Reduce,
+    Seed,
     SoftmaxStep,
     Store,
     Type,
@@ -35,11 +39,12 @@ from attngen.ir.ops import (
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
 CONSTANTS = {"LOG2E", "LN2"}
-SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk"}, {"D_QK", "D_V"}
+SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1"}, {"D_QK", "D_V"}
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
 # names of the printed kernel that are no values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("off", "tile", "tiles")}
 RESERVED |= {"D_QK_PAD", "D_V_PAD", "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
+RESERVED |= {"BLOCK", "DROPOUT", "dropout_keep", "philox", "position", "tile_at", "keep_mask"}
 
 
 def verify(module: Module) -> Module:
@@ -180,6 +185,37 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} carries {_fields(starts)}, @{loop.body} takes {_fields(args)} and yields other types or fields"
 
 
+def lists(module: Module, kernel: Kernel) -> Iterator[str]:
+    """With block sparsity every loop over tiles visits listed ones, between positions in its program's own row; tiles divide blocks."""
+    from attngen.ir.interface import BLOCK_LISTS
+
+    rank, listed = BLOCK_LISTS[kernel.own_axis]
+    for loop in kernel.loops:
+        base = kernel.op(loop.listed) if loop.listed else None
+        lists = isinstance(base, Base) and base.src.tensor == listed
+        if loop.cls != "all" and module.blocks and not lists:
+            yield f"%{loop.name} visits tiles of blocks that do not count; expected `listed` with a row of %{listed}"
+        if base is not None and (loop.cls == "all" or not module.blocks):
+            yield f"%{loop.name} visits listed tiles; expected all of them: " + ("it is over no tiles" if module.blocks else "blocks no")
+        for e in (e for pair in loop.ranges for e in pair) if lists else ():
+            bound = kernel.op(str(e)) if str(e) in kernel.graph else None
+            ranks = kernel.op(bound.src) if isinstance(bound, Position) else None
+            if e != 0 and not (isinstance(ranks, Base) and ranks.src.tensor == rank):
+                yield f"%{loop.name} runs to or from `{to_text(e)}`; expected 0 or a position among %{rank}"
+    for row in module.rows(kernel.name) if module.blocks and kernel.loops else ():
+        if max(row.block_q, row.block_kv) > module.blocks.size:
+            yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {module.blocks.size}"
+
+
+def drops(module: Module, kernel: Kernel) -> Iterator[str]:
+    """With dropout, whatever multiplies V or its gradient is dropped, from one draw; without it nothing is."""
+    draws = [op for op in kernel.ops() if isinstance(op, Keep)]
+    drop = [op for op in kernel.ops() if isinstance(op, Dropout)]
+    expected = 1 if module.dropout and kernel.loops else 0
+    if (len(draws), len(drop)) != (expected, expected):
+        yield f"{len(draws)} draws and {len(drop)} values dropped; expected {expected} of each (dropout {'yes' if module.dropout else 'no'})"
+
+
 def live(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read: what a loop carried and its body does not read, say, would be lost."""
     named: set[str] = set()  # by expressions, as bounds of loops name scalars
@@ -311,6 +347,23 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
             for e in (e for r in op.ranges for e in r):
                 if _is_condition(e) or not _integral(kernel, e, {}):
                     yield f"runs to or from `{to_text(e)}`, which is no integer"
+            if op.listed and of(op.listed).dtype != "ptr":
+                yield f"visits what %{op.listed} lists, which is no pointer"
+        case Position():
+            if of(op.src).dtype != "ptr" or op.type.dtype != "i32" or op.type.dims:
+                yield "is made of a pointer to ranks, and is one i32"
+            if _is_condition(op.tile) or not _integral(kernel, op.tile, {}):
+                yield f"`{to_text(op.tile)}` is no integer"
+        case Seed():
+            if of(op.src) not in (Type("i64", (), s) for s in ("hbm", "?")) or (op.type.dtype, op.type.dims) != ("i64", ()):
+                yield "is one i64, read from a tensor of one i64"
+        case Keep():
+            one = [(of(r).dtype, of(r).dims) for r in (op.seed, op.threshold)]
+            if one != [("i64", ()), ("i32", ())] or op.type.dtype != "b1" or sorted(op.type.dims) != ["BLOCK_KV", "BLOCK_Q"]:
+                yield "needs a seed (i64) and a threshold (i32), and is b1 of BLOCK_Q and BLOCK_KV"
+        case Dropout():
+            if of(op.value) != op.type or op.type.dtype != "f32" or (of(op.keep).dtype, of(op.keep).dims) != ("b1", op.type.dims):
+                yield "keeps the type of an f32 value, by a b1 of its dimensions"
         case Init():
             if op.type.dtype != "f32" or not op.value.is_number:
                 yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32"
@@ -365,21 +418,27 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         "mqa": {"Hq": [h, g], "Hkv": [sympy.Integer(0)]},
         "gqa": {"Hq": [h, hkv * group + g], "Hkv": [floordiv(h, group), hkv]},
     }
-    letters = {"B": "b"} | {extent: axis for axis, extent in AXIS_EXTENT.items()}
+    letters: dict[str, Any] = {"B": symbol("b")} | {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
+    if module.blocks:
+        letters |= {f"T{a[0]}": floordiv(symbol(f"{axis}_start"), sympy.Integer(module.blocks.size)) for a, axis in (("q", "q"), ("k", "kv"))}
     for op in kernel.ops():
         if not isinstance(op, (Base, Load, Store)):
             continue
         tensor, indices = _accessed(kernel, op)
         for dim, index in zip(kernel.type_of(tensor.name).dims, indices):
-            right = [symbol(letters[dim])] if dim in letters else heads[module.sharing].get(dim, [])
+            right = [letters[dim]] if dim in letters else heads[module.sharing].get(dim, [])
             if index not in right:
                 expected = " or ".join(map(to_text, right))
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
+    queries = [op.src.index[1] for op in kernel.ops() if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1]
+    for op in kernel.ops():
+        if isinstance(op, Keep) and op.head not in queries:
+            yield f"%{op.name} draws for head `{to_text(op.head)}`; expected that of %Q, `{' or '.join(map(to_text, queries))}`"
 
 
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant; values have names of their own."""
-    scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map)) and not op.results()[""].dims}
+    scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map, Position)) and not op.results()[""].dims}
     own = kernel.own_axis
     for a in kernel.grid:
         yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
@@ -443,6 +502,10 @@ def _expressions(op: Op) -> list[Any]:
             return list(op.src.index)
         case Store():
             return list(op.dst.index)
+        case Position():
+            return [op.tile]
+        case Keep():
+            return [op.head]
         case Init():
             return [op.value]
     return []
@@ -634,6 +697,8 @@ _SCHEDULED: dict[str, Rule] = {
     "fits": fits,
 }
 _TARGET: dict[str, Rule] = {
+    "lists": lists,
+    "drops": drops,
     "in-place": in_place,
     "scheduled-everywhere": scheduled_everywhere,
     "powers-of-two": powers_of_two,

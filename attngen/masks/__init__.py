@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from sympy.core.relational import Relational
 
 from attngen.ir.expr import Bool, conjuncts, symbol
-from attngen.ir.graph import Derived, Input
+from attngen.ir.graph import Blocks, Derived, Input
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,10 @@ class Mask(BaseModel):
     def derived(self) -> tuple[Derived, ...]:
         """Scalars per sequence that one of `functions` computes from an input before the kernels run, for `needs` and `enough`."""
         return ()
+
+    def blocks(self) -> Blocks | None:
+        """Whole blocks of the score matrix that count, if the mask names them; the expression holds inside them."""
+        return None
 
     def expression(self) -> Bool:
         """True where query q_idx may attend to key kv_idx."""
@@ -82,6 +86,9 @@ class AllOf(Mask):
 
     def derived(self) -> tuple[Derived, ...]:
         return tuple({d.names: d for m in self.masks for d in m.derived()}.values())
+
+    def blocks(self) -> Blocks | None:
+        return next((m.blocks() for m in self.masks if m.blocks()), None)
 
     def expression(self) -> Bool:
         return sympy.And(*(m.expression() for m in self.masks))

@@ -12,7 +12,7 @@ from typing import ClassVar
 import networkx as nx
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Mask, Store, Yield
+from attngen.ir.ops import Arg, Mask, Position, Store, Yield
 from attngen.passes.base import Pass
 
 
@@ -41,6 +41,7 @@ def _named(kernel: Kernel, live: set[str]) -> set[str]:
     """Scalars that loops and masks name rather than take as operands, with what these depend on."""
     exprs = [e for op in kernel.loops if op.name in live for r in (*op.ranges, op.tiles) for e in r]
     exprs += [e for op in kernel.ops() if isinstance(op, Mask) for e in (op.needs, op.enough)]
+    exprs += [op.tile for op in kernel.ops() if isinstance(op, Position)]
     symbols = {str(s) for e in exprs for s in e.free_symbols}
     named = {op.name for op in kernel.ops() if op.name in symbols}
     return named.union(*(nx.ancestors(kernel.graph, n) for n in named))

@@ -13,6 +13,7 @@ from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.dce import Dce
 from attngen.passes.inline_scores import InlineScores
 from attngen.passes.legalize_triton import LegalizeTriton
+from attngen.passes.list_tiles import ListTiles
 from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.place_memory import PlaceMemory
 from attngen.passes.select_tiles import SelectTiles
@@ -28,6 +29,7 @@ def passes(spec: Spec) -> tuple[Pass, ...]:
         InlineScores(),
         ClassifyTiles(),
         SplitLoops(),
+        ListTiles(),
         Simplify(),
         PlaceMemory(),
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages),

@@ -56,7 +56,9 @@ class SelectTiles(Pass):
             for q, kv, w in product(blocks_q, blocks_kv, warps):
                 yield Row(device, elem, limit, q, kv, w, self.num_stages or 1)
 
-        given_q, given_kv = (self.block_q,) if self.block_q else BLOCKS, (self.block_kv,) if self.block_kv else BLOCKS
+        most = module.blocks.size if module.blocks else BLOCKS[-1]  # tiles divide blocks
+        blocks = tuple(b for b in BLOCKS if b <= most)
+        given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
         warps = (self.num_warps,) if self.num_warps else WARPS
         if not tile_loops(kernel):
             return Row(device, elem, limit, 64, 64, 4, 1)

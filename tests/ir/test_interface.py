@@ -23,7 +23,7 @@ BROKEN = [
     ("padding_mha", "input key_padding : b1[B, Nk]", "input key_padding : i32[B, Nk]", "%KEY_PADDING is `arg in : b1[B, Nk]`; expected"),
     ("padding_mha", "input key_padding : b1", "input key_padding : i64", "expected b1, i32 or f32 of B, Hq, Nq and Nk"),
     ("padding_mha", "  input key", "  input scale : f32[B] why\n  input key", "`scale` is declared twice, is a name of the wrapper"),
-    ("causal_gqa", "  mask causal\n", "  mask causal\n  input unused : b1[B] why\n", "`input unused` is read by no kernel"),
+    ("causal_gqa", "  dropout no\n", "  dropout no\n  input unused : b1[B] why\n", "`input unused` is read by no kernel"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,210 @@
+"""Dropout: which weights are kept is what the oracle says, is distributed as it should be, and depends on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.ir.text import parse_module, print_module
+from attngen.ir.verify import verify
+from attngen.reference import dropout_keep, dropout_weight, philox
+from attngen.testing import KEYS, Case, heads_for, load_module, make_inputs, run_case
+from tests.helpers import SPECS, built, target
+from tests.helpers import spec as spec_of
+from tests.test_numerics import dtypes, problem, run, small
+
+DROPPING = [name for name in SPECS if spec_of(name).dropout]
+P = [0.0, 1e-6, 0.01, 0.1, 0.2501, 0.5, 0.9, 0.999, 1 - 1e-9]
+SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x0123_4567_89AB_CDEF]
+
+# Known answers of Philox4x32 with seven rounds, from Random123's kat_vectors: counter, key, result.
+ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), ANSWERS)
+def test_the_oracle_has_the_known_answers_of_philox(counter, key, result):
+    assert tuple(int(word) for word in philox(tuple(map(torch.tensor, counter)), key)) == result
+
+
+# ------------------------------------------------------------------------------------------------- the oracle's mask
+
+
+def zscore(kept: torch.Tensor, p: float) -> float:
+    """How many standard deviations the number kept is from its mean."""
+    n = kept.numel()
+    return float((kept.double().sum() - n * (1 - p)) / math.sqrt(n * p * (1 - p)))
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 0.5, 0.77, 0.995])
+def test_the_rate_is_p(p):
+    """Of all weights, of each head, of each sequence, by query and by key, and where queries and keys have given last bits."""
+    keep = dropout_keep((3, 4, 256, 512), p, 42)
+    assert abs(zscore(keep, p)) < 5
+    for part in (*keep.flatten(0, 1), *keep.transpose(0, 3)[::7]):
+        assert abs(zscore(part, p)) < 5.5
+    of_queries = 1 - keep.double().mean((0, 1, 3))  # each has one of the two nearest multiples of 1 / 256
+    assert ((of_queries - p).abs() < 1 / 256 + 5 * math.sqrt(p * (1 - p) / (12 * 512))).all()
+    for q, kv in itertools.product(range(16), range(16)):
+        assert abs(zscore(keep[:, :, q::16, kv::16], p)) < 5
+
+
+def test_rates_between_thresholds_of_a_byte_are_met():
+    """0.0019 is between 0 / 256 and 1 / 256: a part of the queries has one, a part the other."""
+    keep = dropout_keep((1, 8, 4096, 256), 0.0019, 7)
+    assert abs(zscore(keep, 0.0019)) < 5
+    assert (keep.all(3).all(1).float().mean() < 0.95).all()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_neighbours_are_independent(p):
+    """Weights that differ by little in q, kv, h or b, those of one call of Philox among them, and neighbouring seeds."""
+    keep = dropout_keep((2, 3, 256, 512), p, 11).double() - (1 - p)
+    others = [dropout_keep((2, 3, 256, 512), p, seed).double() - (1 - p) for seed in (12, 11 + 2**32, -11)]
+    pairs = [(keep, other) for other in others]
+    for dim, step in itertools.product(range(4), (1, 2, 7, 8, 9, 16, 64)):
+        if step < keep.shape[dim]:
+            n = keep.shape[dim] - step
+            pairs.append((keep.narrow(dim, 0, n), keep.narrow(dim, step, n)))
+    for dq, dkv in ((1, 1), (8, 8), (1, 8), (8, 1), (9, 9), (3, 5)):
+        pairs.append((keep[:, :, :-dq, :-dkv], keep[:, :, dq:, dkv:]))
+        pairs.append((keep[:, :, :-dq, dkv:], keep[:, :, dq:, :-dkv]))
+    pairs.append((keep[..., :256], keep[..., :256].transpose(2, 3)))
+    for a, b in pairs:
+        correlation = float((a * b).mean() / (p * (1 - p)))
+        expected = 1 / 512 if a is keep[..., :256] else 0.0
+        assert abs(correlation - expected) * math.sqrt(a.numel()) < 5 + expected * math.sqrt(a.numel())
+
+
+# ------------------------------------------------------------------------------------------------- the kernels' mask
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("p", P)
+def test_what_kernels_keep_is_what_the_oracle_says(p, seed, device):
+    shape = (2, 3, 50, 70)
+    keep = built(DROPPING[0]).attention.dropout_mask(shape, p, seed, device)
+    assert keep.equal(dropout_keep(shape, p, seed, device))
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_the_mask_of_the_weights_themselves(name, device):
+    """With v the identity the output is the dropped weights, and the gradient of v the same, transposed."""
+    spec, attention = spec_of(name), built(name).attention
+    n = spec.head_dim.v
+    q, k, _, inputs = make_inputs(spec, Case(1, *heads_for(spec), n, n), torch.float16, device)
+    inputs = {i: torch.ones_like(x) for i, x in inputs.items()}
+    v = torch.eye(n, dtype=q.dtype, device=device).expand(1, k.shape[1], n, n)
+    weights = attention(q, k, v, **inputs, scale=1e-6)
+    dropped = attention(q, k, v, **inputs, scale=1e-6, dropout_p=0.3, seed=5)
+    assert (weights > 0).any()
+    kept = dropout_keep((*q.shape[:3], n), 0.3, 5, device)
+    assert ((dropped > 0) == ((weights > 0) & kept)).all()
+    torch.testing.assert_close(dropped, weights * kept / (1 - round(0.3 * 65536) / 65536), atol=1e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.5, 0.97])
+@pytest.mark.parametrize("name", DROPPING)
+def test_gradients_at_any_rate(name, p, device):
+    result = run_case(built(name), spec_of(name), small(name, 100, 130), dtypes(name)[0], device, dropout_p=p)
+    assert result.ok, str(result)
+
+
+def test_the_mask_does_not_depend_on_tiles(device, tmp_path):
+    """The same bits are dropped under a schedule with other tiles."""
+    text = print_module(target(DROPPING[0]))
+    mine = f"  {built(DROPPING[0]).kernels.device_class(torch.device(device))} bytes=2"
+    lines = [line for line in text.splitlines() if not line.startswith(mine)]
+    for kernel, (q, kv) in {"fwd": (32, 16), "delta": (64, 64), "dkdv": (16, 64), "dq": (64, 16)}.items():
+        at = lines.index(f"schedule @{kernel}")
+        lines.insert(at + 1, f"{mine} rows<=inf : BLOCK_Q={q} BLOCK_KV={kv} num_warps=4 num_stages=1")
+    module = verify(parse_module("\n".join(lines), "edited.ir"))
+    write_module(render(module), Path(tmp_path) / "other")
+    name = DROPPING[0]
+    leaves, inputs, grads = problem(name, small(name, 90, 120), device)
+    first = run(name, leaves, inputs, grads, dropout_p=0.4, seed=9)
+    out, lse = load_module(tmp_path / "other").attention(*leaves, **inputs, dropout_p=0.4, seed=9, return_lse=True)
+    second = dict(zip(KEYS, (out, lse, *torch.autograd.grad((out, lse), leaves, grads))))
+    for key in KEYS:
+        torch.testing.assert_close(first[key], second[key], atol=2e-3, rtol=2e-3)
+
+
+# ------------------------------------------------------------------------------------------------- seeds
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_seeds(name, device):
+    """Drawn from torch's generator unless given; an int and a tensor say the same; dropping nothing draws nothing."""
+    (q, k, v), inputs, _ = problem(name, small(name), device)
+    attention = built(name).attention
+
+    def call(**options):
+        return attention(q, k, v, **inputs, dropout_p=0.5, **options)
+
+    torch.manual_seed(1)
+    first, second = call(), call()
+    torch.manual_seed(1)
+    assert call().equal(first) and not second.equal(first)
+    assert call(seed=3).equal(call(seed=torch.tensor([3], device=device)))
+    assert not call(seed=3).equal(call(seed=4)) and not call(seed=3).equal(call(seed=3 + 2**32))
+    torch.manual_seed(1)
+    attention(q, k, v, **inputs, dropout_p=0.0)
+    assert call().equal(first)
+    assert attention(q, k, v, **inputs, dropout_p=0.0).equal(attention(q, k, v, **inputs))
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_the_module_drops_in_training_alone(name, device):
+    (q, k, v), inputs, _ = problem(name, small(name), device)
+    module = built(name).Attention(dropout_p=0.5)
+    assert "dropout_p=0.5" in repr(module)
+    assert module(q, k, v, **inputs, seed=3).equal(built(name).attention(q, k, v, **inputs, dropout_p=0.5, seed=3))
+    assert module.eval()(q, k, v, **inputs).equal(built(name).attention(q, k, v, **inputs))
+
+
+def test_the_mean_over_seeds_is_attention_without_dropout(device):
+    name = DROPPING[0]
+    (q, k, v), inputs, _ = problem(name, small(name, 33, 33), device)
+    outs = [built(name).attention(q, k, v, **inputs, dropout_p=0.3, seed=seed).double() for seed in range(200)]
+    mean, spread = torch.stack(outs).mean(0), torch.stack(outs).std(0) / math.sqrt(200)
+    exact = built(name).attention(q, k, v, **inputs).double()
+    assert ((mean - exact).abs() < 6 * spread + 2e-3).all()
+
+
+WRONG = [
+    ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; expected 0 <= dropout_p < 1"),
+    ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1; expected"),
+    ({"dropout_p": float("nan")}, ValueError, "dropout_p is nan; expected"),
+    ({"dropout_p": "0.1"}, TypeError, "dropout_p is a str; expected a number"),
+    ({"dropout_p": True}, TypeError, "dropout_p is a bool; expected a number"),
+    ({"seed": 1.5}, TypeError, "seed is a float; expected an int, an int64 tensor of one element, or None"),
+    ({"seed": 2**63}, ValueError, "seed is 9223372036854775808; expected an int of 64 bits"),
+    ({"seed": torch.tensor([1, 2])}, ValueError, r"seed is torch.int64 \[2\] on cpu; expected torch.int64, one element"),
+    ({"seed": torch.tensor(1.0)}, ValueError, r"seed is torch.float32 \[\] on cpu; expected torch.int64"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "sentence"), WRONG, ids=[str(w[2])[:30] for w in WRONG])
+def test_wrong_calls(options, kind, sentence, device):
+    (q, k, v), inputs, _ = problem(DROPPING[0], small(DROPPING[0]), device)
+    with pytest.raises(kind, match=f"^attention: {sentence}"):
+        built(DROPPING[0]).attention(q, k, v, **inputs, **options)
+
+
+def test_dropout_weight_is_unbiased():
+    for p in (0.1, 0.37):
+        weight = dropout_weight((1, 4, 512, 512), p, 3)
+        assert abs(float(weight.mean()) - 1) < 0.01

@@ -1,0 +1,288 @@
+"""Generated modules among PyTorch's machinery: torch.library, torch.compile, CUDA graphs, checkpoints, autocast, DDP, pickles."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from attngen.testing import load_module
+from tests.conftest import CUDA
+from tests.helpers import ROOT, SPECS, built
+from tests.helpers import spec as spec_of
+from tests.test_numerics import first_dtype, problem, small
+
+DROPPING = [name for name in SPECS if spec_of(name).dropout]
+
+
+def options(name: str) -> dict[str, Any]:
+    return {"dropout_p": 0.3, "seed": 5} if spec_of(name).dropout else {}
+
+
+class Record(TorchDispatchMode):
+    """The calls of attngen's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "attngen":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("name", SPECS)
+def test_opcheck(name: str, layout: str, device: str) -> None:
+    """Schema, autograd registration, fake implementation and AOT dispatch of both operators, with every set of gradients needed."""
+    leaves, inputs, grads = problem(name, small(name, 40, 50, layout), device)
+    with Record() as record:
+        out, lse = built(name).attention(*leaves, **inputs, **options(name), return_lse=True)
+        torch.autograd.grad((out, lse), leaves, grads, retain_graph=True)
+        torch.autograd.grad(out, leaves[0], grads[0], retain_graph=True)
+        torch.autograd.grad(lse, leaves[1:], grads[1])
+    (forward, args), *backward = record.calls
+    assert forward is built(name).FORWARD and [op for op, _ in backward] == [built(name).BACKWARD] * 3
+    for x in args[:3]:
+        assert x.requires_grad
+    torch.library.opcheck(forward, args)
+    for op, args in backward if layout == "bhnd" else backward[:1]:
+        plain = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)  # second derivatives are refused
+        torch.library.opcheck(op, plain)
+
+
+@pytest.mark.parametrize("dynamic", [False, None, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_compile(name: str, dynamic: bool | None, device: str) -> None:
+    """One graph without breaks, the same bits, and no graph per length: a static one, then at most one with symbolic sizes."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor" if CUDA else "aot_eager")
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: dict[str, torch.Tensor]) -> Any:
+        return built(name).attention(q, k, v, **inputs, **options(name), return_lse=True)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
+    lengths = [140] if dynamic is False else [140, 270, 333, 401]
+    for n in lengths:
+        leaves, inputs, grads = problem(name, small(name, n, n + 13, batch=1), device)
+        results = [f(*leaves, inputs) for f in (call, compiled)]
+        found = [(*r, *torch.autograd.grad(r, leaves, grads)) for r in results]
+        assert all(a.equal(b) for a, b in zip(*found))
+    assert counter.frame_count <= (1 if dynamic is False else 2)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_compiled_dropout_draws_anew(name: str, device: str) -> None:
+    torch._dynamo.reset()
+    (q, k, v), inputs, _ = problem(name, small(name), device)
+    compiled = torch.compile(lambda: built(name).attention(q, k, v, **inputs, dropout_p=0.5), backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    first, second = compiled(), compiled()
+    torch.manual_seed(0)
+    assert compiled().equal(first) and not second.equal(first)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
+    """With dropout drawn from torch's generator: the second forward drops what the first did."""
+    leaves, inputs, grads = problem(name, small(name), device)
+    drop = {"dropout_p": 0.3} if spec_of(name).dropout else {}
+
+    def call(*qkv: torch.Tensor) -> torch.Tensor:
+        return built(name).attention(*qkv, **inputs, **drop)
+
+    found = []
+    for run in (call, lambda *x: checkpoint(call, *x, use_reentrant=False), lambda *x: checkpoint(call, *x, use_reentrant=True)):
+        torch.manual_seed(3)
+        out = run(*leaves)
+        torch.manual_seed(99)
+        found.append((out, *torch.autograd.grad(out.sum(), leaves)) if run is found else (out, *gradients(out, leaves, grads[0])))
+    assert all(a.equal(b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+def gradients(out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients by backward(), which reentrant checkpoints need."""
+    for x in leaves:
+        x.grad = None
+    out.backward(grad)
+    return [x.grad for x in leaves if x.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SPECS)
+def test_autocast(name: str, dtype: torch.dtype, device: str) -> None:
+    """fp32 arguments, and mixed ones, are computed in autocast's dtype if the module has it; gradients come back in theirs."""
+    leaves, inputs, _ = problem(name, small(name), device)
+    q, k, v = (x.detach().float().requires_grad_() for x in leaves)
+    has = dtype in built(name).DTYPES
+    with torch.autocast(device, dtype):
+        out = built(name).attention(q, k, v.to(dtype) if has else v, **inputs, **options(name))
+    assert out.dtype == (dtype if has else torch.float32)
+    found = torch.autograd.grad(out.float().sum(), (q, k, v))
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found)
+    plain = [x.detach().to(out.dtype) for x in (q, k, v)]
+    assert built(name).attention(*plain, **inputs, **options(name)).equal(out)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_vmap_is_refused(name: str, device: str) -> None:
+    leaves, inputs, _ = problem(name, small(name), device)
+    stacked = [torch.stack([x.detach()] * 2) for x in leaves]
+    with pytest.raises(NotImplementedError, match="attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B"):
+        torch.func.vmap(lambda q, k, v: built(name).attention(q, k, v, **inputs, **options(name)))(*stacked)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_second_derivatives_are_refused(name: str, device: str) -> None:
+    """Whether or not the gradient that flows in requires one; first derivatives with a graph are right."""
+    leaves, inputs, (grad, _) = problem(name, small(name), device)
+    expected = torch.autograd.grad(built(name).attention(*leaves, **inputs, **options(name)), leaves, grad)
+    for flowing in (grad, grad.clone().requires_grad_()):
+        out = built(name).attention(*leaves, **inputs, **options(name))
+        found = torch.autograd.grad(out, leaves, flowing, create_graph=True)
+        assert all(a.equal(b) for a, b in zip(found, expected))
+        with pytest.raises(RuntimeError, match="attention: its gradients cannot be differentiated again; expected first derivatives"):
+            found[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_modules_are_copied_and_pickled(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    generated = __import__(f"generated.{name}", fromlist=["Attention"])
+    module = torch.nn.Sequential(generated.Attention(scale=0.3, **({"dropout_p": 0.25} if spec_of(name).dropout else {})).eval())
+    (q, k, v), inputs, _ = problem(name, small(name), device)
+    expected = module[0](q, k, v, **inputs)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(twin) == repr(module) and not twin.training
+        assert twin[0](q, k, v, **inputs).equal(expected)
+
+
+def test_two_imports_under_one_name_both_work(device: str) -> None:
+    name = "causal_mqa"
+    (q, k, v), _, _ = problem(name, small(name), device)
+    first = load_module(ROOT / "generated" / name)
+    second = load_module(ROOT / "generated" / name)
+    assert first.FORWARD is not second.FORWARD
+    assert first.attention(q, k, v).equal(second.attention(q, k, v))
+
+
+LAZY = """
+import os, sys, torch
+import generated.{name}
+assert not torch.cuda.is_initialized()
+assert not os.path.exists(os.environ["TRITON_CACHE_DIR"]), "something was compiled"
+"""
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_importing_starts_nothing(name: str, tmp_path: Path) -> None:
+    """No CUDA context, nothing compiled."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", LAZY.format(name=name)], cwd=ROOT, env=env, check=True)
+
+
+# Two processes, each with half of a batch, train the same model; prints the gradients' norm, which DDP makes the same in both.
+DDP = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from generated.causal_dropout_mqa import Attention
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.attention = nn.Linear(64, 64 * 4), nn.Linear(128, 64), Attention(dropout_p=0.2)
+    def forward(self, x):
+        q, k, v = self.qkv(x).split([128, 64, 64], -1)
+        q, k, v = (t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in (q, k, v))
+        return self.out(self.attention(q, k, v, seed=int(os.environ["DROP"])).transpose(1, 2).flatten(2))
+rank, device = int(os.environ["RANK"]), sys.argv[1]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, x = Model(), torch.randn(4, 20, 64)
+dtype = torch.float16 if device == "cpu" else torch.bfloat16
+model.to(device), x.to(device)
+ddp = DistributedDataParallel(model.to(device))
+half = x.to(device).chunk(2)[rank]
+with torch.autocast(device, dtype):
+    loss = ddp(half).float().square().mean()
+loss.backward()
+alone = Model().to(device)
+alone.load_state_dict(model.state_dict())
+with torch.autocast(device, dtype):
+    total = sum(alone(part.to(device)).float().square().mean() for part in x.chunk(2)) / 2
+total.backward()
+for a, b in zip(model.parameters(), alone.parameters()):
+    assert (a.grad - b.grad).norm() <= 2e-2 * b.grad.norm(), (a.grad - b.grad).norm() / b.grad.norm()
+print(f"{sum(p.grad.norm() for p in model.parameters()).item():.6f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_ddp_of_two_processes(device: str) -> None:
+    """Gradients are the same in both, and those of the whole batch."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DROP": "7", "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", DDP, device], cwd=ROOT, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    results = [run.communicate(timeout=240) for run in runs]
+    assert all(run.returncode == 0 for run in runs), results
+    assert results[0][0] == results[1][0] and float(results[0][0]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+def test_cuda_graphs(name: str, device: str) -> None:
+    """Forward and backward captured and replayed: new inputs give what eager gives; dropout draws anew each replay."""
+    leaves, inputs, (grad, _) = problem(name, small(name, 129, 200), device)
+    fresh, _, _ = problem(name, small(name, 129, 200), device)
+    drop = {"dropout_p": 0.3} if spec_of(name).dropout else {}
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = built(name).attention(*leaves, **inputs, **drop)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x, y in zip(leaves, fresh):
+            x.copy_(y.flip(2))
+    torch.manual_seed(11)
+    graph.replay()
+    first = [x.clone() for x in captured]
+    graph.replay()
+    second = [x.clone() for x in captured]
+    torch.manual_seed(11)
+    graph.replay()
+    assert all(a.equal(b) for a, b in zip(first, captured))
+    assert all(a.equal(b) for a, b in zip(first, second)) != bool(drop)
+    if not drop:
+        assert all(a.equal(b) for a, b in zip(first, step()))
+
+
+def test_dtype_of_the_first_tested() -> None:
+    assert first_dtype("causal_fp32") == torch.float32
