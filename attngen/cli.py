@@ -213,7 +213,7 @@ def explain(
         if sharing not in (sizes.sharing, "gqa") or (dim.qk, dim.v) != (sizes.head_dim_qk, sizes.head_dim_v):
             theirs = f"{sizes.sharing} with head dim {_head_dim(sizes.head_dim_qk, sizes.head_dim_v)}"
             ours = f"{sharing} with head dim {_head_dim(dim.qk, dim.v)}"
-            raise AttngenError(f"--model {sizes.name} is {theirs}, and {spec} is {ours}; expected a spec of the model's")
+            raise AttngenError(f"--model {sizes.name} is {theirs}, and {spec} is {ours}; expected a spec that agrees")
         heads, kv_heads = sizes.q_heads, sizes.kv_heads
     heads = heads or 16
     shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]

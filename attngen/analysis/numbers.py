@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +12,10 @@ from attngen.analysis.flops import executed_flops, flops, useful_flops
 from attngen.analysis.io import hbm_bytes, standard_bytes, traffic
 from attngen.analysis.roofline import KERNELS, Problem, row_of, values
 from attngen.analysis.sram import elem_sizes, tile_bytes
-from attngen.analysis.theory import saved
+from attngen.analysis.theory import saved_tensors
 from attngen.analysis.tiles import evaluate, runs
 from attngen.devices import CLASSES
-from attngen.ir.graph import Module
+from attngen.ir.graph import Kernel, Module
 
 SPARSE = 8  # block-sparse: one tile in so many
 SQUARE = (64, 64)  # a tile for FLOPs of algorithms that skip none: any does
@@ -39,13 +39,13 @@ class Moved:
 
 @dataclass(frozen=True)
 class Done:
-    """FLOPs of a layer, and bytes kept for its backward only."""
+    """FLOPs of a layer; and the tensors kept for its backward only, with their bytes."""
 
     schedule: str
     forward: float
     backward: float
+    kept: tuple[str, ...]
     saved: float
-    names: tuple[str, ...]
 
 
 def moved(module: Module, problem: Problem) -> Iterator[Moved]:
@@ -69,21 +69,22 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
 def done(module: Module, problem: Problem) -> Iterator[Done]:
     """Standard attention, FlashAttention-1 and ours, whose backward computes some products twice: as counted, and as run."""
     numbers = textbook_values(module, problem, SQUARE)
-
-    def kept(forward: Any, backward: Any) -> tuple[float, tuple[str, ...]]:
-        args = saved(forward, backward)
-        return sum(_value(tile_bytes(arg.type), numbers) for arg in args), tuple(arg.name for arg in args)
-
     for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
-        both = [kernels(name, direction) for direction in KERNELS]
-        work = (sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in both)
-        yield Done(shown, *work, *kept(*both))
-    ours = kept(*([module.kernel(name) for name in names] for names in KERNELS.values()))
+        forward, backward = (kernels(name, direction) for direction in KERNELS)
+        work = [sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in (forward, backward)]
+        yield Done(shown, work[0], work[1], *_kept(forward, backward, numbers))
+    forward, backward = (tuple(map(module.kernel, names)) for names in KERNELS.values())
+    kept, saved = _kept(forward, backward, numbers)
     of = {name: _emitted_values(module, name, CLASS, problem) for name in ("fwd", "dkdv", "dq")}
-    forward = _value(useful_flops(module, "forward"), of["fwd"])
+    useful = [_value(useful_flops(module, direction), of[name]) for direction, name in (("forward", "fwd"), ("backward", "dq"))]
     run = sum(_value(executed_flops(module.kernel(name)), of[name]) for name in ("dkdv", "dq"))
-    yield Done("ours", forward, _value(useful_flops(module, "backward"), of["dq"]), *ours)
-    yield Done("ours, as run", forward, run, *ours)
+    yield Done("ours", useful[0], useful[1], kept, saved)
+    yield Done("ours, as run", useful[0], run, kept, saved)
+
+
+def _kept(forward: Iterable[Kernel], backward: Iterable[Kernel], numbers: dict[str, Any]) -> tuple[tuple[str, ...], float]:
+    args = saved_tensors(forward, backward)
+    return tuple(arg.name for arg in args), sum(_value(tile_bytes(arg.type), numbers) for arg in args)
 
 
 def flash1_tile(module: Module, cls: str) -> tuple[int, int]:

@@ -124,7 +124,7 @@ def _height(e: Expr) -> Expr:
     return sympy.limit(e / N, N, sympy.oo)
 
 
-def saved(forward: Iterable[Kernel], backward: Iterable[Kernel]) -> list[Arg]:
+def saved_tensors(forward: Iterable[Kernel], backward: Iterable[Kernel]) -> list[Arg]:
     """Tensors kept for the backward only: what it reads that the forward wrote, besides the output."""
     written = {arg.name for kernel in forward for arg in kernel.args if arg.role in ("out", "inout")}
     read = {arg.name: arg for kernel in backward for arg in kernel.args if arg.role in ("in", "inout")}
@@ -140,7 +140,7 @@ def on_chip(module: Module, kernel: Kernel, cls: str) -> Expr:
 
 # ---------------------------------------------------------------------------------------------- theorems
 
-EXACT = Regime("every N and d", grow=())
+EXACT = Regime("every N and d")  # the count is a constant times the order, or the limit is not finite
 
 
 def theorems(module: Module, cls: str = "sm90") -> dict[str, list[Theorem]]:
@@ -263,7 +263,7 @@ def memory(module: Module) -> list[Theorem]:
         ("FlashAttention-1", f"{PAPER}, theorem 1", N, flash1),
         ("ours", f"{PAPER_2}, section 3.1", N, own),
     ):
-        kept = saved(forward, backward)
+        kept = saved_tensors(forward, backward)
         names = " and ".join(f"{arg.name} in {'fp32' if arg.type.dtype == 'f32' else '`T`'}" for arg in kept)
         count = one_head(sympy.Add(*(elements(arg.type) for arg in kept)))
         found.append(Theorem(f"{name}: {names}", source, count, order, (EXACT,)))

@@ -18,40 +18,38 @@ from attngen.emit.explain import FOLDED
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Module
 
+INTRO = """Counts are of elements moved, from the loops, loads and stores of the IR, ceilings relaxed to divisions. Limits are of
+count / order as N, then d, grows; beta is any constant. Tiles are B_r queries by B_c keys; in limits, a program's rows
+by those of one turn of its loop. Emitted tiles are taken to fill SRAM here; the tables have those that were chosen.
+Sources: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023)."""
+MOVED = f"""All that is loaded and stored, caches not counted. Standard attention: each of its operations moves its operands and its
+result once. It and FlashAttention-1 visit all tiles; ours those that the mask leaves, and 1 in {SPARSE} of these for s = 1/{SPARSE}.
+Tiles: queries x keys; ours forward, dK/dV, dQ. GB: of one layer.
+"""
+DONE = """TFLOP and GB: of one layer. Ours: of the tiles visited on sm90; as run, products that two kernels compute count twice.
+Saved: what the backward reads that the forward wrote, besides o."""
+
 
 def explain_theory(module: Module, problem: Problem, model: Model | None) -> Iterator[RenderableType]:
     """Every theorem, and what it comes to for a problem size: that of one layer of a model, if there is one."""
     yield Text(f"{module.name}: theorems, for one head with N queries and N keys of width d, and M elements on chip", style="bold")
-    yield Text(
-        "Counts are from the loops, loads and stores of the IR, ceilings relaxed to divisions; limits are those of count / order as\n"
-        "N, then d, grows; beta is any constant. Tiles: B_r queries by B_c keys; in limits, rows of the program by rows of its loop.\n"
-        "Sources: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023).",
-        style="dim",
-    )
+    yield Text(INTRO, style="dim")
     for subject, found in theorems(module).items():
         yield Text(f"\n{subject}", style="bold")
         for theorem in found:
             yield from (Text(FOLDED.fill(line)) for line in _lines(theorem))
-    yield Text(f"\nNumbers: {_size(module, problem, model)}", style="bold")
-    yield _moved(module, problem, model.layers if model else 1)
-    yield Text(
-        "Of all that is loaded and stored, caches not counted; /std: over standard attention, each of whose operations moves its\n"
-        "operands and its result once. Standard attention and FlashAttention-1 visit all tiles, ours those that the mask leaves,\n"
-        f"and 1 in {SPARSE} of them where it says s = 1/{SPARSE}. Tiles: queries x keys; ours forward, dK/dV, dQ. GB: of one layer.\n",
-        style="dim",
-    )
-    yield _done(module, problem, model.layers if model else 1)
-    yield Text(
-        "Of one layer, and of all. Ours: of the tiles visited on sm90; as run, products that two kernels compute count twice.\n"
-        "Saved: what the backward reads that the forward wrote, besides o.",
-        style="dim",
-    )
+    yield Text(f"\n{_size(module, problem, model)}", style="bold")
+    layers = model.layers if model else 1
+    yield _moved(module, problem, layers)
+    yield Text(MOVED, style="dim")
+    yield _done(module, problem, layers)
+    yield Text(DONE, style="dim")
 
 
 def _lines(theorem: Theorem) -> Iterator[str]:
     source = f"  [{theorem.source}]" if theorem.source else ""
     count, order = to_text(theorem.count), f"Theta({to_text(theorem.order)})"
-    if theorem.regimes == (EXACT,):
+    if theorem.regimes == (EXACT,) and theorem.holds:
         yield f"{theorem.claim}: {count}{source}"
         return
     yield f"{theorem.claim}: {'' if theorem.holds else 'not '}{theorem.says or order}{source}"
@@ -61,11 +59,12 @@ def _lines(theorem: Theorem) -> Iterator[str]:
 
 def _size(module: Module, problem: Problem, model: Model | None) -> str:
     dim = f"{module.head_dim_qk}" if module.head_dim_qk == module.head_dim_v else f"{module.head_dim_qk}/{module.head_dim_v}"
-    sizes = f"{problem.q_heads} heads, {problem.kv_heads} K/V heads, head dim {dim}"
-    rest = f"batch {problem.batch}, {problem.n_q} tokens, {elem_sizes(module)[0]} bytes an element"
+    heads = f"{problem.q_heads} heads, {problem.kv_heads} K/V heads, head dim {dim}"
     if model is None:
-        return f"one layer, {sizes}, {rest}"
-    return f"{model.name}, {model.layers} layers, {sizes}, hidden {model.hidden}, {rest}\n[{model.source}]"
+        what = f"One layer: {heads}"
+    else:
+        what = f"{model.name}: {model.layers} layers, {heads}, hidden {model.hidden}  [{model.source}]"
+    return f"{what}\nbatch {problem.batch}, {problem.n_q} tokens, {elem_sizes(module)[0]} bytes an element"
 
 
 def _moved(module: Module, problem: Problem, layers: int) -> Table:
@@ -94,7 +93,7 @@ def _done(module: Module, problem: Problem, layers: int) -> Table:
             f"{row.forward / 1e12:.2f}",
             f"{row.backward / 1e12:.2f}",
             f"{layers * (row.forward + row.backward) / 1e15:.3f}",
-            " ".join(row.names),
+            " ".join(row.kept),
             f"{row.saved / 1e9:.4f}",
             f"{layers * row.saved / 1e9:.3f}",
             f"{row.saved / rows[0].saved:.1e}",

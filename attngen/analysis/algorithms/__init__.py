@@ -11,7 +11,7 @@ from importlib import resources
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module
 
-KERNELS = {
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "standard": {"forward": ("scores", "softmax", "output"), "backward": ("dv", "dp", "ds", "dq", "dk")},
     "flash1": {"forward": ("fwd_start", "fwd"), "backward": ("bwd_start", "bwd")},
 }
