@@ -18,7 +18,7 @@ from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
 
 SPARSE = 8  # block-sparse: one tile in so many
-SQUARE = (64, 64)  # a tile for FLOPs of algorithms that skip none: any does
+ONE = (1, 1)  # a tile for what does not depend on tiles
 CLASS = "sm90"  # whose tiles the emitted kernels' FLOPs are counted for
 
 
@@ -53,7 +53,7 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
 
     The textbook's schedules visit all tiles, ours those that the mask leaves.
     """
-    numbers = textbook_values(module, problem, SQUARE)
+    numbers = textbook_values(module, problem, ONE)
     heads = problem.batch * problem.q_heads
     yield Moved("standard", "", (), *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in KERNELS))
     for cls in CLASSES:
@@ -68,7 +68,7 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
 
 def done(module: Module, problem: Problem) -> Iterator[Done]:
     """Standard attention, FlashAttention-1 and ours, whose backward computes some products twice: as counted, and as run."""
-    numbers = textbook_values(module, problem, SQUARE)
+    numbers = textbook_values(module, problem, ONE)
     for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
         forward, backward = (kernels(name, direction) for direction in KERNELS)
         work = [sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in (forward, backward)]

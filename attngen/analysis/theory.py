@@ -180,21 +180,24 @@ def flash1() -> list[Theorem]:
 
 
 def emitted(module: Module, cls: str) -> list[Theorem]:
-    """With the share of tiles that the module's mask leaves, where that does not vanish; and with any share, block-sparse."""
+    """For each kernel, tiles of Theta(M / d) rows; what it moves with the share of tiles that its mask leaves, where that does
+    not vanish; and with any share, block-sparse."""
     found = []
     for kernel in module.kernels:
         if not tile_loops(kernel):
             found.append(Theorem(f"@{kernel.name}", "", moved([kernel]), N * D, (Regime("any M"),)))
             continue
         room, share = on_chip(module, kernel, cls), visible_share(kernel)
-        regimes, given = _regimes(kernel, room), f"tiles that fill M = {to_text(room)}, the SRAM of {cls}"
+        regimes, rows = _regimes(kernel, room), TILE[kernel.own_axis]
+        given = f"tiles that fill M = {to_text(room)}, the SRAM of {cls}"
+        found.append(Theorem(f"@{kernel.name}, rows of a program", f"{PAPER}, theorem 2", rows, M / D, regimes, given))
         if share.is_positive:
             claim = f"@{kernel.name}, whose mask leaves {'at most ' if module.inputs else ''}{_share_text(share)}"
-            found.append(Theorem(claim, f"{PAPER}, theorems 2 and 5", moved_at_share(kernel, share), FLASH, regimes, given))
+            found.append(Theorem(claim, f"{PAPER}, theorems 2 and 5", moved_at_share(kernel, share), FLASH, regimes))
         claim, none = f"@{kernel.name}, block-sparse, a share s of the tiles", Regime("s = 0", ((SHARE, sympy.Integer(0)),))
         claim += "" if share.is_positive else ", which tends to 0 under its mask"
         count, order = moved_at_share(kernel, SHARE), N * D + SHARE * FLASH
-        found.append(Theorem(claim, f"{PAPER}, proposition 4", count, order, (*regimes, none), given))
+        found.append(Theorem(claim, f"{PAPER}, proposition 4", count, order, (*regimes, none)))
     return found
 
 

@@ -201,6 +201,7 @@ def test_the_emitted_schedule_has_these_constants():
         "dkdv": [2 * 8] * 2,
         "dq": [2 * 8] * 2,
     }
+    assert limits(by_claim(found, "@fwd, rows"))[:2] == [sympy.Rational(1, 7)] * 2
     causal = emitted(target("causal_mha"), "sm90")
     assert limits(by_claim(causal, "@fwd, whose mask"))[:2] == [7, 7]
     assert all(t.order == FLASH for t in found if "whose mask" in t.claim)
