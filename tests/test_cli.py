@@ -307,7 +307,7 @@ def test_theory_prints_every_theorem_and_fits_a_screen(project: Path, attngen: C
 def test_theory_counts_for_a_model(project: Path, attngen: Cli) -> None:
     (project / "specs" / "llama.yaml").write_text("name: llama\nhead_dim: 128\nmask: causal\nheads: {sharing: gqa}\n")
     output = attngen("explain", "specs/llama.yaml", "--theory", "--model", "llama-70b", "--seq", "131072")
-    assert "llama-70b: 80 layers, 64 heads, 8 K/V heads, head dim 128, hidden 8192  [" in output
+    assert "llama-70b: 80 layers, 64 heads, 8 K/V heads, head dim 128, hidden 8192\n[" in output
     assert [line.split()[1:3] for line in output.splitlines() if line.startswith("standard ")] == [
         ["8804.68", "15410.34"],
         ["562.95", "1125.90"],

@@ -24,7 +24,7 @@ by those of one turn of its loop. Emitted tiles are taken to fill SRAM here; the
 Sources: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023)."""
 MOVED = f"""All that is loaded and stored, caches not counted. Standard attention: each of its operations moves its operands and its
 result once. It and FlashAttention-1 visit all tiles; ours those that the mask leaves, and 1 in {SPARSE} of these for s = 1/{SPARSE}.
-Tiles: queries x keys; ours forward, dK/dV, dQ. GB: of one layer.
+Tiles: queries x keys; ours forward, dK/dV, dQ, their head dims padded to powers of two. GB: of one layer.
 """
 DONE = """TFLOP and GB: of one layer. Ours: of the tiles visited on sm90; as run, products that two kernels compute count twice.
 Saved: what the backward reads that the forward wrote, besides o."""
@@ -63,7 +63,7 @@ def _size(module: Module, problem: Problem, model: Model | None) -> str:
     if model is None:
         what = f"One layer: {heads}"
     else:
-        what = f"{model.name}: {model.layers} layers, {heads}, hidden {model.hidden}  [{model.source}]"
+        what = f"{model.name}: {model.layers} layers, {heads}, hidden {model.hidden}\n[{model.source}]"
     return f"{what}\nbatch {problem.batch}, {problem.n_q} tokens, {elem_sizes(module)[0]} bytes an element"
 
 
