@@ -180,8 +180,10 @@ def explain(
     spec: SpecPath,
     n: Annotated[int, typer.Option("--seq", min=1, max=2**24, help="queries and keys")] = 16384,
     batch: Annotated[int, typer.Option(min=1, max=2**16, help="sequences")] = 1,
-    heads: Annotated[int, typer.Option(min=1, max=2**16, help="query heads")] = 16,
+    heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="query heads [default: 16]")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")] = None,
+    theory: Annotated[bool, typer.Option("--theory", help="theorems instead: closed forms, orders, limits")] = False,
+    model: Annotated[str | None, typer.Option(help="with --theory, for a layer of this model, as in llama-70b")] = None,
 ) -> None:
     """Show formulas, SRAM fit, bytes, FLOPs, roofline and tiles.
 
@@ -190,18 +192,35 @@ def explain(
     \b
     attngen explain specs/causal_mqa.yaml
     attngen explain specs/causal_gqa.yaml --seq 4096 --heads 32 --kv-heads 8
+    attngen explain specs/causal_gqa.yaml --theory --model llama-70b --seq 131072
     """
+    from attngen.analysis.models import find_model
     from attngen.analysis.roofline import Problem
     from attngen.emit.explain import explain as explanation
+    from attngen.emit.theory import explain_theory
     from attngen.spec import load_spec
 
     loaded = load_spec(spec)
-    if kv_heads is not None and loaded.heads.sharing != "gqa":
-        raise AttngenError(f"--kv-heads is for gqa; {spec} says {loaded.heads.sharing}, whose number of K/V heads is fixed")
-    shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[loaded.heads.sharing]
+    sharing, dim = loaded.heads.sharing, loaded.head_dim
+    if kv_heads is not None and sharing != "gqa":
+        raise AttngenError(f"--kv-heads is for gqa; {spec} says {sharing}, whose number of K/V heads is fixed")
+    if model is not None and not theory:
+        raise AttngenError("--model is for the numbers of --theory; expected both or neither")
+    sizes = find_model(model) if model is not None else None
+    if sizes is not None:
+        if heads is not None or kv_heads is not None:
+            raise AttngenError(f"--model {sizes.name} says how many heads there are; leave out --heads and --kv-heads")
+        if sharing not in (sizes.sharing, "gqa") or (dim.qk, dim.v) != (sizes.head_dim_qk, sizes.head_dim_v):
+            theirs = f"{sizes.sharing} with head dim {_head_dim(sizes.head_dim_qk, sizes.head_dim_v)}"
+            ours = f"{sharing} with head dim {_head_dim(dim.qk, dim.v)}"
+            raise AttngenError(f"--model {sizes.name} is {theirs}, and {spec} is {ours}; expected a spec that agrees")
+        heads, kv_heads = sizes.q_heads, sizes.kv_heads
+    heads = heads or 16
+    shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]
     if heads % shared:
         raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
-    for part in explanation(_lower(spec, loaded), Problem(batch, heads, shared, n, n)):
+    module, problem = _lower(spec, loaded), Problem(batch, heads, shared, n, n)
+    for part in explain_theory(module, problem, sizes) if theory else explanation(module, problem):
         out.print(part)
 
 

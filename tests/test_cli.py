@@ -285,6 +285,54 @@ def test_explain_defines_what_it_names_and_fits_a_screen(project: Path, attngen:
     assert {"kv_full_end", "kv_end", "q_full_end", "q_end"} <= named <= {line.split()[0] for line in lines if line.startswith("    ")}
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"])
+def test_theory_prints_every_theorem_and_fits_a_screen(project: Path, attngen: Cli, mask: str) -> None:
+    (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
+    output = attngen("explain", "specs/x.yaml", "--theory", "--seq", "512")
+    assert max(map(len, output.splitlines())) <= 120
+    orders = (
+        "Theta(N**2 + N*d)",
+        "Theta(N**2*d**2/M)",
+        "Theta(N*d + N**2*d**2*s/M)",
+        "4*N**2*d",
+        "8*N**2*d",
+        "10*N**2*d",
+        "LSE in fp32: N",
+    )
+    assert [order for order in orders if order not in output] == []
+    assert "not Theta" not in output and "One layer: 16 heads, 16 K/V heads, head dim 64\nbatch 1, 512 tokens" in output
+    assert "roof" not in output
+
+
+def test_theory_counts_for_a_model(project: Path, attngen: Cli) -> None:
+    (project / "specs" / "llama.yaml").write_text("name: llama\nhead_dim: 128\nmask: causal\nheads: {sharing: gqa}\n")
+    output = attngen("explain", "specs/llama.yaml", "--theory", "--model", "llama-70b", "--seq", "131072")
+    assert "llama-70b: 80 layers, 64 heads, 8 K/V heads, head dim 128, hidden 8192\n[" in output
+    assert [line.split()[1:3] for line in output.splitlines() if line.startswith("standard ")] == [
+        ["8804.68", "15410.34"],
+        ["562.95", "1125.90"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--theory", "--model", "lama-70b"], "--model `lama-70b` is not a model that attngen knows; did you mean `llama-70b`?"),
+        (["--model", "gpt2-small"], "--model is for the numbers of --theory; expected both or neither"),
+        (
+            ["--theory", "--model", "gpt2-small", "--heads", "4"],
+            "--model gpt2-small says how many heads there are; leave out --heads and --kv-heads",
+        ),
+        (
+            ["--theory", "--model", "llama-8b"],
+            "--model llama-8b is gqa with head dim 128, and specs/good.yaml is mha with head dim 64; expected a spec that agrees",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_one_sentence(project: Path, attngen: Cli, args: list[str], message: str) -> None:
+    assert attngen("explain", "specs/good.yaml", *args, code=1) == f"error: {message}\n"
+
+
 # ---------------------------------------------------------------------------------------------- as a process
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from attngen.cli import main
 from attngen.ir.text import print_module
 from attngen.ir.verify import RULES
 from attngen.passes.pipeline import passes
 from attngen.spec import parse_spec
 from tests.helpers import ROOT, SPECS, lowered, spec
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md", "docs/theory.md")
 
 
 def text(page: str) -> str:
@@ -34,6 +35,14 @@ def test_every_rule_and_pass_is_explained() -> None:
     page = text("docs/ir.md")
     assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(RULES["target"])
     assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [(p.name, p.phase) for p in passes(spec("causal_mqa"))]
+
+
+def test_the_theorems_shown_are_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    (command,), (shown,) = blocks("docs/theory.md", "sh"), blocks("docs/theory.md", "text")
+    with pytest.raises(SystemExit):
+        main(command.split()[1:])
+    assert capsys.readouterr().out == shown
 
 
 def test_the_table_of_variants_is_complete() -> None:

@@ -29,6 +29,8 @@ def test_the_wheel_holds_the_package_and_its_templates_alone(wheel: Path) -> Non
     assert sorted(n.removeprefix("attngen/") for n in names if n.endswith(".jinja")) == templates
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"attngen"}
     assert not [n for n in names if "__pycache__" in n]
+    algorithms = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "attngen").rglob("*.ir"))
+    assert sorted(n for n in names if n.endswith(".ir")) == algorithms != []
 
 
 def test_installed_it_builds_what_is_committed(wheel: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import sympy
 
 from attngen.analysis.tiles import tile_sum
@@ -17,9 +19,14 @@ def tile_flops(dot: Dot) -> Expr:
     return 2 * sympy.Mul(*(symbol(d.removesuffix("_PAD")) for d in (*dot.type.dims, dot.over)))
 
 
+def flops(kernel: Kernel, times: Callable[[str], Expr]) -> Expr:
+    """FLOPs of a kernel's products, where times(block) says how often a block runs."""
+    return sympy.Add(*(tile_flops(op) * times(block.name) for block in kernel.blocks for op in block.ops if isinstance(op, Dot)))
+
+
 def executed_flops(kernel: Kernel) -> Expr:
-    """FLOPs that a kernel executes, in `tiles`."""
-    return TILES * sympy.Add(*(tile_flops(op) for op in kernel.ops() if isinstance(op, Dot)))
+    """FLOPs that an emitted kernel executes, in `tiles`."""
+    return TILES * flops(kernel, lambda block: sympy.Integer(1))
 
 
 def useful_flops(module: Module, direction: str) -> Expr:

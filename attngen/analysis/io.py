@@ -1,20 +1,33 @@
-"""Bytes between HBM and the chip, from the loads and stores in the IR; and those of standard attention."""
+"""Elements and bytes between HBM and the chip, from the loads and stores in the IR; and those of standard attention."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import sympy
 
+from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES
-from attngen.analysis.sram import ELEM, tile_bytes
+from attngen.analysis.sram import tile_bytes
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Load, Store
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Load, Store, Type
 
-NQ, NK, D_QK, D_V = map(symbol, ("Nq", "Nk", "D_QK", "D_V"))
+
+def traffic(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str], Expr]) -> Expr:
+    """What the loads and stores of tiles move: size(type) of each, where times(block) says how often a block runs."""
+    total: Expr = sympy.Integer(0)
+    for block in kernel.blocks:
+        for op in block.ops:
+            if isinstance(op, Load) and op.type.dims:
+                total += size(op.type) * times(block.name)
+            elif isinstance(op, Store):
+                total += size(kernel.type_of(op.value)) * times(block.name)
+    return total
 
 
 def hbm_bytes(kernel: Kernel) -> Expr:
-    """Bytes moved if nothing is found in a cache: tiles loaded once per program, and once per tile visited in the loop.
+    """Bytes that an emitted kernel moves if nothing is found in a cache: tiles loaded once per program, and once per tile visited.
 
     In `tiles` (see flops.TILES), B, Hq, group and the sizes. An upper bound: the L2 serves part of what programs share.
     """
@@ -22,24 +35,19 @@ def hbm_bytes(kernel: Kernel) -> Expr:
     shared = "group" in {b.name for b in kernel.blocks}
     programs = symbol("B") * symbol("Hq") / (symbol("group") if shared else 1)
     programs *= cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
-    total: Expr = sympy.Integer(0)
-    for block in kernel.blocks:
-        for op in block.ops:
-            if isinstance(op, Load) and op.type.dims:
-                total += tile_bytes(op.type) * (programs if block.name == "entry" else TILES)
-            elif isinstance(op, Store):
-                total += tile_bytes(kernel.type_of(op.value)) * programs
-    return total
+    return traffic(kernel, tile_bytes, lambda block: programs if block == "entry" else TILES)
+
+
+def compulsory_bytes(kernel: Kernel) -> Expr:
+    """Bytes of each tensor that a kernel reads or writes, moved once; tensors that it does both to, twice."""
+    times = {"scalar": 0, "in": 1, "out": 1, "inout": 2}
+    return sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args))
 
 
 def standard_bytes(direction: str) -> Expr:
     """Bytes of attention as separate operations, the score matrix in HBM (FlashAttention, section 2.2), per query head.
 
-    Forward: S = QK^T, P = softmax(S), O = PV. Backward: dV = P^T dO, dP = dO V^T, dS from P and dP, dQ = dS K, dK = dS^T Q.
+    Each operation moves its operands and its result once, as if it had all the room on chip that this takes.
     """
-    square = NQ * NK * ELEM
-    q, k, v, o = (n * d * ELEM for n, d in ((NQ, D_QK), (NK, D_QK), (NK, D_V), (NQ, D_V)))
-    if direction == "forward":
-        return (q + k + square) + 2 * square + (square + v + o)
-    products = (square + o + v) + (o + v + square) + (square + k + q) + (square + q + k)
-    return products + 3 * square
+    one_head = {symbol(name): 1 for name in ("B", "Hq", "Hkv")}
+    return sympy.Add(*(compulsory_bytes(kernel) for kernel in kernels("standard", direction))).subs(one_head)

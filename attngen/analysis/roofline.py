@@ -7,7 +7,7 @@ from typing import Any
 
 from attngen.analysis.cost import occupancy
 from attngen.analysis.flops import executed_flops
-from attngen.analysis.io import hbm_bytes, standard_bytes
+from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.sram import misfit, sizes, sram_bytes, tile_width
 from attngen.analysis.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
@@ -57,7 +57,12 @@ class Estimate:
 
 def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row:
     """The schedule row that the generated code takes on a device, at the smallest element size."""
-    mine = [r for r in module.rows(kernel.name) if r.device == device.cls]
+    return row_of(module, kernel, device.cls, rows)
+
+
+def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row:
+    """The schedule row that the generated code takes on a device class, at the smallest element size."""
+    mine = [r for r in module.rows(kernel.name) if r.device == cls]
     size = min(r.elem_bytes for r in mine)
     return next(r for r in mine if r.elem_bytes == size and (r.max_rows is None or rows <= r.max_rows))
 
@@ -86,7 +91,7 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
     assert misfit(module, kernel, row) is None
     cached = working_set(module, kernel, row, device, problem) <= device.cache_bytes
-    moved = min(loaded, compulsory_bytes(module, kernel, problem, row.elem_bytes)) if cached else loaded
+    moved = min(loaded, compulsory_total(module, kernel, problem, row.elem_bytes)) if cached else loaded
     return Estimate(
         kernel.name,
         row,
@@ -110,9 +115,9 @@ def working_set(module: Module, kernel: Kernel, row: Row, device: Device, proble
     return float(heads * other * per_row)
 
 
-def compulsory_bytes(module: Module, kernel: Kernel, problem: Problem, elem: int) -> float:
-    """Each input read once and each output written once: what is left if the cache serves every re-read."""
-    named = {
+def compulsory_total(module: Module, kernel: Kernel, problem: Problem, elem: int) -> float:
+    """Bytes of each tensor moved once, for the whole problem: what is left if the cache serves every re-read."""
+    numbers = {
         "B": problem.batch,
         "Hq": problem.q_heads,
         "Hkv": problem.kv_heads,
@@ -120,15 +125,9 @@ def compulsory_bytes(module: Module, kernel: Kernel, problem: Problem, elem: int
         "Nk": problem.n_kv,
         "D_QK": module.head_dim_qk,
         "D_V": module.head_dim_v,
+        "elem": elem,
     }
-    total = 0.0
-    for arg in kernel.args:
-        if arg.role != "scalar":
-            size = elem if arg.type.dtype == "T" else {"f32": 4, "i32": 4, "b1": 1}[arg.type.dtype]
-            for d in arg.type.dims:
-                size *= named[d]
-            total += size
-    return total
+    return float(evaluate(compulsory_bytes(kernel), numbers))
 
 
 def standard_total(module: Module, direction: str, row: Row, problem: Problem) -> float:

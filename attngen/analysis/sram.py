@@ -29,10 +29,14 @@ def tile_width(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
+def elements(t: Type) -> Expr:
+    """Elements of a value, in BLOCK_Q, BLOCK_KV, D_QK and D_V; of a tensor, in B, Hq, Hkv, Nq and Nk too."""
+    return sympy.Mul(*(symbol(d.removesuffix("_PAD")) for d in t.dims))
+
+
 def tile_bytes(t: Type) -> Expr:
-    """Bytes of a value, in BLOCK_Q, BLOCK_KV, D_QK, D_V and `elem`."""
-    size = ELEM if t.dtype == "T" else sympy.Integer(DTYPE_BYTES[t.dtype])
-    return sympy.Mul(size, *(symbol(d.removesuffix("_PAD")) for d in t.dims))
+    """Bytes of a value, in the symbols of `elements` and `elem`."""
+    return (ELEM if t.dtype == "T" else sympy.Integer(DTYPE_BYTES[t.dtype])) * elements(t)
 
 
 @cache

@@ -30,9 +30,30 @@ def visited(kernel: Kernel, cls: str | None = None) -> Expr:
 
 def tile_sum(kernel: Kernel) -> Expr:
     """Tiles of one head as a symbolic sum over the grid's own axis."""
+    return _over_grid(kernel, visited(kernel))
+
+
+def _over_grid(kernel: Kernel, turns: Expr) -> Expr:
+    """The sum of an expression in {own}_start over the programs of one head."""
     block, extent = symbol(AXIS_DIM[kernel.own_axis]), symbol(AXIS_EXTENT[kernel.own_axis])
     start = symbol(f"{kernel.own_axis}_start")
-    return sympy.Sum(visited(kernel).subs(start, POSITION * block), (POSITION, 0, cdiv(extent, block) - 1))
+    return sympy.Sum(turns.subs(start, POSITION * block), (POSITION, 0, cdiv(extent, block) - 1))
+
+
+def runs(kernel: Kernel, block: str) -> Expr:
+    """How often a block runs in one launch: programs, times the turns of the loops around it.
+
+    Of any kernel, whatever its grid and loops. Turns that depend on the program's own tile are summed over the grid; so may
+    those of one loop around a block.
+    """
+    if block == "entry":
+        return sympy.Mul(*(axis.extent for axis in kernel.grid))
+    loops = [loop for loop in kernel.loops if loop.body == block]
+    turns = sympy.Add(*(kernel.resolve(hi) - kernel.resolve(lo) for loop in loops for lo, hi in loop.ranges))
+    outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
+    if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
+        return outer / kernel.grid[0].extent * _over_grid(kernel, turns)
+    return outer * turns
 
 
 @cache

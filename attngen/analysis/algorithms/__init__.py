@@ -1,0 +1,29 @@
+"""Attention as the literature has it, in the IR: what the emitted schedule is measured against. None of it is emitted.
+
+`standard` holds by every rule of the logical phase; `flash1` by all but `signature` and `names`, as its programs own no tile of an axis.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.text import parse_module
+
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "standard": {"forward": ("scores", "softmax", "output"), "backward": ("dv", "dp", "ds", "dq", "dk")},
+    "flash1": {"forward": ("fwd_start", "fwd"), "backward": ("bwd_start", "bwd")},
+}
+
+
+@cache
+def algorithm(name: str) -> Module:
+    """`standard` or `flash1`."""
+    source = resources.files(__name__) / f"{name}.ir"
+    return parse_module(source.read_text(encoding="utf-8"), str(source))
+
+
+def kernels(name: str, direction: str) -> tuple[Kernel, ...]:
+    """The kernels of an algorithm's `forward` or `backward`, in the order in which they run."""
+    return tuple(algorithm(name).kernel(kernel) for kernel in KERNELS[name][direction])

@@ -1,0 +1,117 @@
+"""What the closed forms of theory.py come to for one problem: bytes moved, FLOPs and bytes saved, by schedule and device class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from attngen.analysis.algorithms import kernels
+from attngen.analysis.flops import executed_flops, flops, useful_flops
+from attngen.analysis.io import hbm_bytes, standard_bytes, traffic
+from attngen.analysis.roofline import KERNELS, Problem, row_of, values
+from attngen.analysis.sram import elem_sizes, tile_bytes
+from attngen.analysis.theory import saved_tensors
+from attngen.analysis.tiles import evaluate, runs
+from attngen.devices import CLASSES
+from attngen.ir.graph import Kernel, Module
+
+SPARSE = 8  # block-sparse: one tile in so many
+ONE = (1, 1)  # a tile for what does not depend on tiles
+CLASS = "sm90"  # whose tiles the emitted kernels' FLOPs are counted for
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that a schedule loads and stores in a layer; its tiles are queries by keys."""
+
+    schedule: str
+    cls: str
+    tiles: tuple[tuple[int, int], ...]
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Done:
+    """FLOPs of a layer; and the tensors kept for its backward only, with their bytes."""
+
+    schedule: str
+    forward: float
+    backward: float
+    kept: tuple[str, ...]
+    saved: float
+
+
+def moved(module: Module, problem: Problem) -> Iterator[Moved]:
+    """Standard attention first; then FlashAttention-1, ours, and ours on one tile in SPARSE, for each device class.
+
+    The textbook's schedules visit all tiles, ours those that the mask leaves.
+    """
+    numbers = textbook_values(module, problem, ONE)
+    heads = problem.batch * problem.q_heads
+    yield Moved("standard", "", (), *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in KERNELS))
+    for cls in CLASSES:
+        numbers = textbook_values(module, problem, tile := flash1_tile(module, cls))
+        flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in KERNELS)
+        yield Moved("FlashAttention-1", cls, (tile,), *flash1)
+        rows = [row_of(module, module.kernel(name), cls, problem.n_q) for name in ("fwd", "dkdv", "dq")]
+        tiles = tuple((row.block_q, row.block_kv) for row in rows)
+        yield Moved("ours", cls, tiles, *(emitted_bytes(module, d, cls, problem) for d in KERNELS))
+        yield Moved(f"ours, s = 1/{SPARSE}", cls, tiles, *(emitted_bytes(module, d, cls, problem, 1 / SPARSE) for d in KERNELS))
+
+
+def done(module: Module, problem: Problem) -> Iterator[Done]:
+    """Standard attention, FlashAttention-1 and ours, whose backward computes some products twice: as counted, and as run."""
+    numbers = textbook_values(module, problem, ONE)
+    for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
+        forward, backward = (kernels(name, direction) for direction in KERNELS)
+        work = [sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in (forward, backward)]
+        yield Done(shown, work[0], work[1], *_kept(forward, backward, numbers))
+    forward, backward = (tuple(map(module.kernel, names)) for names in KERNELS.values())
+    kept, saved = _kept(forward, backward, numbers)
+    of = {name: _emitted_values(module, name, CLASS, problem) for name in ("fwd", "dkdv", "dq")}
+    useful = [_value(useful_flops(module, direction), of[name]) for direction, name in (("forward", "fwd"), ("backward", "dq"))]
+    run = sum(_value(executed_flops(module.kernel(name)), of[name]) for name in ("dkdv", "dq"))
+    yield Done("ours", useful[0], useful[1], kept, saved)
+    yield Done("ours, as run", useful[0], run, kept, saved)
+
+
+def _kept(forward: Iterable[Kernel], backward: Iterable[Kernel], numbers: dict[str, Any]) -> tuple[tuple[str, ...], float]:
+    args = saved_tensors(forward, backward)
+    return tuple(arg.name for arg in args), sum(_value(tile_bytes(arg.type), numbers) for arg in args)
+
+
+def flash1_tile(module: Module, cls: str) -> tuple[int, int]:
+    """B_r and B_c of FlashAttention-1 (Algorithm 1, line 1) on a device class; d is the larger head dimension."""
+    width = max(module.head_dim_qk, module.head_dim_v)
+    columns = -(-(CLASSES[cls].smem_per_block // elem_sizes(module)[0]) // (4 * width))
+    return min(columns, width), columns
+
+
+def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, share: float = 1) -> float:
+    """Bytes that a module's kernels load and store with their tiles on a device class, if they visit a share of their tiles."""
+    found = ((module.kernel(name), _emitted_values(module, name, cls, problem)) for name in KERNELS[direction])
+    return sum(_value(hbm_bytes(kernel), {**numbers, "tiles": numbers["tiles"] * share}) for kernel, numbers in found)
+
+
+def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> dict[str, int]:
+    """Numbers for the closed forms of `standard` and `flash1`, with tiles of so many queries and keys; every head has its K and V."""
+    sizes = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.q_heads, "Nq": problem.n_q, "Nk": problem.n_kv}
+    widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v, "elem": elem_sizes(module)[0]}
+    return {**sizes, **widths, "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}
+
+
+def _emitted_values(module: Module, name: str, cls: str, problem: Problem) -> dict[str, Any]:
+    kernel = module.kernel(name)
+    rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
+    return values(module, kernel, row_of(module, kernel, cls, rows), problem)
+
+
+def _value(e: Any, numbers: dict[str, Any]) -> float:
+    return float(evaluate(e, numbers))
