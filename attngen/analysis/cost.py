@@ -64,7 +64,11 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
 
 def cost(module: Module, kernel: Kernel, row: Row) -> float:
     """Modelled SM cycles of a kernel over one head with as many rows as the schedule row is for; inf if it cannot run."""
-    if misfit(module, kernel, row) or registers_per_thread(module, kernel, row) > LIVE_LIMIT or schedule_key(module, kernel, row) in spilling():
+    if (
+        misfit(module, kernel, row)
+        or registers_per_thread(module, kernel, row) > LIVE_LIMIT
+        or schedule_key(module, kernel, row) in spilling()
+    ):
         return float("inf")
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp

@@ -96,8 +96,8 @@ def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str)
         return
     predicted, limit = sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
     if reading.spilled_bytes and CLASSES[row.device].backend == "cuda" and schedule_key(module, kernel, row) not in timed():
-        line = schedule_key(module, kernel, row)
-        yield f"{where} spills {reading.spilled_bytes:,} bytes; tile selection leaves it out once attngen/analysis/spills.txt lists `{line}`"
+        line = f"attngen/analysis/spills.txt lists `{schedule_key(module, kernel, row)}`"
+        yield f"{where} spills {reading.spilled_bytes:,} bytes; tile selection leaves it out once {line}"
     if reading.shared_bytes > limit:
         yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, and has {limit:,}"
     if reading.shared_bytes > predicted:

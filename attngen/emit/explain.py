@@ -56,7 +56,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
         style="dim",
     )
-    yield Text("\nFit: bytes of shared memory predicted, and reported by the compiler; registers and spilled bytes of a thread", style="bold")
+    yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
     yield from fit_table(report)
 
 

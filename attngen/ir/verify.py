@@ -568,11 +568,11 @@ def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"no device class has a schedule at {size} bytes"
     for device in CLASSES:
         for size in elem_sizes(module):
-            if unfit.count((device, size)) > 1 or ((device, size) in unfit and any((r.device, r.elem_bytes) == (device, size) for r in rows)):
-                yield f"the rows for {device} at {size} bytes are both there and none"
-            if (device, size) in unfit:
-                continue
             mine = [r.max_rows for r in rows if (r.device, r.elem_bytes) == (device, size)]
+            if (device, size) in unfit:
+                if mine or unfit.count((device, size)) > 1:
+                    yield f"there is a line `none` for {device} at {size} bytes, and another line"
+                continue
             limits = [m for m in mine if m is not None]
             if not mine or mine[-1] is not None or mine.count(None) != 1 or limits != sorted(set(limits)):
                 yield f"the rows for {device} at {size} bytes do not rise to rows<=inf"

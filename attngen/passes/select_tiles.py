@@ -5,8 +5,9 @@ after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
                                               grid(q in cdiv(Nq, BLOCK_Q) descending, ...)
 
-Of the candidates that fit, the one that the cost model finds cheapest; a line that says so where none does. Programs with the most tiles start first, so that
-the last to finish are short.
+Of the candidates that fit, the one that the cost model finds cheapest; where none does, a line that says why, as in
+`gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most tiles start first, so that the last to
+finish are short.
 """
 
 from __future__ import annotations
