@@ -163,7 +163,7 @@ def verify_fit(
     write: Annotated[bool, typer.Option("--write", help="build the modules, and record the readings in their report.json")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes [default: one a core]")] = None,
 ) -> None:
-    """Compile kernels ahead of time, and hold them against what was predicted.
+    """Compile kernels, without a GPU, beside what was predicted.
 
     For each target, without a GPU: shared memory predicted and reported, registers, spilled bytes, code size. It fails where
     a kernel spills on an NVIDIA target, needs more than predicted, or more than 10% less without a reason, or where the

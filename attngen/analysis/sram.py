@@ -39,7 +39,7 @@ def tile_bytes(t: Type) -> Expr:
 
 
 @cache
-def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves: bool) -> Expr:
+def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves: bool, aligned: bool = True) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
     How deep a ring of `stages` is depends on whether matrix instructions read their operands from shared memory (see
@@ -71,7 +71,7 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves:
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     if any(isinstance(op, Reduce) for op in kernel.ops()):  # its result changes layout before it is stored
-        streamed += 4 * symbol(AXIS_DIM[kernel.own_axis])
+        streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
     return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)
 
 
@@ -130,7 +130,8 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
-    return sram_formula(kernel, CLASSES[row.device], on_matrix_units(module, kernel, row), moves_scores(module, kernel, row))
+    on_units, moves = on_matrix_units(module, kernel, row), moves_scores(module, kernel, row)
+    return sram_formula(kernel, CLASSES[row.device], on_units, moves, aligned(module))
 
 
 def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
@@ -179,8 +180,15 @@ def _in_sram(op: Op) -> TypeGuard[Load]:
     return isinstance(op, Load) and op.type.space == "sram"
 
 
-def slack(kernel: Kernel, row: Row) -> str | None:
+def aligned(module: Module) -> bool:
+    """Whether rows of tensors are known to start at multiples of 16 bytes, which Triton asks of what it copies ahead."""
+    return not (module.head_dim_qk % 16 or module.head_dim_v % 16)
+
+
+def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
     """Why the closed form may be above what the compiler reports; None where it should not be."""
+    if not aligned(module):
+        return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if row.num_stages == 1 and kernel.loops:
         return "without a ring, tiles whose uses do not overlap share room"
     return None

@@ -82,7 +82,7 @@ def reason(module: Module, kernel: Kernel, row: Row, reading: Reading) -> str:
     """What the report states of a difference or of spills, or nothing."""
     states = []
     if sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes:
-        states.append(slack(kernel, row) or "")
+        states.append(slack(module, kernel, row) or "")
     if reading.spilled_bytes and schedule_key(module, kernel, row) in timed():
         states.append("timed with its spills: those without are slower (docs/fit.md)")
     return "; ".join(s for s in states if s)
@@ -102,7 +102,7 @@ def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str)
         yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, and has {limit:,}"
     if reading.shared_bytes > predicted:
         yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, more than the {predicted:,} that the closed form predicts"
-    if predicted > TOLERANCE * reading.shared_bytes and not slack(kernel, row):
+    if predicted > TOLERANCE * reading.shared_bytes and not slack(module, kernel, row):
         yield f"{where} is predicted to need {predicted:,} bytes of shared memory, and needs {reading.shared_bytes:,}; no reason is known"
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from attngen.analysis.sram import aligned
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 
@@ -73,7 +74,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
         (("num_warps", row.num_warps), ("num_stages", row.num_stages)),
         device.arch if arch is None else arch,
         device.threads_per_warp,
-        not (module.head_dim_qk % 16 or module.head_dim_v % 16),
+        aligned(module),
     )
 
 
@@ -106,7 +107,7 @@ def _compile(j: Job) -> Reading | str:
 
     function = getattr(_load(j.file), j.kernel)
     types, tiles = dict(j.types), dict(j.tiles)
-    signature, constants, aligned = {}, {}, {}
+    signature, constants, divisible = {}, {}, {}
     for i, p in enumerate(function.params):
         if p.is_constexpr:
             signature[p.name], constants[(i,)] = "constexpr", tiles.get(p.name, True)  # a flag is on: that is the heavier kernel
@@ -114,12 +115,12 @@ def _compile(j: Job) -> Reading | str:
         stride = p.name not in types
         signature[p.name] = types.get(p.name, "i32")
         if signature[p.name].startswith("*") or (stride and (j.aligned_rows or not p.name.endswith("_n"))):
-            aligned[(i,)] = [["tt.divisibility", 16]]
+            divisible[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("hip" if isinstance(j.arch, str) else "cuda", j.arch, j.warp_size)
     said, start = io.StringIO(), time.perf_counter()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            made = triton.compile(ASTSource(function, signature, constants, aligned), target=target, options=dict(j.options))
+            made = triton.compile(ASTSource(function, signature, constants, divisible), target=target, options=dict(j.options))
     except Exception as error:  # of many kinds, of Triton's own and of its tools'
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"

@@ -14,6 +14,8 @@ from attngen.cli import main
 from attngen.devices import CLASSES
 from attngen.emit.files import write_module
 from attngen.emit.render import render
+from attngen.passes.pipeline import lower
+from attngen.spec import parse_spec
 from tests.helpers import target
 
 READING = Reading(shared_bytes=65536, registers=200, spilled_bytes=0, code_bytes=4096, triton="0", seconds=1.0)
@@ -70,6 +72,17 @@ def test_a_reading_that_breaks_its_certificate_is_told(change, said):
     reading = replace(READING, shared_bytes=sram_bytes(module, kernel, row))
     told = list(violations(module, kernel, row, replace(reading, **change)))
     assert said in told[0] if said else told == []
+
+
+def test_rows_that_are_not_aligned_have_their_reason(tmp_path):
+    """A head dimension of 72: the compiler does not know that rows start at multiples of 16 bytes."""
+    module = lower(parse_spec("name: odd\nhead_dim: 72\n"))
+    file = tmp_path / "odd.py"
+    file.write_text(render(module)["kernels.py"])
+    rows = [(module.kernel(name), module.rows(name)[-1]) for name in ("delta", "dq")]
+    delta, dq = compile_all([job(module, kernel, row, file) for kernel, row in rows], 1)
+    assert delta.shared_bytes == sram_bytes(module, *rows[0]) == 1024
+    assert "are not copied ahead" in reason(module, *rows[1], dq)
 
 
 def test_spills_are_stated_where_they_were_timed_and_on_amd():
