@@ -221,7 +221,7 @@ def verify_fit(
     print(f"{_count(len(work), 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
     if write:
         for module in modules:
-            write_module(record(files[module.name], found[module.name]), out_dir / module.name)
+            write_module(record(module, files[module.name], found[module.name]), out_dir / module.name)
     if wrong:
         raise AttngenError("\n".join(wrong))
 

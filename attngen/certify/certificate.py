@@ -42,11 +42,11 @@ def chosen(module: Module, targets: Sequence[str], every: bool) -> list[tuple[Ke
     return [(kernel, row) for kernel, row in pairs if every or (row.max_rows is None and row.elem_bytes == least)]
 
 
-def record(files: dict[str, str], found: Found) -> dict[str, str]:
+def record(module: Module, files: dict[str, str], found: Found) -> dict[str, str]:
     """The files of a module with readings put into their rows of report.json."""
     report = json.loads(files["report.json"])
     for (kernel, row), reading in found.items():
-        _entry(report, kernel, row)["reading"] = plain(reading, files, kernel)
+        _entry(report, kernel, row)["reading"] = plain(module, module.kernel(kernel), row, reading, files)
     return {**files, "report.json": json.dumps(report, indent=2) + "\n"}
 
 
@@ -55,10 +55,11 @@ def _entry(report: dict[str, Any], kernel: str, row: Row) -> dict[str, Any]:
     return next(entry for entry in report["kernels"][kernel]["schedules"] if schedule(row).items() <= entry.items())
 
 
-def plain(reading: Reading, files: dict[str, str], kernel: str) -> dict[str, Any]:
-    """A reading as report.json has it: without the time, which no two runs share."""
+def plain(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> dict[str, Any]:
+    """A reading as report.json has it, with what is to be said of it; without the time, which no two runs share."""
     numbers = {k: v for k, v in vars(reading).items() if k != "seconds"}
-    return {**numbers, "source": source_digest(files["kernels.py"], kernel)}
+    source = source_digest(files["kernels.py"], kernel.name)
+    return {"target": row.device, **numbers, "source": source, "states": reason(module, kernel, row, reading)}
 
 
 def keep(files: dict[str, str], folder: Path) -> dict[str, str]:
@@ -112,7 +113,7 @@ def stale(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dic
     if before is None:
         yield f"{_where(module, kernel, row)} has no reading in report.json; run `attngen verify --write`"
     elif before.get("triton") == reading.triton:
-        now = plain(reading, files, kernel.name)
+        now = plain(module, kernel, row, reading, files)
         wrong = ", ".join(f"{k} {before.get(k)} for {v}" for k, v in now.items() if before.get(k) != v)
         if wrong:
             yield f"{_where(module, kernel, row)} has another reading in report.json: {wrong}; run `attngen verify --write`"

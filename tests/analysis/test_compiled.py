@@ -110,7 +110,7 @@ def kept(tmp_path):
     """The files of a module with one reading recorded, in a folder; the module, the row and its reading."""
     module = target("full_mha")
     row = module.rows("fwd")[-1]
-    files = record(render(module), {("fwd", row): READING})
+    files = record(module, render(module), {("fwd", row): READING})
     write_module(files, tmp_path / "full_mha")
     return module, row, files, tmp_path / "full_mha"
 
@@ -171,7 +171,9 @@ def test_verify_compiles_writes_and_checks(tmp_path, capsys):
     run("build", spec, "--out", str(tmp_path), "--check")
     report = json.loads((tmp_path / "full_mha" / "report.json").read_text())
     readings = [r["reading"] for k in report["kernels"].values() for r in k["schedules"] if r["device"] == "sm90" and r["max_rows"] is None]
-    assert [sorted(r) for r in readings] == [["code_bytes", "registers", "shared_bytes", "source", "spilled_bytes", "triton"]] * 4
+    assert [sorted(r) for r in readings] == [
+        ["code_bytes", "registers", "shared_bytes", "source", "spilled_bytes", "states", "target", "triton"]
+    ] * 4
 
 
 def run(*args):
