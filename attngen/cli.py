@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from attngen import __version__
-from attngen.errors import AttngenError, FitError, SpecError, VerifyError
+from attngen.devices import CLASSES, FALLBACK_CUDA
+from attngen.errors import AttngenError, FitError, SpecError, VerifyError, suggest
 
 if TYPE_CHECKING:
     from attngen.ir.graph import Module
@@ -75,13 +76,12 @@ def build(
     attngen build specs/causal_mqa.yaml --out build   writes build/causal_mqa/
     attngen build --all --check                       for CI: is generated/ what specs/ give?
     """
+    from attngen.certify.certificate import keep
     from attngen.emit.files import diff_module, write_module
     from attngen.emit.render import render
     from attngen.spec import load_spec
 
-    paths = list(dict.fromkeys([*(specs or []), *(_all_specs() if every else [])]))
-    if not paths:
-        raise typer.BadParameter("none given; expected `attngen build specs/NAME.yaml` or `attngen build --all`", param_hint="SPECS")
+    paths = _given(specs, every, "build")
     loaded = [(path, load_spec(path)) for path in paths]
     names = [spec.name for _, spec in loaded]
     for path, spec in loaded:
@@ -92,7 +92,7 @@ def build(
         for path, spec in loaded:
             status.update(f"compiling {path}")
             module = _lower(path, spec)
-            modules.append((module, render(module)))
+            modules.append((module, keep(render(module), out_dir / module.name)))
     if check:
         diffs = [diff_module(files, out_dir / module.name) for module, files in modules]
         stale = sorted(p.name for p in out_dir.iterdir() if (p / "schedule.ir").is_file()) if every and out_dir.is_dir() else []
@@ -112,6 +112,14 @@ def build(
         table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
     out.print(table)
     print(f"{_count(written, 'module')} written to {out_dir}, {len(modules) - written} unchanged")
+
+
+def _given(specs: list[Path] | None, every: bool, command: str) -> list[Path]:
+    paths = list(dict.fromkeys([*(specs or []), *(_all_specs() if every else [])]))
+    if not paths:
+        expected = f"expected `attngen {command} specs/NAME.yaml` or `attngen {command} --all`"
+        raise typer.BadParameter(f"none given; {expected}", param_hint="SPECS")
+    return paths
 
 
 def _lower(path: Path, spec: Spec, after: str | None = None) -> Module:
@@ -134,8 +142,8 @@ def _head_dim(qk: int, v: int) -> str:
 
 
 def _tile(module: Module, kernel: str) -> str:
-    row = next(r for r in reversed(module.rows(kernel)) if r.device == "sm90")
-    return f"{row.block_q}x{row.block_kv}"
+    row = next((r for r in reversed(module.rows(kernel)) if r.device == "sm90"), None)
+    return f"{row.block_q}x{row.block_kv}" if row else "none"
 
 
 def _all_specs() -> list[Path]:
@@ -143,6 +151,79 @@ def _all_specs() -> list[Path]:
     if not found:
         raise SpecError(f"no *.yaml in {SPECS}/; run attngen in the folder that holds {SPECS}/, or write one with `attngen new NAME`")
     return found
+
+
+@app.command("verify")
+def verify_fit(
+    specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="folder that holds one folder per spec")] = GENERATED,
+    every: Annotated[bool, typer.Option("--all", help="every spec in specs/")] = False,
+    target: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(CLASSES)} [default: all but `any`]")] = None,
+    rows: Annotated[bool, typer.Option("--every-row", help="compile the schedules for few rows, and for every element size, too")] = False,
+    write: Annotated[bool, typer.Option("--write", help="build the modules, and record the readings in their report.json")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes [default: one a core]")] = None,
+) -> None:
+    """Compile kernels, without a GPU, beside what was predicted.
+
+    For each target, without a GPU: shared memory predicted and reported, registers, spilled bytes, code size. It fails where
+    a kernel spills on an NVIDIA target, needs more than predicted, or more than 10% less without a reason, or where the
+    readings in report.json are not these.
+
+    \b
+    attngen verify specs/causal_mqa.yaml                 after attngen build, and verify --write
+    attngen verify specs/causal_mqa.yaml --target sm90 --write
+    attngen verify --all                                 for CI
+    """
+    import tempfile
+    import time
+
+    from attngen.analysis.sram import sram_bytes
+    from attngen.certify.certificate import Found, chosen, keep, percent, reason, record, stale, violations
+    from attngen.certify.compiler import Reading, compile_all, job
+    from attngen.emit.files import write_module
+    from attngen.emit.render import render
+    from attngen.spec import load_spec
+
+    targets = target or [name for name in CLASSES if name != FALLBACK_CUDA]
+    for name in targets:
+        if name not in CLASSES:
+            raise typer.BadParameter(f"`{name}` is not a target; {suggest(name, CLASSES)}", param_hint="--target")
+    modules = [_lower(path, load_spec(path)) for path in _given(specs, every, "verify")]
+    files = {module.name: keep(render(module), out_dir / module.name) for module in modules}
+    work = [(module, kernel, row) for module in modules for kernel, row in chosen(module, targets, rows)]
+    found: dict[str, Found] = {module.name: {} for module in modules}
+    wrong: list[str] = []
+    table = _table("module", "kernel", "target", "tile", "predicted", "reported", "", "registers", "spills", "code", "s", "", folds="")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, err.status("compiling") as status:
+        sources = {name: Path(folder) / f"{name}.py" for name in files}
+        for name, path in sources.items():
+            path.write_text(files[name]["kernels.py"], encoding="utf-8")
+        readings = compile_all([job(module, kernel, row, sources[module.name]) for module, kernel, row in work], jobs)
+        for i, ((module, kernel, row), reading) in enumerate(zip(work, readings), 1):
+            status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {row.device}")
+            wrong += violations(module, kernel, row, reading)
+            tile, predicted = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}", sram_bytes(module, kernel, row)
+            cells = [module.name, kernel.name, row.device, tile, f"{predicted:,}"]
+            if isinstance(reading, Reading):
+                found[module.name][kernel.name, row] = reading
+                wrong += [] if write else stale(module, kernel, row, reading, files[module.name])
+                cells += [f"{reading.shared_bytes:,}", percent(predicted, reading.shared_bytes), f"{reading.registers}"]
+                cells += [f"{reading.spilled_bytes:,}", f"{reading.code_bytes:,}", f"{reading.seconds:.1f}"]
+                cells.append(reason(module, kernel, row, reading))
+            table.add_row(*cells)
+    for module in modules:
+        for kernel in module.kernels:
+            for unfit in module.unfit(kernel.name):
+                if unfit.device in targets:
+                    table.add_row(module.name, kernel.name, unfit.device, "none", *[""] * 7, unfit.reason)
+    out.print(table)
+    print(f"{_count(len(work), 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
+    if write:
+        for module in modules:
+            write_module(record(module, files[module.name], found[module.name]), out_dir / module.name)
+    if wrong:
+        raise AttngenError("\n".join(wrong))
 
 
 @app.command()
@@ -159,6 +240,7 @@ def emit(
     \b
     attngen emit generated/causal_mqa/schedule.ir --out build     writes build/causal_mqa/
     """
+    from attngen.certify.certificate import keep
     from attngen.emit.files import write_module
     from attngen.emit.render import render
     from attngen.ir.text import parse_module
@@ -171,7 +253,7 @@ def emit(
     module = parse_module(text, str(ir))
     if module.phase != "target":
         raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
-    write_module(render(verify(module)), out_dir / module.name)
+    write_module(keep(render(verify(module)), out_dir / module.name), out_dir / module.name)
     print(out_dir / module.name)
 
 
@@ -196,7 +278,9 @@ def explain(
     """
     from attngen.analysis.models import find_model
     from attngen.analysis.roofline import Problem
+    from attngen.certify.certificate import keep
     from attngen.emit.explain import explain as explanation
+    from attngen.emit.render import render
     from attngen.emit.theory import explain_theory
     from attngen.spec import load_spec
 
@@ -220,7 +304,12 @@ def explain(
     if heads % shared:
         raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
     module, problem = _lower(spec, loaded), Problem(batch, heads, shared, n, n)
-    for part in explain_theory(module, problem, sizes) if theory else explanation(module, problem):
+    if theory:
+        parts = explain_theory(module, problem, sizes)
+    else:
+        report = json.loads(keep(render(module), GENERATED / module.name)["report.json"])
+        parts = explanation(module, problem, report)
+    for part in parts:
         out.print(part)
 
 

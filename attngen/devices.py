@@ -16,6 +16,7 @@ class DeviceClass:
     Triton keeps tiles on chip there (read off compiled kernels: docs/perf-log.md)."""
 
     name: str  # for HIP devices, the architecture's own name
+    arch: int | str  # what stands for the class where kernels are compiled without a GPU: a compute capability, a HIP architecture
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     smem_per_block: int  # bytes of shared memory one program may have, at most
     smem_per_sm: int  # bytes
@@ -29,6 +30,11 @@ class DeviceClass:
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
     shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
     source: str
+
+    @property
+    def backend(self) -> str:
+        """Triton's name of the maker's toolchain."""
+        return "hip" if isinstance(self.arch, str) else "cuda"
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ CLASSES = {
     for c in (
         DeviceClass(
             name="sm80",
+            arch=80,
             capabilities=((8, 0),),
             smem_per_block=163 * KIB,
             smem_per_sm=164 * KIB,
@@ -63,6 +70,7 @@ CLASSES = {
         ),
         DeviceClass(
             name="sm90",
+            arch=90,
             capabilities=((9, 0),),
             smem_per_block=227 * KIB,
             smem_per_sm=228 * KIB,
@@ -73,6 +81,7 @@ CLASSES = {
         ),
         DeviceClass(
             name="sm100",
+            arch=100,
             capabilities=((10, 0), (10, 3)),
             smem_per_block=227 * KIB,
             smem_per_sm=228 * KIB,
@@ -84,6 +93,7 @@ CLASSES = {
         ),
         DeviceClass(
             name="gfx942",
+            arch="gfx942",
             smem_per_block=64 * KIB,
             smem_per_sm=64 * KIB,
             smem_reserved=KIB,  # nothing is; kept until tiles are timed there, as it counts no program that might not fit
@@ -100,6 +110,7 @@ CLASSES = {
         # shared memory, so that tiles need more than is counted here.
         DeviceClass(
             name="any",
+            arch=86,
             smem_per_block=99 * KIB,
             smem_per_sm=100 * KIB,
             matrix_rows=16,

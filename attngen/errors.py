@@ -30,8 +30,8 @@ class FitError(AttngenError):
     """A kernel that no tile makes fit on a device: names the spec's key, the device, the bytes needed and had, and what to change."""
 
     def __init__(self, key: str, reason: str) -> None:
-        self.key = key
-        super().__init__(f"`{key}` {reason}")
+        self.key, self.reason = key, reason
+        super().__init__(f"`{key}` does not fit: {reason}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

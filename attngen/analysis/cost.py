@@ -10,8 +10,10 @@ average (docs/perf-log.md).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
-from attngen.analysis.sram import misfit, registers_per_thread, sizes, sram_bytes, streamed_bytes
+from attngen.analysis.sram import misfit, registers_per_thread, sizes, sram_bytes, streamed_bytes, tile_width
 from attngen.analysis.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
@@ -34,9 +36,39 @@ def mode(module: Module, elem_bytes: int) -> str:
     return "16-bit" if elem_bytes == 2 else module.precision
 
 
+@cache
+def _listed() -> dict[str, str]:
+    lines = Path(__file__).with_name("spills.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.partition(" : ")[::2] for line in lines if line and not line.startswith("#"))
+
+
+@cache
+def spilling() -> frozenset[str]:
+    """Schedules that are known to spill registers (spills.txt), though the model says that they need not; `attngen verify` finds them."""
+    return frozenset(key for key, verdict in _listed().items() if not verdict)
+
+
+@cache
+def timed() -> frozenset[str]:
+    """Those among them that were timed, and are faster than the ones that do not spill; tile selection may take them."""
+    return frozenset(key for key, verdict in _listed().items() if verdict == "timed")
+
+
+def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
+    """A schedule as spills.txt names it, for all masks: `sm80 dkdv+group 128/128 bytes=2 64x32x4x2`, with its loop over heads."""
+    name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
+    qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
+    tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
+    return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}"
+
+
 def cost(module: Module, kernel: Kernel, row: Row) -> float:
     """Modelled SM cycles of a kernel over one head with as many rows as the schedule row is for; inf if it cannot run."""
-    if misfit(module, kernel, row) or registers_per_thread(module, kernel, row) > LIVE_LIMIT:
+    if (
+        misfit(module, kernel, row)
+        or registers_per_thread(module, kernel, row) > LIVE_LIMIT
+        or schedule_key(module, kernel, row) in spilling()
+    ):
         return float("inf")
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp

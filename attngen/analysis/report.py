@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
@@ -29,21 +30,24 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
         "tiles": str(total_tiles(kernel)) if kernel.loops else "0",
         "flops": to_text(executed_flops(kernel)),
         "hbm_bytes": to_text(hbm_bytes(kernel)),
-        "schedules": [_row(module, kernel, row) for row in module.rows(kernel.name)],
+        "schedules": [
+            *(_row(module, kernel, row) for row in module.rows(kernel.name)),
+            *({"device": u.device, "elem_bytes": u.elem_bytes, "none": u.reason} for u in module.unfit(kernel.name)),
+        ],
     }
+
+
+def schedule(row: Row) -> dict[str, Any]:
+    """What names a schedule row."""
+    return asdict(row)
 
 
 def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:
     return {
-        "device": row.device,
-        "elem_bytes": row.elem_bytes,
-        "max_rows": row.max_rows,
-        "block_q": row.block_q,
-        "block_kv": row.block_kv,
-        "num_warps": row.num_warps,
-        "num_stages": row.num_stages,
+        **schedule(row),
         "sram_formula": to_text(row_formula(module, kernel, row)),
         "sram_bytes": sram_bytes(module, kernel, row),
         "sram_limit": CLASSES[row.device].smem_per_block,
         "registers_per_thread": registers_per_thread(module, kernel, row),
+        "reading": None,  # see certify
     }

@@ -8,7 +8,7 @@ from typing import Any
 from attngen.analysis.cost import occupancy
 from attngen.analysis.flops import executed_flops
 from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
-from attngen.analysis.sram import misfit, sizes, sram_bytes, tile_width
+from attngen.analysis.sram import elem_sizes, misfit, sizes, sram_bytes, tile_width
 from attngen.analysis.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
@@ -55,16 +55,16 @@ class Estimate:
         return max(self.compute_s, self.memory_s)
 
 
-def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row:
-    """The schedule row that the generated code takes on a device, at the smallest element size."""
+def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row | None:
+    """The schedule row that the generated code takes on a device, at the smallest element size; None if no tile fits there."""
     return row_of(module, kernel, device.cls, rows)
 
 
-def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row:
-    """The schedule row that the generated code takes on a device class, at the smallest element size."""
-    mine = [r for r in module.rows(kernel.name) if r.device == cls]
-    size = min(r.elem_bytes for r in mine)
-    return next(r for r in mine if r.elem_bytes == size and (r.max_rows is None or rows <= r.max_rows))
+def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
+    """The schedule row that the generated code takes on a device class, at the smallest element size; None if no tile fits it."""
+    size = min(elem_sizes(module))
+    mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (cls, size)]
+    return next((r for r in mine if r.max_rows is None or rows <= r.max_rows), None)
 
 
 def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
@@ -82,10 +82,12 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
     }
 
 
-def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate:
-    """Fit and roofline of one kernel on one device."""
+def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
+    """Fit and roofline of one kernel on one device; None if no tile fits there."""
     rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
     row = row_for(module, kernel, device, rows)
+    if row is None:
+        return None
     numbers = values(module, kernel, row, problem)
     rate = device.flops[("tf32" if module.precision == "tf32" else "fp32") if row.elem_bytes == 4 else "bf16"]
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))

@@ -10,12 +10,15 @@ import sympy
 
 from attngen.analysis.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
-from attngen.ir.expr import Expr, symbol
+from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import DTYPE_BYTES, Dot, Dropout, Init, Load, Map, Mask, Op, SoftmaxStep, Type
+from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Init, Load, Map, Mask, Op, Reduce, SoftmaxStep, Type
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
+BARRIERS = 32  # bytes, of what runs beside the program's warps
+ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
+MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 
@@ -40,16 +43,17 @@ def tile_bytes(t: Type) -> Expr:
 
 
 @cache
-def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool) -> Expr:
+def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves: bool, aligned: bool = True) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
-    How deep a ring of `stages` is, and what scratch there is, depends on whether matrix instructions read their operands
-    from shared memory (see DeviceClass). It is an upper bound where Triton keeps a tile in registers or shares room.
+    How deep a ring of `stages` is depends on whether matrix instructions read their operands from shared memory (see
+    DeviceClass); scratch is for probabilities that change layout on their way from one product to the next (`moves_scores`).
     """
     from_shared = device.reads_shared and matrix_units
     depth = STAGES if from_shared else sympy.Max(1, STAGES - 1)
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
+    statistics: Expr = sympy.Integer(0)
     for op in kernel.ops():
         if not isinstance(op, Load):
             continue
@@ -57,15 +61,21 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool) -> Exp
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
             products = sum(op.name in (d.a, d.b) for d in kernel.ops() if isinstance(d, Dot))
-            streamed += tile_bytes(op.type) * (depth + (1 if device.keeps_reused and products > 1 else 0))
-        elif op.type.dims and _in_loop(kernel, op):  # rows of statistics are copied ahead too
-            streamed += tile_bytes(op.type) * (STAGES - 1)
-    if any(isinstance(op, Dot) for op in kernel.ops()) and not from_shared:
-        streamed += ELEM * symbol("BLOCK_Q") * symbol("BLOCK_KV")  # probabilities change layout through shared memory
-        if not device.shares_stationary and any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
-            streamed += 4 * symbol("BLOCK_Q")  # and warps that share rows their maxima and sums
-    if device.keeps_reused:
-        streamed += 1024 * STAGES  # of Triton's compiler: barriers, and room to align each stage
+            extra = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared and products > 1 else 0
+            streamed += tile_bytes(op.type) * (depth + extra)
+        elif op.type.dims and _in_loop(kernel, op):
+            statistics += tile_bytes(op.type) * (STAGES - 1)
+    if not device.shares_stationary:  # rows of statistics are copied ahead too
+        barriers = BARRIERS if device.keeps_reused and from_shared else 0
+        if from_shared:
+            statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
+        streamed += statistics
+    if moves:
+        streamed += ELEM * symbol("BLOCK_Q") * symbol("BLOCK_KV")
+    if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
+        streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
+    if any(isinstance(op, Reduce) for op in kernel.ops()):  # its result changes layout before it is stored
+        streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
     return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)
 
 
@@ -125,7 +135,8 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
-    return sram_formula(kernel, CLASSES[row.device], on_matrix_units(module, kernel, row))
+    on_units, moves = on_matrix_units(module, kernel, row), moves_scores(module, kernel, row)
+    return sram_formula(kernel, CLASSES[row.device], on_units, moves, aligned(module))
 
 
 def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
@@ -149,11 +160,43 @@ def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
 def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether products run on the device's own matrix instruction: enough rows, and not full fp32 precision."""
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
+    if not any(isinstance(op, Dot) for op in kernel.ops()):
+        return False
     return own >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
+
+
+def moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether probabilities pass through shared memory between two products, because Triton spreads the warps of the first
+    over its result in another way than those of the second; results wider than high have the warps side by side.
+    """
+    device, dims = CLASSES[row.device], sizes(module, row)
+    summed = [op for op in kernel.ops() if isinstance(op, Dot) and op.acc]  # Triton spreads the others as these
+    results = [tuple(dims[d.removesuffix("_PAD")] for d in op.type.dims) for op in summed]
+    if not results or (device.reads_shared and on_matrix_units(module, kernel, row)):
+        return False
+    if device.shares_stationary:  # instructions of 32 rows leave them where the next product reads them
+        own = row.block_q if kernel.own_axis == "q" else row.block_kv
+        other = row.block_kv if kernel.own_axis == "q" else row.block_q
+        return own < MFMA_ROWS * row.num_warps and not own == MFMA_ROWS <= other
+    return not on_matrix_units(module, kernel, row) or any(rows < columns for rows, columns in results)
 
 
 def _in_sram(op: Op) -> TypeGuard[Load]:
     return isinstance(op, Load) and op.type.space == "sram"
+
+
+def aligned(module: Module) -> bool:
+    """Whether rows of tensors are known to start at multiples of 16 bytes, which Triton asks of what it copies ahead."""
+    return not (module.head_dim_qk % 16 or module.head_dim_v % 16)
+
+
+def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
+    """Why the closed form may be above what the compiler reports; None where it should not be."""
+    if not aligned(module):
+        return "rows of a head dimension that is no multiple of 16 are not copied ahead"
+    if row.num_stages == 1 and kernel.loops:
+        return "without a ring, tiles whose uses do not overlap share room"
+    return None
 
 
 def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLOCK_KV, num_stages or head_dim") -> str | None:

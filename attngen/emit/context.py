@@ -222,7 +222,9 @@ class KernelContext:
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
-        text.update(var=counter, start=lo, stop=stop, steps=steps, comment=LOOP_COMMENTS[op.cls])
+        # what a loop over heads holds is most of the kernel; hoisted out of it, values of both inner loops would be live at once
+        options = ", disable_licm=True" if op.cls == "all" else ""
+        text.update(var=counter, start=lo, stop=stop, options=options, steps=steps, comment=LOOP_COMMENTS[op.cls])
 
     def _position(self, op: Position, cls: str) -> dict[str, Any]:
         ratio = f"BLOCK // {AXIS_DIM['kv' if self.kernel.own_axis == 'q' else 'q']}"

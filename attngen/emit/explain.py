@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -22,8 +23,8 @@ from attngen.ir.ops import Mask
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
 
-def explain(module: Module, problem: Problem) -> Iterator[RenderableType]:
-    """Everything that the analysis knows of a target module, for one problem size."""
+def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterator[RenderableType]:
+    """Everything that the analysis knows of a target module, for one problem size; `report` is its report.json, with readings."""
     yield Text(f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}", style="bold")
     yield Text("\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)", style="bold")
     for kernel in module.kernels:
@@ -45,7 +46,8 @@ def explain(module: Module, problem: Problem) -> Iterator[RenderableType]:
             yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
             yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
         yield _line(f"@{kernel.name} HBM bytes <= {to_text(hbm_bytes(kernel))}")
-        yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(row_formula(module, kernel, row))}")
+        if row:
+            yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(row_formula(module, kernel, row))}")
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
     yield Text(f"\nPer device, for {size}", style="bold")
     yield device_table(module, problem)
@@ -54,6 +56,32 @@ def explain(module: Module, problem: Problem) -> Iterator[RenderableType]:
         "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
         style="dim",
     )
+    yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
+    yield from fit_table(report)
+
+
+def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
+    """What was predicted of each kernel on each target, and what the compiler reported; or why no tile fits."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("kernel", "target", "bytes", "rows", "tile", "predicted", "reported", "registers", "spills", "code"):
+        table.add_column(heading, justify="left" if heading in ("kernel", "target", "tile") else "right", no_wrap=True)
+    none, verified = [], False
+    for name, kernel in report["kernels"].items():
+        for row in kernel["schedules"]:
+            if "none" in row:
+                table.add_row(name, row["device"], f"{row['elem_bytes']}", "", "none")
+                none.append(row["none"])
+                continue
+            tile = f"{row['block_q']}x{row['block_kv']}x{row['num_warps']}x{row['num_stages']}"
+            rows, reading = "any" if row["max_rows"] is None else f"<={row['max_rows']}", row["reading"] or {}
+            read = (reading.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
+            verified |= bool(reading)
+            cells = ("" if n is None else f"{n:,}" for n in read)
+            table.add_row(name, row["device"], f"{row['elem_bytes']}", rows, tile, f"{row['sram_bytes']:,}", *cells)
+    yield table
+    yield from (_line(reason) for reason in none)
+    if not verified:
+        yield _line("Nothing is reported: `attngen verify --write` was not run on these kernels.")
 
 
 def _bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
@@ -80,6 +108,9 @@ def device_table(module: Module, problem: Problem) -> Table:
         for direction, names in KERNELS.items():
             for name in names:
                 e = estimate(module, module.kernel(name), device, problem)
+                if e is None:
+                    table.add_row(device.name, name, "none")
+                    continue
                 ratio = e.loaded / standard_total(module, direction, e.row, problem)
                 table.add_row(
                     device.name,

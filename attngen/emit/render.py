@@ -13,7 +13,7 @@ import jinja2
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.emit.context import KernelContext, KernelView, stride_names
 from attngen.errors import AttngenError, suggest
-from attngen.ir.graph import Blocks, Kernel, Module
+from attngen.ir.graph import Blocks, Kernel, Module, Unfit
 from attngen.ir.interface import BLOCK_LISTS, DROPOUT_SCALARS, verify_interface
 from attngen.ir.text import print_module
 from attngen.masks import derive_functions
@@ -96,6 +96,8 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
         "constants": constants,
         "schedules": _schedules(module, views),
         "elem_sizes": sizes,
+        "unfit": any(module.unfit(kernel.name) for kernel in module.kernels),
+        "interpreted": _interpreted(module, sizes[0]),
         "device_classes": device_classes,
         "kernels": list(views.values()),
         "fallback_cuda": FALLBACK_CUDA,
@@ -103,11 +105,20 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
     }
 
 
+def _interpreted(module: Module, elem_bytes: int) -> str:
+    """The device class whose schedules the interpreter takes: what other NVIDIA GPUs take, or else one that every kernel has."""
+    has = [{(r.device, r.elem_bytes) for r in rows if not isinstance(r, Unfit)} for _, rows in module.schedules]
+    return next((c for c in (FALLBACK_CUDA, *CLASSES) if all((c, elem_bytes) in rows for rows in has)), FALLBACK_CUDA)
+
+
 def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
     out = []
     for kernel, rows in module.schedules:
-        classes: dict[str, list[Any]] = {}
+        classes: dict[str, Any] = {}  # rows, or the sentence on why there are none
         for row in rows:
+            if isinstance(row, Unfit):
+                classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
+                continue
             blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
             config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])

@@ -169,6 +169,15 @@ class Row:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class Unfit:
+    """In place of a kernel's rows for a device class and element size: no tile fits there, and the sentence that says so."""
+
+    device: str
+    elem_bytes: int
+    reason: str
+
+
 @dataclass(frozen=True, eq=False)
 class Module:
     """All that a generated module is made from. Nothing else reaches the templates."""
@@ -189,13 +198,16 @@ class Module:
     inputs: tuple[Input, ...]
     derived: tuple[Derived, ...]
     kernels: tuple[Kernel, ...]
-    schedules: tuple[tuple[str, tuple[Row, ...]], ...] = ()
+    schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)
 
     def rows(self, kernel: str) -> tuple[Row, ...]:
-        return dict(self.schedules).get(kernel, ())
+        return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Row))
+
+    def unfit(self, kernel: str) -> tuple[Unfit, ...]:
+        return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Unfit))
 
     def map_kernels(self, change: Callable[[Kernel], Kernel]) -> Module:
         return replace(self, kernels=tuple(change(k) for k in self.kernels))

@@ -12,7 +12,7 @@ from typing import Any
 
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Block, Blocks, Derived, GridAxis, Input, Kernel, Module, Row
+from attngen.ir.graph import Block, Blocks, Derived, GridAxis, Input, Kernel, Module, Row, Unfit
 from attngen.ir.ops import KIND, OPS, Access, Op, Type
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
@@ -167,7 +167,9 @@ def print_kernel(kernel: Kernel) -> str:
     return "\n".join(lines)
 
 
-def _print_row(row: Row) -> str:
+def _print_row(row: Row | Unfit) -> str:
+    if isinstance(row, Unfit):
+        return f"  {row.device} bytes={row.elem_bytes} none : {row.reason}"
     rows = f"rows<={row.max_rows}" if row.max_rows is not None else "rows<=inf"
     return (
         f"  {row.device} bytes={row.elem_bytes} {rows} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
@@ -267,7 +269,12 @@ _N = "([0-9]{1,9})"
 _ROW = re.compile(rf"(\w+) bytes={_N} rows<=([0-9]{{1,9}}|inf) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}")
 
 
-def _parse_row(line: str, where: str) -> Row:
+_UNFIT = re.compile(rf"(\w+) bytes={_N} none : (\S.*)")
+
+
+def _parse_row(line: str, where: str) -> Row | Unfit:
+    if unfit := _UNFIT.fullmatch(line):
+        return Unfit(unfit[1], int(unfit[2]), unfit[3])
     match = _ROW.fullmatch(line)
     if not match:
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
@@ -284,7 +291,7 @@ def parse_module(text: str, source: str = "IR") -> Module:
     inputs: list[Input] = []
     derived: list[Derived] = []
     kernels: list[tuple[str, tuple[GridAxis, ...], list[tuple[str, list[Op]]]]] = []
-    schedules: list[tuple[str, list[Row]]] = []
+    schedules: list[tuple[str, list[Row | Unfit]]] = []
     section = "module"
     for number, raw in enumerate(text.splitlines(), 1):
         where, line = f"{source}, line {number}", raw.strip()

@@ -611,20 +611,31 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         reason = misfit(module, kernel, row)
         if reason:
             yield reason
+    for unfit in module.unfit(kernel.name):
+        if unfit.device not in CLASSES:
+            yield f"`{unfit.device}` is not a device class; expected one of {', '.join(CLASSES)}"
 
 
 # ---------------------------------------------------------------------------------------------- target
 
 
 def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
-    """There is a schedule for each device class and element size, ending in one for any number of rows."""
+    """There is a schedule for each device class and element size, ending in one for any number of rows, or one line that says
+    why there is none; some class has one."""
     from attngen.analysis.sram import elem_sizes
     from attngen.devices import CLASSES
 
-    rows = module.rows(kernel.name)
+    rows, unfit = module.rows(kernel.name), [(u.device, u.elem_bytes) for u in module.unfit(kernel.name)]
+    for size in elem_sizes(module):
+        if not any(r.elem_bytes == size for r in rows):
+            yield f"no device class has a schedule at {size} bytes"
     for device in CLASSES:
         for size in elem_sizes(module):
             mine = [r.max_rows for r in rows if (r.device, r.elem_bytes) == (device, size)]
+            if (device, size) in unfit:
+                if mine or unfit.count((device, size)) > 1:
+                    yield f"there is a line `none` for {device} at {size} bytes, and another line"
+                continue
             limits = [m for m in mine if m is not None]
             if not mine or mine[-1] is not None or mine.count(None) != 1 or limits != sorted(set(limits)):
                 yield f"the rows for {device} at {size} bytes do not rise to rows<=inf"

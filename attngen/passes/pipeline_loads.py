@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.analysis.cost import best_stages
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.passes.base import Pass
 
 
@@ -27,8 +27,8 @@ class PipelineLoads(Pass):
         rows = ((name, tuple(self._deepen(module, module.kernel(name), r) for r in rows)) for name, rows in module.schedules)
         return replace(module, schedules=tuple(rows))
 
-    def _deepen(self, module: Module, kernel: Kernel, row: Row) -> Row:
-        if not kernel.loops:
+    def _deepen(self, module: Module, kernel: Kernel, row: Row | Unfit) -> Row | Unfit:
+        if not kernel.loops or isinstance(row, Unfit):
             return row
         if self.num_stages is not None:
             return replace(row, num_stages=self.num_stages)

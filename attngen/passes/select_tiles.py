@@ -5,8 +5,9 @@ after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
                                               grid(q in cdiv(Nq, BLOCK_Q) descending, ...)
 
-Of the candidates that fit, the one that the cost model finds cheapest. Programs with the most tiles start first, so that
-the last to finish are short.
+Of the candidates that fit, the one that the cost model finds cheapest; where none does, a line that says why, as in
+`gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most tiles start first, so that the last to
+finish are short.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from attngen.analysis.sram import elem_sizes, misfit
 from attngen.analysis.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.passes.base import Pass
 
 BLOCKS = (16, 32, 64, 128)
@@ -43,9 +44,17 @@ class SelectTiles(Pass):
         schedules = tuple((k.name, tuple(self._rows(module, k))) for k in module.kernels)
         return replace(module, schedules=schedules)
 
-    def _rows(self, module: Module, kernel: Kernel) -> Iterator[Row]:
+    def _rows(self, module: Module, kernel: Kernel) -> Iterator[Row | Unfit]:
+        reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module)}
         for device, elem in product(CLASSES, elem_sizes(module)):
-            rows = [self._choose(module, kernel, device, elem, limit) for limit in (*SHORT_ROWS, None)]
+            try:
+                rows = [self._choose(module, kernel, device, elem, limit) for limit in (*SHORT_ROWS, None)]
+            except FitError as error:
+                reasons[elem][device] = error
+                if len(reasons[elem]) == len(CLASSES):  # on none: say it of the one with the most room
+                    raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from error
+                yield Unfit(device, elem, error.reason)
+                continue
             for row, after in zip(rows, rows[1:]):
                 if replace(row, max_rows=None) != after:
                     yield row
@@ -80,10 +89,10 @@ class SelectTiles(Pass):
         least = replace(row, block_q=BLOCKS[0], block_kv=BLOCKS[0], num_stages=1)
         if misfit(module, kernel, least):
             change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
-            return FitError("head_dim", f"does not fit: {misfit(module, kernel, least, change)}")
+            return FitError("head_dim", str(misfit(module, kernel, least, change)))
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
-        return FitError("schedule", f"does not fit: {misfit(module, kernel, row, change)}")
+        return FitError("schedule", str(misfit(module, kernel, row, change)))
 
 
 def _longest_first(kernel: Kernel) -> Kernel:

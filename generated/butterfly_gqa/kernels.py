@@ -63,7 +63,7 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
@@ -72,12 +72,11 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "dq": {
@@ -94,7 +93,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
 }
@@ -317,7 +316,7 @@ def dkdv(
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     # query heads that share this key head
-    for g in tl.range(0, group):
+    for g in tl.range(0, group, disable_licm=True):
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
         LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h

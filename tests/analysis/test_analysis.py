@@ -118,14 +118,18 @@ def test_different_widths_count_each_for_its_product():
     [
         # d = 64, 16 bits. q 64x64 stays; rings of k and v, 32x64 each: three buffers, read from shared memory
         ("fwd", Row("sm90", 2, None, 64, 32, 4, 3), 64 * 64 * 2 + 3 * 2 * 32 * 64 * 2),
-        # two buffers ahead of registers, the probabilities change layout, and warps share the maxima of rows
-        ("fwd", Row("sm80", 2, None, 64, 32, 4, 3), 64 * 64 * 2 + 2 * 2 * 32 * 64 * 2 + 64 * 32 * 2 + 4 * 64),
-        # one stage is one buffer
-        ("fwd", Row("sm80", 2, None, 64, 32, 4, 1), 64 * 64 * 2 + 2 * 32 * 64 * 2 + 64 * 32 * 2 + 4 * 64),
+        # two buffers ahead of registers
+        ("fwd", Row("sm80", 2, None, 64, 32, 4, 3), 64 * 64 * 2 + 2 * 2 * 32 * 64 * 2),
+        # one stage is one buffer; the sum has more columns than rows, so probabilities change layout
+        ("fwd", Row("sm80", 2, None, 32, 64, 4, 1), 32 * 64 * 2 + 2 * 64 * 64 * 2 + 32 * 64 * 2),
+        # rows of statistics, and room for barriers, are aligned to 1 KB; a tile that two products read has a buffer more
+        ("dkdv", Row("sm100", 2, None, 64, 64, 4, 2), 2 * 64 * 64 * 2 + 2 * 3 * 64 * 64 * 2 + 1024 + 32),
+        # the sums of rows change layout before they are stored
+        ("delta", Row("sm90", 2, None, 64, 64, 4, 1), 4 * 64),
         # the ring takes the room of q, which has gone on to registers
         ("fwd", Row("gfx942", 2, None, 128, 16, 4, 2), max(128 * 64 * 2, 2 * 16 * 64 * 2 + 128 * 16 * 2)),
-        # k and v stay; rings of q and dO, and the rows of LSE2 and delta copied ahead
-        ("dkdv", Row("sm90", 2, None, 32, 64, 4, 2), 2 * 64 * 64 * 2 + 2 * 2 * 32 * 64 * 2 + 2 * 32 * 4),
+        # k and v stay; rings of q and dO, and the rows of LSE2 and delta copied ahead, aligned to 1 KB
+        ("dkdv", Row("sm90", 2, None, 32, 64, 4, 2), 2 * 64 * 64 * 2 + 2 * 2 * 32 * 64 * 2 + 1024),
     ],
 )
 def test_shared_memory_worked_out_by_hand(kernel, row, expected):

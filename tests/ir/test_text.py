@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
 from attngen.ir.text import parse_module, print_module
+from attngen.ir.verify import verify
 from tests.helpers import ROOT, SPECS, edit, lowered, target
 
 # ---------------------------------------------------------------------------------------------- modules
@@ -56,9 +57,25 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
     "bad kernel": ("kernel @fwd grid(", "kernel fwd grid(", "not a kernel header; expected `kernel @fwd grid(...)`"),
     "op outside a block": ("  block @entry\n", "", "an op outside a block; expected `block @entry` first"),
     "bad schedule row": ("rows<=inf : BLOCK_Q=", "rows=inf : BLOCK_Q=", "not a schedule row; expected `sm90 bytes=2 rows<=inf"),
+    "bad line of none": ("sm80 bytes=2 rows<=inf : ", "sm80 bytes=2 none: ", "not a schedule row; expected `sm90 bytes=2 rows<=inf"),
     "bad module name": ("module @full_mha", "module @full mha", "`@full mha` is not a word"),
     "bad input": ("  mask none\n", "  mask none\n  input key : b1\n", "not an input; expected `input kv_lengths : i32[B] what it is`"),
 }
+
+
+def test_a_device_without_a_tile_prints_and_parses_back():
+    """In place of its rows; the module is verified as any other."""
+    text = print_module(target("full_mha"))
+    rows = [line for line in text.splitlines() if line.startswith("  gfx942 bytes=2 ")]
+    none = "  gfx942 bytes=2 none : on gfx942 the kernel @fwd needs 70,000 bytes; a smaller head_dim needs less"
+    edited = text.replace(rows[0], none, 1)
+    for row in rows[1:]:
+        if edited.index(row) < edited.index("schedule @delta"):
+            edited = edited.replace(row + "\n", "", 1)
+    module = verify(parse_module(edited))
+    assert print_module(module) == edited
+    assert [(u.device, u.elem_bytes, u.reason) for u in module.unfit("fwd")] == [("gfx942", 2, none.split(" : ")[1])]
+    assert not any(r.device == "gfx942" for r in module.rows("fwd"))
 
 
 @pytest.mark.parametrize("old, new, reason", BAD_LINES.values(), ids=BAD_LINES)

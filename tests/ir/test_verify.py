@@ -272,7 +272,13 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "schedule @delta\n  sm80 bytes=2 rows<=99",
             "the rows for sm80 at 2 bytes do not rise to rows<=inf",
         ),
-        ("causal_gqa", "schedule @dq", "schedule @dq2", "the rows for sm80 at 2 bytes"),
+        ("causal_gqa", "schedule @dq", "schedule @dq2", "no device class has a schedule at 2 bytes"),
+        (
+            "causal_gqa",
+            "schedule @delta\n",
+            "schedule @delta\n  sm80 bytes=2 none : nothing fits\n",
+            "there is a line `none` for sm80 at 2 bytes, and another line",
+        ),
     ],
     "powers-of-two": [
         (

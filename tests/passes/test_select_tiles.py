@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
+from rich.console import Console
 
 from attngen.analysis.cost import cost
-from attngen.analysis.sram import misfit, sram_bytes
+from attngen.analysis.report import report
+from attngen.analysis.roofline import Problem
+from attngen.analysis.sram import misfit, sram_bytes, sram_formula
 from attngen.devices import CLASSES
+from attngen.emit.explain import explain
+from attngen.emit.files import write_module
+from attngen.emit.render import render
 from attngen.errors import FitError, VerifyError
 from attngen.ir.graph import Row
 from attngen.ir.verify import verify
 from attngen.passes.pipeline import lower
 from attngen.passes.select_tiles import SelectTiles
 from attngen.spec import parse_spec
+from attngen.testing import load_module
 from tests.helpers import SMALL, changes, edit, lowered, module
 
 # SMALL where select-tiles meets it: classified, and placed
@@ -71,7 +80,6 @@ def test_the_choice_is_the_cheapest_of_those_that_fit(name):
     [
         ("{block_q: 256, block_kv: 256}", "block_q or block_kv"),
         ("{block_kv: 64, stages: 5}", "block_kv or stages"),
-        ("{block_q: 128, warps: 4}", "block_q"),
     ],
 )
 def test_an_override_that_cannot_fit_says_where_and_what_to_change(schedule, change):
@@ -89,8 +97,9 @@ def test_an_override_that_cannot_fit_says_where_and_what_to_change(schedule, cha
 
 @pytest.mark.parametrize("schedule", ["{}", "{warps: 8}", "{block_q: 16, stages: 1}"])
 def test_a_head_that_no_tile_makes_fit_is_to_blame_itself(schedule, monkeypatch):
-    """On a GPU with less shared memory than any class has today."""
-    monkeypatch.setitem(CLASSES, "any", replace(CLASSES["any"], smem_per_block=48 * 1024))
+    """On GPUs with less shared memory than any class has today."""
+    for name, device in CLASSES.items():
+        monkeypatch.setitem(CLASSES, name, replace(device, smem_per_block=20 * 1024))
     spec = parse_spec(f"name: wide\nhead_dim: 256\ndtype: fp32\nschedule: {schedule}\n")
     with pytest.raises(FitError, match="^`head_dim` does not fit: .* at 4 bytes .*; a smaller head_dim or dtype needs less$"):
         lower(spec)
@@ -117,3 +126,68 @@ def test_a_row_that_does_not_fit_is_refused():
     needed = sram_bytes(chosen, chosen.kernels[0], big)
     with pytest.raises(VerifyError, match=f"rule `fits`: .*needs {needed:,} bytes of shared memory with BLOCK_Q=512, BLOCK_KV=512"):
         verify(replace(chosen, schedules=((name, (*rows[:-1], big)),)))
+
+
+# ---------------------------------------------------------------------------------------------- devices without a tile
+
+
+def lacking(monkeypatch, name="gfx942", room=6 * 1024):
+    """A device class with so little shared memory that no tile of width 64 fits."""
+    monkeypatch.setitem(CLASSES, name, replace(CLASSES[name], smem_per_block=room))
+    sram_formula.cache_clear()
+
+
+def test_a_device_without_a_tile_gets_a_line_that_says_so(monkeypatch):
+    lacking(monkeypatch, room=1024)
+    added = changes(SelectTiles(), module(PLACED, "scheduled"))
+    (line,) = [row for row in added if " none : " in row]
+    assert re.fullmatch(
+        r"[+] gfx942 bytes=2 none : on gfx942 the kernel @fwd needs [\d,]+ bytes of shared memory with BLOCK_Q=16, BLOCK_KV=16, "
+        r"num_stages=1 at 2 bytes per element, and has 1,024; a smaller head_dim needs less",
+        line,
+    )
+    assert not any("gfx942" in row for row in added if row != line)
+
+
+def test_where_no_device_has_a_tile_the_spec_is_to_blame(monkeypatch):
+    for name in CLASSES:
+        lacking(monkeypatch, name, 1024)
+    with pytest.raises(FitError, match="^`head_dim` does not fit: on sm80 .*; a smaller head_dim needs less$"):
+        SelectTiles().run(module(PLACED, "scheduled"))
+
+
+def test_an_override_that_fits_some_devices_is_taken_there():
+    made = lower(parse_spec("name: wide\nhead_dim: 128\nschedule: {block_q: 128, block_kv: 128}\n"))
+    assert [r.device for r in made.rows("dkdv")] == ["sm80", "sm90", "sm100", "gfx942"]
+    ((device, reason),) = ((u.device, u.reason) for u in made.unfit("dkdv"))
+    assert device == "any" and reason.startswith("on any the kernel @dkdv needs ")
+    assert reason.endswith("and has 101,376; a smaller block_q or block_kv needs less")
+
+
+def test_the_generated_module_raises_that_sentence(tmp_path, monkeypatch):
+    """And runs on devices that have a tile; here the interpreter takes the class of one."""
+    made = lower(parse_spec("name: wide\nhead_dim: 128\nschedule: {block_q: 128, block_kv: 128}\n"))
+    write_module(render(made), tmp_path / "wide")
+    wide = load_module(tmp_path / "wide")
+    q = torch.randn(1, 1, 16, 128, dtype=torch.float16, requires_grad=True)
+    out = wide.attention(q, q, q)
+    torch.autograd.grad(out.sum(), q)
+    monkeypatch.setattr(wide.kernels, "device_class", lambda device: "any")
+    sentences = {u.reason for kernel in made.kernels for u in made.unfit(kernel.name)}
+    with pytest.raises(ValueError) as error:
+        torch.autograd.grad(wide.attention(q, q, q).sum(), q)
+    assert str(error.value).removeprefix("attention: ") in sentences
+    assert str(error.value).startswith("attention: on any the kernel @")
+
+
+def test_report_and_explanation_say_it_in_the_row_of_the_device():
+    made = lower(parse_spec("name: wide\nhead_dim: 128\nschedule: {block_q: 128, block_kv: 128}\n"))
+    said = next(u for u in made.unfit("dkdv") if u.device == "any")
+    assert {"device": "any", "elem_bytes": 2, "none": said.reason} in report(made)["kernels"]["dkdv"]["schedules"]
+    console = Console(width=200, file=io.StringIO())
+    for part in explain(made, Problem(), report(made)):
+        console.print(part)
+    text = console.file.getvalue()
+    assert re.search(r"\n *dkdv +any +2 +none", text)
+    assert said.reason in " ".join(text.split())
+    assert "`attngen verify --write` was not run" in text
