@@ -28,6 +28,7 @@ class DeviceClass:
     flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed
     reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
+    moves_random: bool = True  # dropout's random words may change layout on their way to the scores
     shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
     source: str
 
@@ -77,6 +78,7 @@ CLASSES = {
             matrix_rows=64,
             flops_per_cycle={"16-bit": 4096, "tf32": 2048, "ieee": 256},
             reads_shared=True,
+            moves_random=False,
             source=f"{_CUDA}; NVIDIA H100 whitepaper, 2022",
         ),
         DeviceClass(

@@ -13,8 +13,8 @@ def naive_attention(
     """softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to
-    [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight). Returns (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees
-    nothing gives zeros and LSE -inf, and zero gradients.
+    [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight). Returns
+    (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees nothing gives zeros and LSE -inf, and zero gradients.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -59,8 +59,9 @@ def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: 
     keep = torch.empty(shape, dtype=torch.bool, device=device)
     for b in range(batch):
         for h in range(heads):
-            words = torch.stack(torch.broadcast_tensors(*philox((q & ~9, kv & ~9, torch.full_like(q, h), torch.full_like(q, b)), key)))
-            keep[b, h] = (words.gather(0, word[None])[0] >> shift) & 255 >= first
+            words = philox((q & ~9, kv & ~9, torch.full_like(q, h), torch.full_like(q, b)), key)
+            chosen = torch.stack([w.expand(n_q, n_kv) for w in words]).gather(0, word[None])[0]
+            keep[b, h] = (chosen >> shift) & 255 >= first
     return keep
 
 

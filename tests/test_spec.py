@@ -24,7 +24,7 @@ ONCE = "expected each mask once: a repeat hides nothing more"
 DTYPE = "expected `bf16`, `fp16` or `fp32`"
 MASK = "expected a mask: its name as in `causal`, {name: {parameter: value}}, or {all_of: [masks]}"
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
-KEYS = "known: dtype, fp32_precision, head_dim, heads, mask, name, schedule"
+KEYS = "known: dropout, dtype, fp32_precision, head_dim, heads, mask, name, schedule"
 
 
 def message(text: str) -> str:

@@ -69,9 +69,10 @@ def test_compile(name: str, dynamic: bool | None, device: str) -> None:
     """One graph without breaks, the same bits, and no graph per length: a static one, then at most one with symbolic sizes."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor" if CUDA else "aot_eager")
+    attention, drop = built(name).attention, options(name)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: dict[str, torch.Tensor]) -> Any:
-        return built(name).attention(q, k, v, **inputs, **options(name), return_lse=True)
+        return attention(q, k, v, **inputs, **drop, return_lse=True)
 
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
     lengths = [140] if dynamic is False else [140, 270, 333, 401]
@@ -87,7 +88,8 @@ def test_compile(name: str, dynamic: bool | None, device: str) -> None:
 def test_compiled_dropout_draws_anew(name: str, device: str) -> None:
     torch._dynamo.reset()
     (q, k, v), inputs, _ = problem(name, small(name), device)
-    compiled = torch.compile(lambda: built(name).attention(q, k, v, **inputs, dropout_p=0.5), backend="aot_eager", fullgraph=True)
+    attention = built(name).attention
+    compiled = torch.compile(lambda: attention(q, k, v, **inputs, dropout_p=0.5), backend="aot_eager", fullgraph=True)
     torch.manual_seed(0)
     first, second = compiled(), compiled()
     torch.manual_seed(0)
@@ -104,20 +106,15 @@ def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
         return built(name).attention(*qkv, **inputs, **drop)
 
     found = []
-    for run in (call, lambda *x: checkpoint(call, *x, use_reentrant=False), lambda *x: checkpoint(call, *x, use_reentrant=True)):
+    for reentrant in (None, False, True):
         torch.manual_seed(3)
-        out = run(*leaves)
+        out = call(*leaves) if reentrant is None else checkpoint(call, *leaves, use_reentrant=reentrant)
         torch.manual_seed(99)
-        found.append((out, *torch.autograd.grad(out.sum(), leaves)) if run is found else (out, *gradients(out, leaves, grads[0])))
+        for x in leaves:
+            x.grad = None
+        out.backward(grads[0])  # reentrant checkpoints need it
+        found.append([out, *(x.grad for x in leaves)])
     assert all(a.equal(b) for other in found[1:] for a, b in zip(found[0], other))
-
-
-def gradients(out: torch.Tensor, leaves: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients by backward(), which reentrant checkpoints need."""
-    for x in leaves:
-        x.grad = None
-    out.backward(grad)
-    return [x.grad for x in leaves if x.grad is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -161,7 +158,7 @@ def test_second_derivatives_are_refused(name: str, device: str) -> None:
 def test_modules_are_copied_and_pickled(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     generated = __import__(f"generated.{name}", fromlist=["Attention"])
-    module = torch.nn.Sequential(generated.Attention(scale=0.3, **({"dropout_p": 0.25} if spec_of(name).dropout else {})).eval())
+    module = torch.nn.Sequential(generated.Attention(scale=0.3, **({"dropout_p": 0.25} if spec_of(name).dropout else {}))).eval()
     (q, k, v), inputs, _ = problem(name, small(name), device)
     expected = module[0](q, k, v, **inputs)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -239,7 +236,12 @@ def test_ddp_of_two_processes(device: str) -> None:
     env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DROP": "7", "OMP_NUM_THREADS": "1"}
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", DDP, device], cwd=ROOT, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", DDP, device],
+            cwd=ROOT,
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]

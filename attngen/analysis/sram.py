@@ -12,7 +12,7 @@ from attngen.analysis.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Init, Load, Map, Mask, Op, Reduce, SoftmaxStep, Type
+from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Init, Keep, Load, Map, Mask, Op, Reduce, SoftmaxStep, Type
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -47,7 +47,8 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
     How deep a ring of `stages` is depends on whether matrix instructions read their operands from shared memory (see
-    DeviceClass); scratch is for probabilities that change layout on their way from one product to the next (`moves_scores`).
+    DeviceClass); scratch is for probabilities that change layout on their way from one product to the next (`moves_scores`),
+    and for dropout's random words.
     """
     from_shared = device.reads_shared and matrix_units
     depth = STAGES if from_shared else sympy.Max(1, STAGES - 1)
@@ -70,8 +71,8 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves:
         if from_shared:
             statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
         streamed += statistics
-    if moves:
-        streamed += ELEM * symbol("BLOCK_Q") * symbol("BLOCK_KV")
+    random = 4 if device.moves_random and any(isinstance(op, Keep) for op in kernel.ops()) else 0
+    streamed += symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(ELEM if moves else 0, random)  # not at one time
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     if any(isinstance(op, Reduce) for op in kernel.ops()):  # its result changes layout before it is stored
@@ -110,6 +111,8 @@ def _widest(kernel: Kernel, body: str) -> Expr:
             casts = [kernel.type_of(ref) for ref in (op.a, op.b) if kernel.type_of(ref).dtype != "T"]
             peaks.append(sympy.Add(*live.values(), *(tile_bytes(replace(t, dtype="T")) for t in casts)))
         live = {n: b for n, b in live.items() if last_use[n] > i}
+        if isinstance(op, Dropout) and op.value.split(".")[0] in live:  # one bit a score more: it is the other value, or zero
+            continue
         if isinstance(op, (Dot, Dropout, Map, Mask, SoftmaxStep)) and set(op.type.dims) == SCORES and op.name in last_use:
             live[op.name] = tile_bytes(op.type)
         peaks.append(sympy.Add(*live.values()))
@@ -196,6 +199,10 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if row.num_stages == 1 and kernel.loops:
         return "without a ring, tiles whose uses do not overlap share room"
+    if any(loop.listed for loop in kernel.loops):
+        return "the number of a listed tile is loaded before the tile, and Triton may take a buffer of the ring for that"
+    if CLASSES[row.device].moves_random and any(isinstance(op, Keep) for op in kernel.ops()):
+        return "dropout's random words may be computed where they are needed, and change no layout"
     return None
 
 

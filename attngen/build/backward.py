@@ -60,9 +60,9 @@ def _score_gradients(b: KernelBuilder, kept: str) -> None:
 
 def _scaled(b: KernelBuilder, name: str, value: str, *factors: str) -> None:
     """A gradient times the factors left to the end, as it is stored."""
-    scalars = {f: f for f in factors if f != "keep_scale" or b.spec.dropout}
     field = value.rpartition(".")[2]
-    b.map(name, sympy.Mul(symbol(field), *map(symbol, scalars)), dtype="T", **{field: value}, **scalars)
+    uses = {field: value} | {f: f for f in factors if f != "keep_scale" or b.spec.dropout}
+    b.map(name, sympy.Mul(*map(symbol, uses)), "entry", "T", False, **uses)
 
 
 def build_dkdv(spec: Spec) -> Kernel:

@@ -135,7 +135,9 @@ class KernelBuilder:
         """A tile of probabilities after dropout; without dropout the tile itself."""
         if not self.spec.dropout:
             return value
-        self.add(Keep("keep", "seed", "dropout_threshold", symbol(head) if isinstance(head, str) else head, _bool(self.types[value])), block)
+        self.add(
+            Keep("keep", "seed", "dropout_threshold", symbol(head) if isinstance(head, str) else head, _bool(self.types[value])), block
+        )
         return self.add(Dropout(name, value, "keep", self.types[value]), block)
 
     def kernel(self) -> Kernel:

@@ -235,7 +235,17 @@ class KernelContext:
 
     def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
         transposed = op.type.dims[0] == "BLOCK_KV"
-        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", self.var(op.threshold), "BLOCK_Q", "BLOCK_KV", str(transposed)]
+        args = [
+            self.var(op.seed),
+            "b",
+            self.scalar(op.head),
+            "q_start",
+            "kv_start",
+            self.var(op.threshold),
+            "BLOCK_Q",
+            "BLOCK_KV",
+            str(transposed),
+        ]
         return {"var": self.var(op.name), "args": args}
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:

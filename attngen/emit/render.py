@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,6 +138,7 @@ def _module_context(module: Module) -> dict[str, Any]:
         keywords.append("block_mask: torch.Tensor | BlockPlan" + (" | None = None" if module.blocks.pattern else ""))
     if module.dropout:
         keywords += ["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"]
+    dropping = ["dropout_p=self.dropout_p if self.training else 0.0"] if module.dropout else []
     passed = [k.partition(":")[0] for k in keywords if not k.startswith("dropout_p")]
     kinds = {"seed": "Tensor?", "dropout_threshold": "int", "keep_scale": "float", "scale": "float"}
     qk, v = module.head_dim_qk, module.head_dim_v
@@ -151,12 +153,12 @@ def _module_context(module: Module) -> dict[str, Any]:
         "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) for i in module.inputs},
         "input_args": "".join(f", {n}" for n in given),
         "keywords": keywords,
-        "keyword_args": "".join(f", {n}={n}" for n in passed),
+        "keyword_args": [f"{n}={n}" for n in passed] + dropping + ["scale=self.scale", "return_lse=return_lse"],
         "tensors": tensors,
         "scalars": scalars,
         "operands": tensors + scalars,
         "operands_in": [f"blocks.{n}" if n in lists else n for n in tensors + scalars],
-        "operand_schema": ", ".join(f"{kinds.get(n, 'Tensor')} {n}" for n in (*tensors, *scalars, "scale")),
+        "operand_schema": [f"{kinds.get(n, 'Tensor')} {n}" for n in (*tensors, *scalars, "scale")],
         "pattern_call": _pattern_call(module.blocks) if module.blocks else "",
         "pattern_source": _source(module.blocks.pattern) if module.blocks and module.blocks.pattern else "",
         "derive_functions": [_source(name) for name in dict.fromkeys(d.function for d in module.derived)],
@@ -224,19 +226,38 @@ def _tuple(items: list[str]) -> str:
 def _assign(var: str, expr: str) -> str:
     """An assignment, on one line where it fits; a call that does not has one argument a line."""
     line = f"{var} = {expr}"
-    name, _, inside = expr.partition("(")
-    if len(line) <= LONGEST or not inside.endswith(")"):
-        return line
-    args, depth = [""], 0
-    for i, c in enumerate(inside[:-1]):
+    if len(line) > LONGEST and re.fullmatch(r"\w+( \+ [\w.]+\([^()]*\) \* \w+)+", expr):  # a pointer: one stride a line
+        first, *rest = re.split(r" \+ (?=tl)", expr)
+        return "\n".join([f"{var} = (", f"    {first}", *(f"    + {term}" for term in rest), ")"])
+    return _broken(line, LONGEST)
+
+
+def _broken(text: str, most: int) -> str:
+    """Text with the widest of its outermost brackets on lines of its own, one item a line; and so on inside what is still too long."""
+    groups, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        if c in "([":
+            depth += 1
+            start = i if depth == 1 else start
+        elif c in ")]":
+            depth -= 1
+            if depth == 0:
+                groups.append((start, i))
+    if len(text) <= most or not groups:
+        return text
+    start, end = max(groups, key=lambda g: g[1] - g[0])
+    items, depth = [""], 0
+    for c in text[start + 1 : end]:
         depth += (c in "([") - (c in ")]")
-        if depth < 0:  # the last parenthesis is not the call's own
-            return line
         if c == "," and depth == 0:
-            args.append("")
-        elif not (c == " " and not args[-1]):
-            args[-1] += inside[i]
-    return _one_a_line(f"{var} = {name}", args)
+            items.append("")
+        elif not (c == " " and not items[-1]):
+            items[-1] += c
+    comma = "," if len(items) > 1 or re.match(r"\w", text[start - 1 : start]) else ""
+    lines = (
+        "    " + _broken(item, most - 4).replace("\n", "\n    ") + (comma or "," * (k < len(items) - 1)) for k, item in enumerate(items)
+    )
+    return "\n".join([text[: start + 1], *lines, text[end:]])
 
 
 def _one_a_line(name: str, args: list[str]) -> str:

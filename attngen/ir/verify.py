@@ -77,6 +77,8 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     ):
         if value not in known:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
+    if module.blocks and (module.blocks.size & (module.blocks.size - 1) or not 16 <= module.blocks.size <= 4096):
+        yield f"`blocks {module.blocks.size}`; expected a power of two from 16 to 4096"
     for what, values in (("dtype", module.dtypes), ("kernel", tuple(k.name for k in module.kernels))):
         if not values or len(set(values)) < len(values):
             yield f"{what} `{' '.join(values)}`; expected one or more, each once"
@@ -202,9 +204,10 @@ def lists(module: Module, kernel: Kernel) -> Iterator[str]:
             ranks = kernel.op(bound.src) if isinstance(bound, Position) else None
             if e != 0 and not (isinstance(ranks, Base) and ranks.src.tensor == rank):
                 yield f"%{loop.name} runs to or from `{to_text(e)}`; expected 0 or a position among %{rank}"
-    for row in module.rows(kernel.name) if module.blocks and kernel.loops else ():
-        if max(row.block_q, row.block_kv) > module.blocks.size:
-            yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {module.blocks.size}"
+    size = module.blocks.size if module.blocks and kernel.loops else None
+    for row in module.rows(kernel.name):
+        if size and max(row.block_q, row.block_kv) > size:
+            yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {size}"
 
 
 def drops(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -213,7 +216,8 @@ def drops(module: Module, kernel: Kernel) -> Iterator[str]:
     drop = [op for op in kernel.ops() if isinstance(op, Dropout)]
     expected = 1 if module.dropout and kernel.loops else 0
     if (len(draws), len(drop)) != (expected, expected):
-        yield f"{len(draws)} draws and {len(drop)} values dropped; expected {expected} of each (dropout {'yes' if module.dropout else 'no'})"
+        says = "yes" if module.dropout else "no"
+        yield f"{len(draws)} draws and {len(drop)} values dropped; expected {expected} of each (dropout {says})"
 
 
 def live(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -420,7 +424,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     }
     letters: dict[str, Any] = {"B": symbol("b")} | {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
     if module.blocks:
-        letters |= {f"T{a[0]}": floordiv(symbol(f"{axis}_start"), sympy.Integer(module.blocks.size)) for a, axis in (("q", "q"), ("k", "kv"))}
+        size = sympy.Integer(module.blocks.size)
+        letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
     for op in kernel.ops():
         if not isinstance(op, (Base, Load, Store)):
             continue

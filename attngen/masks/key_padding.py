@@ -20,11 +20,11 @@ def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
-    position = torch.arange(n, device=visible.device, dtype=torch.int32)
+    position = torch.arange(n, device=visible.device)
     first = torch.where(visible, position, n).amin(1)
     end = torch.where(visible, position + 1, 0).amax(1)
     run = torch.where(visible | (position < first[:, None]), n, position).amin(1)
-    return first, run, end
+    return first.int(), run.int(), end.int()
 
 
 # of each sequence: its first visible key, the end of the unbroken run from there, the end of its last visible key

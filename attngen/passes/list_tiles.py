@@ -68,4 +68,3 @@ def _position(e: Expr, rank: str, made: set[str], new: list[Op]) -> Expr:
 def _head(kernel: Kernel) -> Expr:
     """The query head of the tiles in the loop, by which lists are indexed: that of the queries, loaded before it or in it."""
     return next(op.src.index[1] for op in kernel.ops() if isinstance(op, Load) and op.src.tensor == "Q")
-

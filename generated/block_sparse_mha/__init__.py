@@ -71,7 +71,9 @@ def attention(
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         q, k, v = q.float(), k.float(), v.float()
-    out, lse = FORWARD(q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
+    out, lse = FORWARD(
+        q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale,
+    )
     out = out.to(dtype)
     return (out, lse) if return_lse else out
 
@@ -100,7 +102,9 @@ def plan(block_mask: torch.Tensor) -> BlockPlan:
     """
     if not isinstance(block_mask, torch.Tensor) or block_mask.layout != torch.strided or block_mask.dtype != torch.bool:
         kind = block_mask.dtype if isinstance(block_mask, torch.Tensor) else _kind(block_mask)
-        raise TypeError(f"attention: block_mask is a {kind}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one")
+        raise TypeError(
+            f"attention: block_mask is a {kind}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
+        )
     if not 2 <= block_mask.dim() <= 4:
         raise ValueError(f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it")
     mask = block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
@@ -134,7 +138,7 @@ class Attention(torch.nn.Module):
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return attention(
-            q, k, v, block_mask=block_mask, scale=self.scale, return_lse=return_lse
+            q, k, v, block_mask=block_mask, scale=self.scale, return_lse=return_lse,
         )
 
     def extra_repr(self) -> str:
@@ -143,16 +147,18 @@ class Attention(torch.nn.Module):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale):
+    def forward(
+        ctx,
+        q, k, v, kv_rank, kv_list, q_rank, q_list, scale,
+    ):
         with torch._C._AutoDispatchBelowAutograd():
-            return FORWARD(q, k, v, kv_rank, kv_list, q_rank, q_list, scale)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        q, k, v, kv_rank, kv_list, q_rank, q_list, scale = inputs
+            out, lse = FORWARD(
+                q, k, v, kv_rank, kv_list, q_rank, q_list, scale,
+            )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output, kv_rank, kv_list, q_rank, q_list)
+        ctx.save_for_backward(q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list)
         ctx.scalars = (scale,)
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
@@ -164,7 +170,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         dq, dk, dv = BACKWARD(
-            grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, *ctx.scalars, need_q, need_k or need_v
+            grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, *ctx.scalars, need_q, need_k or need_v,
         )
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
 
@@ -183,7 +189,9 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale):
+def _forward(
+    q, k, v, kv_rank, kv_list, q_rank, q_list, scale,
+):
     """Launch the forward kernel: (out, lse)."""
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     kv_rank, kv_list = (x.expand(*q.shape[:2], -1, -1) for x in (kv_rank, kv_list))
@@ -202,7 +210,7 @@ def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale):
 
 
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, scale, need_q, need_kv
+    grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, scale, need_q, need_kv,
 ):
     """Launch the backward kernels: (dq, dk, dv), empty ones for what is not needed."""
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
@@ -263,7 +271,9 @@ _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _NAME = re.sub(r"\W", "_", __name__)
 while hasattr(torch.ops.attngen, f"{_NAME}_forward"):  # imported twice under one name
     _NAME += "_"
-_OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
+_OPERANDS = (
+    "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
+)
 _LIBRARY.define(f"{_NAME}_forward(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
     f"{_NAME}_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPERANDS}, "

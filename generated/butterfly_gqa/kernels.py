@@ -63,10 +63,11 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 2): (
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
@@ -76,7 +77,7 @@ SCHEDULES = {
         ),
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "dq": {
@@ -172,8 +173,18 @@ def fwd(
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    KV_RANK_row = KV_RANK + tl.cast(b, tl.int64) * stride_kv_rank_b + tl.cast(h, tl.int64) * stride_kv_rank_h + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
-    KV_LIST_row = KV_LIST + tl.cast(b, tl.int64) * stride_kv_list_b + tl.cast(h, tl.int64) * stride_kv_list_h + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    KV_RANK_row = (
+        KV_RANK
+        + tl.cast(b, tl.int64) * stride_kv_rank_b
+        + tl.cast(h, tl.int64) * stride_kv_rank_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
+    )
+    KV_LIST_row = (
+        KV_LIST
+        + tl.cast(b, tl.int64) * stride_kv_list_b
+        + tl.cast(h, tl.int64) * stride_kv_list_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    )
     kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -325,8 +336,18 @@ def dkdv(
         q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
         q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
         q_full_end = tl.maximum(q_full_first, Nq // BLOCK_Q)
-        Q_RANK_row = Q_RANK + tl.cast(b, tl.int64) * stride_q_rank_b + tl.cast(g + hkv * group, tl.int64) * stride_q_rank_h + tl.cast(kv_start // 64, tl.int64) * stride_q_rank_t
-        Q_LIST_row = Q_LIST + tl.cast(b, tl.int64) * stride_q_list_b + tl.cast(g + hkv * group, tl.int64) * stride_q_list_h + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
+        Q_RANK_row = (
+            Q_RANK
+            + tl.cast(b, tl.int64) * stride_q_rank_b
+            + tl.cast(g + hkv * group, tl.int64) * stride_q_rank_h
+            + tl.cast(kv_start // 64, tl.int64) * stride_q_rank_t
+        )
+        Q_LIST_row = (
+            Q_LIST
+            + tl.cast(b, tl.int64) * stride_q_list_b
+            + tl.cast(g + hkv * group, tl.int64) * stride_q_list_h
+            + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
+        )
         q_full_first_at = position(Q_RANK_row, q_full_first, BLOCK // BLOCK_Q)
         q_full_end_at = position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
         # tiles with nothing to mask: no mask, no bounds checks
@@ -438,8 +459,18 @@ def dq(
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    KV_RANK_row = KV_RANK + tl.cast(b, tl.int64) * stride_kv_rank_b + tl.cast(h, tl.int64) * stride_kv_rank_h + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
-    KV_LIST_row = KV_LIST + tl.cast(b, tl.int64) * stride_kv_list_b + tl.cast(h, tl.int64) * stride_kv_list_h + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    KV_RANK_row = (
+        KV_RANK
+        + tl.cast(b, tl.int64) * stride_kv_rank_b
+        + tl.cast(h, tl.int64) * stride_kv_rank_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
+    )
+    KV_LIST_row = (
+        KV_LIST
+        + tl.cast(b, tl.int64) * stride_kv_list_b
+        + tl.cast(h, tl.int64) * stride_kv_list_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    )
     kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):

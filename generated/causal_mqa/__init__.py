@@ -64,7 +64,9 @@ def attention(
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         q, k, v = q.float(), k.float(), v.float()
-    out, lse = FORWARD(q, k, v, scale)
+    out, lse = FORWARD(
+        q, k, v, scale,
+    )
     out = out.to(dtype)
     return (out, lse) if return_lse else out
 
@@ -85,7 +87,7 @@ class Attention(torch.nn.Module):
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return attention(
-            q, k, v, scale=self.scale, return_lse=return_lse
+            q, k, v, scale=self.scale, return_lse=return_lse,
         )
 
     def extra_repr(self) -> str:
@@ -94,16 +96,18 @@ class Attention(torch.nn.Module):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(q, k, v, scale):
+    def forward(
+        ctx,
+        q, k, v, scale,
+    ):
         with torch._C._AutoDispatchBelowAutograd():
-            return FORWARD(q, k, v, scale)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        q, k, v, scale = inputs
+            out, lse = FORWARD(
+                q, k, v, scale,
+            )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.scalars = (scale,)
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
@@ -115,7 +119,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         dq, dk, dv = BACKWARD(
-            grad_out, grad_lse, q, k, v, out, lse, *ctx.scalars, need_q, need_k or need_v
+            grad_out, grad_lse, q, k, v, out, lse, *ctx.scalars, need_q, need_k or need_v,
         )
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
 
@@ -134,7 +138,9 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _forward(q, k, v, scale):
+def _forward(
+    q, k, v, scale,
+):
     """Launch the forward kernel: (out, lse)."""
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     out, lse = _empty_results(q, k, v)
@@ -152,7 +158,7 @@ def _forward(q, k, v, scale):
 
 
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv
+    grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv,
 ):
     """Launch the backward kernels: (dq, dk, dv), empty ones for what is not needed."""
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
@@ -211,7 +217,9 @@ _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _NAME = re.sub(r"\W", "_", __name__)
 while hasattr(torch.ops.attngen, f"{_NAME}_forward"):  # imported twice under one name
     _NAME += "_"
-_OPERANDS = "float scale"
+_OPERANDS = (
+    "float scale"
+)
 _LIBRARY.define(f"{_NAME}_forward(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
     f"{_NAME}_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPERANDS}, "

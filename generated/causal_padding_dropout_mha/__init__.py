@@ -74,7 +74,10 @@ def attention(
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         q, k, v = q.float(), k.float(), v.float()
-    out, lse = FORWARD(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale, scale)
+    out, lse = FORWARD(
+        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale,
+        scale,
+    )
     out = out.to(dtype)
     return (out, lse) if return_lse else out
 
@@ -115,7 +118,8 @@ class Attention(torch.nn.Module):
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return attention(
-            q, k, v, key_padding=key_padding, seed=seed, dropout_p=self.dropout_p if self.training else 0.0, scale=self.scale, return_lse=return_lse
+            q, k, v, key_padding=key_padding, seed=seed, dropout_p=self.dropout_p if self.training else 0.0, scale=self.scale,
+            return_lse=return_lse,
         )
 
     def extra_repr(self) -> str:
@@ -124,16 +128,20 @@ class Attention(torch.nn.Module):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale, scale):
+    def forward(
+        ctx,
+        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale,
+        scale,
+    ):
         with torch._C._AutoDispatchBelowAutograd():
-            return FORWARD(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale, scale)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale, scale = inputs
+            out, lse = FORWARD(
+                q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale,
+                scale,
+            )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output, key_padding, key_padding_first, key_padding_run, key_padding_end, seed)
+        ctx.save_for_backward(q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, seed)
         ctx.scalars = (dropout_threshold, keep_scale, scale,)
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
@@ -145,7 +153,8 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         dq, dk, dv = BACKWARD(
-            grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, *ctx.scalars, need_q, need_k or need_v
+            grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, seed,
+            *ctx.scalars, need_q, need_k or need_v,
         )
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
 
@@ -164,7 +173,10 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale, scale):
+def _forward(
+    q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale,
+    scale,
+):
     """Launch the forward kernel: (out, lse)."""
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     out, lse = _empty_results(q, k, v)
@@ -184,7 +196,8 @@ def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_paddi
 
 
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale, scale, need_q, need_kv
+    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, seed,
+    dropout_threshold, keep_scale, scale, need_q, need_kv,
 ):
     """Launch the backward kernels: (dq, dk, dv), empty ones for what is not needed."""
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
@@ -249,7 +262,10 @@ _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _NAME = re.sub(r"\W", "_", __name__)
 while hasattr(torch.ops.attngen, f"{_NAME}_forward"):  # imported twice under one name
     _NAME += "_"
-_OPERANDS = "Tensor key_padding, Tensor key_padding_first, Tensor key_padding_run, Tensor key_padding_end, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
+_OPERANDS = (
+    "Tensor key_padding, Tensor key_padding_first, Tensor key_padding_run, Tensor key_padding_end, "
+    "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
+)
 _LIBRARY.define(f"{_NAME}_forward(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
     f"{_NAME}_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPERANDS}, "
@@ -288,11 +304,11 @@ def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
-    position = torch.arange(n, device=visible.device, dtype=torch.int32)
+    position = torch.arange(n, device=visible.device)
     first = torch.where(visible, position, n).amin(1)
     end = torch.where(visible, position + 1, 0).amax(1)
     run = torch.where(visible | (position < first[:, None]), n, position).amin(1)
-    return first, run, end
+    return first.int(), run.int(), end.int()
 
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:

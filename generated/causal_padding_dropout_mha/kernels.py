@@ -28,22 +28,21 @@ DEVICE_CLASSES = {
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "delta": {
@@ -75,32 +74,31 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
     },
     "dq": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
     },
 }
@@ -250,7 +248,10 @@ def fwd(
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))
     kv_full_end = tl.maximum(
         kv_full_first,
-        tl.maximum(0, tl.minimum(tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run), 1 + Nk + q_start - Nq)) // BLOCK_KV,
+        tl.maximum(
+            0,
+            tl.minimum(tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run), 1 + Nk + q_start - Nq),
+        ) // BLOCK_KV,
     )
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
@@ -426,7 +427,14 @@ def dkdv(
     q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
     q_full_end = tl.minimum(
         q_end,
-        tl.maximum(tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q), tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= key_padding_run, tl.where(key_padding_first <= kv_start, Nq, 0), 0) // BLOCK_Q),
+        tl.maximum(
+            tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q),
+            tl.where(
+                tl.minimum(Nk, kv_start + BLOCK_KV) <= key_padding_run,
+                tl.where(key_padding_first <= kv_start, Nq, 0),
+                0,
+            ) // BLOCK_Q,
+        ),
     )
     # tiles with nothing to mask: no mask, no bounds checks
     for q_tile in tl.range(q_full_first, q_full_end):
@@ -551,7 +559,10 @@ def dq(
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, key_padding_first), BLOCK_KV))
     kv_full_end = tl.maximum(
         kv_full_first,
-        tl.maximum(0, tl.minimum(tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run), 1 + Nk + q_start - Nq)) // BLOCK_KV,
+        tl.maximum(
+            0,
+            tl.minimum(tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run), 1 + Nk + q_start - Nq),
+        ) // BLOCK_KV,
     )
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):

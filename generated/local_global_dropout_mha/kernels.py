@@ -38,10 +38,10 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "delta": {
@@ -72,10 +72,10 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
     },
     "dq": {
@@ -89,10 +89,10 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
     },
 }
@@ -248,8 +248,18 @@ def fwd(
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(Nk, BLOCK_KV)
     kv_full_end = Nk // BLOCK_KV
-    KV_RANK_row = KV_RANK + tl.cast(b, tl.int64) * stride_kv_rank_b + tl.cast(h, tl.int64) * stride_kv_rank_h + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
-    KV_LIST_row = KV_LIST + tl.cast(b, tl.int64) * stride_kv_list_b + tl.cast(h, tl.int64) * stride_kv_list_h + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    KV_RANK_row = (
+        KV_RANK
+        + tl.cast(b, tl.int64) * stride_kv_rank_b
+        + tl.cast(h, tl.int64) * stride_kv_rank_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
+    )
+    KV_LIST_row = (
+        KV_LIST
+        + tl.cast(b, tl.int64) * stride_kv_list_b
+        + tl.cast(h, tl.int64) * stride_kv_list_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    )
     kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -407,8 +417,18 @@ def dkdv(
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     q_end = tl.cdiv(Nq, BLOCK_Q)
     q_full_end = Nq // BLOCK_Q
-    Q_RANK_row = Q_RANK + tl.cast(b, tl.int64) * stride_q_rank_b + tl.cast(h, tl.int64) * stride_q_rank_h + tl.cast(kv_start // 64, tl.int64) * stride_q_rank_t
-    Q_LIST_row = Q_LIST + tl.cast(b, tl.int64) * stride_q_list_b + tl.cast(h, tl.int64) * stride_q_list_h + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
+    Q_RANK_row = (
+        Q_RANK
+        + tl.cast(b, tl.int64) * stride_q_rank_b
+        + tl.cast(h, tl.int64) * stride_q_rank_h
+        + tl.cast(kv_start // 64, tl.int64) * stride_q_rank_t
+    )
+    Q_LIST_row = (
+        Q_LIST
+        + tl.cast(b, tl.int64) * stride_q_list_b
+        + tl.cast(h, tl.int64) * stride_q_list_h
+        + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
+    )
     q_full_end_at = position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, q_full_end_at):
@@ -524,8 +544,18 @@ def dq(
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(Nk, BLOCK_KV)
     kv_full_end = Nk // BLOCK_KV
-    KV_RANK_row = KV_RANK + tl.cast(b, tl.int64) * stride_kv_rank_b + tl.cast(h, tl.int64) * stride_kv_rank_h + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
-    KV_LIST_row = KV_LIST + tl.cast(b, tl.int64) * stride_kv_list_b + tl.cast(h, tl.int64) * stride_kv_list_h + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    KV_RANK_row = (
+        KV_RANK
+        + tl.cast(b, tl.int64) * stride_kv_rank_b
+        + tl.cast(h, tl.int64) * stride_kv_rank_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_rank_t
+    )
+    KV_LIST_row = (
+        KV_LIST
+        + tl.cast(b, tl.int64) * stride_kv_list_b
+        + tl.cast(h, tl.int64) * stride_kv_list_h
+        + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
+    )
     kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):

@@ -68,7 +68,9 @@ def attention(
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         q, k, v = q.float(), k.float(), v.float()
-    out, lse = FORWARD(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale)
+    out, lse = FORWARD(
+        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
+    )
     out = out.to(dtype)
     return (out, lse) if return_lse else out
 
@@ -90,7 +92,7 @@ class Attention(torch.nn.Module):
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return attention(
-            q, k, v, key_padding=key_padding, scale=self.scale, return_lse=return_lse
+            q, k, v, key_padding=key_padding, scale=self.scale, return_lse=return_lse,
         )
 
     def extra_repr(self) -> str:
@@ -99,16 +101,18 @@ class Attention(torch.nn.Module):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale):
+    def forward(
+        ctx,
+        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
+    ):
         with torch._C._AutoDispatchBelowAutograd():
-            return FORWARD(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale = inputs
+            out, lse = FORWARD(
+                q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
+            )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output, key_padding, key_padding_first, key_padding_run, key_padding_end)
+        ctx.save_for_backward(q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end)
         ctx.scalars = (scale,)
+        return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
@@ -120,7 +124,8 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         dq, dk, dv = BACKWARD(
-            grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, *ctx.scalars, need_q, need_k or need_v
+            grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end,
+            *ctx.scalars, need_q, need_k or need_v,
         )
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
 
@@ -139,7 +144,9 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale):
+def _forward(
+    q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
+):
     """Launch the forward kernel: (out, lse)."""
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     out, lse = _empty_results(q, k, v)
@@ -157,7 +164,8 @@ def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_paddi
 
 
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, scale, need_q, need_kv
+    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
+    need_q, need_kv,
 ):
     """Launch the backward kernels: (dq, dk, dv), empty ones for what is not needed."""
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
@@ -217,7 +225,10 @@ _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _NAME = re.sub(r"\W", "_", __name__)
 while hasattr(torch.ops.attngen, f"{_NAME}_forward"):  # imported twice under one name
     _NAME += "_"
-_OPERANDS = "Tensor key_padding, Tensor key_padding_first, Tensor key_padding_run, Tensor key_padding_end, float scale"
+_OPERANDS = (
+    "Tensor key_padding, Tensor key_padding_first, Tensor key_padding_run, Tensor key_padding_end, "
+    "float scale"
+)
 _LIBRARY.define(f"{_NAME}_forward(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
     f"{_NAME}_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPERANDS}, "
@@ -256,11 +267,11 @@ def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
-    position = torch.arange(n, device=visible.device, dtype=torch.int32)
+    position = torch.arange(n, device=visible.device)
     first = torch.where(visible, position, n).amin(1)
     end = torch.where(visible, position + 1, 0).amax(1)
     run = torch.where(visible | (position < first[:, None]), n, position).amin(1)
-    return first, run, end
+    return first.int(), run.int(), end.int()
 
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:

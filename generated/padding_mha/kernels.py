@@ -331,7 +331,11 @@ def dkdv(
     )
     q_full_end = tl.minimum(
         q_end,
-        tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= key_padding_run, tl.where(key_padding_first <= kv_start, Nq, 0), 0) // BLOCK_Q,
+        tl.where(
+            tl.minimum(Nk, kv_start + BLOCK_KV) <= key_padding_run,
+            tl.where(key_padding_first <= kv_start, Nq, 0),
+            0,
+        ) // BLOCK_Q,
     )
     # tiles with nothing to mask: no mask, no bounds checks
     for q_tile in tl.range(0, q_full_end):

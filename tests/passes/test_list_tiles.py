@@ -1,0 +1,89 @@
+"""list-tiles: loops over tiles visit those of the blocks that are listed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.graph import Blocks
+from attngen.ir.verify import lists, verify
+from attngen.passes.list_tiles import ListTiles
+from tests.helpers import changes, lowered, module
+
+BEFORE = """
+kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
+  block @entry
+    %Q = arg in : T[B, Hq, Nq, D_QK] @?
+    %K = arg in : T[B, Hkv, Nk, D_QK] @?
+    %KV_RANK = arg in : i32[B, Hq, Tq, Tk1] @?
+    %KV_LIST = arg in : i32[B, Hq, Tq, Tk] @?
+    %O = arg out : T[B, Hq, Nq, D_QK] @?
+    %Hq = arg scalar : i32[] @?
+    %Nq = arg scalar : i32[] @?
+    %Nk = arg scalar : i32[] @?
+    %q = load %Q[b, h, q, d_qk] check(q) : T[BLOCK_Q, D_QK] @?
+    %zero = init 0 : f32[BLOCK_Q, D_QK] @?
+    %kv_end = map expr(cdiv(Nk, BLOCK_KV)) : i32[] @?
+    %kv_full_end = map expr(Nk // BLOCK_KV) : i32[] @?
+    %keys_full = loop kv ranges(0 .. kv_full_end) carry(sum=%zero) body(@step) cls(full)
+    %keys_partial = loop kv ranges(kv_full_end .. kv_end) carry(sum=%keys_full.sum) body(@step) cls(partial)
+    %o = map expr(x) uses(x=%keys_partial.sum) : T[BLOCK_Q, D_QK] @?
+    store %O[b, h, q, d_qk] %o check(q)
+  block @step
+    %sum = arg carry : f32[BLOCK_Q, D_QK] @?
+    %k = load %K[b, h, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @?
+    %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @?
+    %masked = mask %s where(kv_idx < Nk) : f32[BLOCK_Q, BLOCK_KV] @?
+    %next = dot %masked %k over(BLOCK_KV) acc(%sum) : f32[BLOCK_Q, D_QK] @?
+    yield values(sum=%next)
+"""
+
+
+def test_ranges_of_tiles_become_ranges_of_positions():
+    before = replace(module(BEFORE, "scheduled"), blocks=Blocks(128))
+    assert [line for line in changes(ListTiles(), before) if line[0] == "+"] == [
+        "+ %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[] @?",
+        "+ %KV_LIST_row = base %KV_LIST[b, h, q_start // 128] : ptr[] @?",
+        "+ %kv_full_end_at = position %KV_RANK_row tile(kv_full_end) : i32[] @?",
+        "+ %keys_full = loop kv ranges(0 .. kv_full_end_at) carry(sum=%zero) body(@step) cls(full) listed(%KV_LIST_row)",
+        "+ %kv_end_at = position %KV_RANK_row tile(kv_end) : i32[] @?",
+        "+ %keys_partial = loop kv ranges(kv_full_end_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) cls(partial) "
+        "listed(%KV_LIST_row)",
+    ]
+
+
+def test_without_blocks_nothing_changes():
+    before = module(BEFORE, "scheduled")
+    assert ListTiles().run(before) is before
+
+
+def test_lists_of_a_group_are_those_of_each_of_its_heads():
+    """In dK/dV of gqa the lists are found inside the loop over heads, by the query's head."""
+    after = lowered("butterfly_gqa")["list-tiles"].kernel("dkdv")
+    row = after.op("Q_LIST_row")
+    assert after.graph.nodes["Q_LIST_row"]["block"] == "group"
+    assert [str(i) for i in row.src.index[:2]] == ["b", "g + group*hkv"]
+
+
+def test_listed_loops_and_large_tiles_are_refused_where_they_do_not_belong():
+    dense, target = (lowered(name)["legalize-triton"] for name in ("causal_mha", "butterfly_gqa"))
+    fwd = dense.kernel("fwd").rewrite(lambda _, op: [replace(op, listed="K_head") if op.name == "keys_full" else op])
+    with pytest.raises(VerifyError, match="%keys_full visits listed tiles; expected all of them: blocks no"):
+        verify(dense.map_kernels(lambda k: fwd if k.name == "fwd" else k))
+    rows = tuple((name, tuple(replace(r, block_q=128) for r in rows)) for name, rows in target.schedules)
+    reasons = list(lists(replace(target, schedules=rows), target.kernel("fwd")))
+    assert reasons and all("do not divide blocks of 64" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", ["keys_full", "keys_partial"])
+def test_a_loop_that_is_left_out_is_refused(name):
+    """Were one loop to visit all tiles, the verifier of the target phase would say so."""
+    target = lowered("block_sparse_mha")["legalize-triton"]
+
+    def unlist(kernel):
+        return kernel.rewrite(lambda _, op: [replace(op, listed=None) if op.name == name else op])
+
+    with pytest.raises(VerifyError, match=f"%{name} visits tiles of blocks that do not count"):
+        verify(target.map_kernels(unlist))
