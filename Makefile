@@ -21,7 +21,7 @@ help:
 	@echo "make test      the test suite (CPU: Triton's interpreter; with CUDA: on the device)"
 	@echo "make lint      ruff and mypy"
 	@echo "make regen     rebuild generated/ from specs/"
-	@echo "make gpu-test  tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
+	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
 
 # An environment without torch gets the pinned versions; one that has torch keeps it, and gets what is missing.
@@ -54,5 +54,6 @@ regen: $(READY)
 	$(PYTHON) -m attngen build --all
 
 gpu-test: $(READY)
+	$(PYTHON) -m attngen build --all
 	$(PYTHON) -m pytest -m gpu -n 8
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/verify.py --out docs/gpu-verification.md

@@ -388,5 +388,8 @@ dtype: [bf16, fp16]
 # With parameters: {{sliding_window: {{left: 1023, right: 0}}}}. Several at once: {{all_of: [causal, key_padding]}}.
 mask: causal
 
+# Dropout on the attention weights: calls take dropout_p and seed. Without it, leave this out.
+# dropout: true
+
 # Tiles are chosen per device. To fix them: schedule: {{block_q: 128, block_kv: 64, stages: 3, warps: 8}}
 """

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from attngen.cli import main
 from attngen.ir.text import print_module
@@ -14,7 +15,7 @@ from attngen.passes.pipeline import passes
 from attngen.spec import parse_spec
 from tests.helpers import ROOT, SPECS, lowered, spec
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md", "docs/theory.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md", "docs/theory.md", "docs/fit.md", "docs/lm-training.md")
 
 
 def text(page: str) -> str:
@@ -65,3 +66,12 @@ def test_files_that_commands_name_exist(page: str) -> None:
 def test_yaml_in_the_readme_is_a_spec() -> None:
     for block in blocks("README.md", "yaml"):
         parse_spec(block)
+
+
+def test_the_workflow_runs_what_there_is() -> None:
+    """Its GPU job calls make gpu-test, which rebuilds and tests; its CPU job what CI runs."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands == {"cpu": [".ci/run"], "gpu": ["make gpu-test VENV=system", "git diff --exit-code generated"]}
+    recipe = (ROOT / "Makefile").read_text().partition("\ngpu-test:")[2]
+    assert "attngen build --all" in recipe and "pytest -m gpu" in recipe and "verify.py" in recipe
