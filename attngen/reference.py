@@ -41,6 +41,11 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[tor
     return tuple(words)
 
 
+def _threshold(p: float) -> int:
+    """The share to drop in 65536ths; something is always kept."""
+    return min(round(p * 65536), 65535)
+
+
 def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Which weights dropout keeps, score by score: bool (B, Hq, Nq, Nk).
 
@@ -49,7 +54,7 @@ def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: 
     which query q rounds up if (q // 16 * 157 + first half of the seed) % 256 is large enough, and down otherwise.
     """
     batch, heads, n_q, n_kv = shape
-    threshold = min(round(p * 65536), 65535)
+    threshold = _threshold(p)
     if threshold == 0:
         return torch.ones(shape, dtype=torch.bool, device=device)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
@@ -67,7 +72,7 @@ def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: 
 
 def dropout_weight(shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """What dropout multiplies probabilities by, fp32: 0 where it drops, 1 / (1 - p) elsewhere, with p rounded as `dropout_keep` does."""
-    return dropout_keep(shape, p, seed, device) * (65536 / (65536 - min(round(p * 65536), 65535)))
+    return dropout_keep(shape, p, seed, device) * (65536 / (65536 - _threshold(p)))
 
 
 def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from sdpa_flash import median
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attngen.analysis.io import hbm_bytes
@@ -40,11 +41,6 @@ def build(text: str, folder: Path) -> tuple[Module, ModuleType]:
     module = lower(spec)
     write_module(render(module), folder / spec.name)
     return module, load_module(folder / spec.name)
-
-
-def median(function: object) -> float:
-    """Milliseconds."""
-    return float(triton.testing.do_bench(function, warmup=25, rep=100, return_mode="median"))
 
 
 def times(call: object, qkv: list[torch.Tensor], grad: torch.Tensor) -> tuple[float, float]:

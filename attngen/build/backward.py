@@ -101,7 +101,7 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
     _probabilities(b, spec.mask.expression(), reads, "k", "q")
     b.load("do", "dO", ("b", head, "q", "d_v"), "step")
-    p = b.dropped("p_kept", "p", head, "step")
+    p = b.dropped("p", head)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.load("delta", "DELTA", ("b", head, "q"), "step")
     b.dot("dp", "v", "do", "D_V", "step")
@@ -139,7 +139,7 @@ def build_dq(spec: Spec) -> Kernel:
     _probabilities(b, sympy.And(spec.mask.expression(), in_bounds("kv")), reads, "q", "k")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.dot("dp", "do", "v", "D_V", "step")
-    _score_gradients(b, b.dropped("p_kept", "p", "h", "step"))
+    _score_gradients(b, b.dropped("p", symbol("h")))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
     b.add(Yield("yield_step", (("dq", "dq_next"),)), "step")
 

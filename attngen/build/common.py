@@ -131,21 +131,16 @@ class KernelBuilder:
                 self.scalar(name)
             self.add(Seed("seed", "SEED", Type("i64")))
 
-    def dropped(self, name: str, value: str, head: Any, block: str) -> str:
-        """A tile of probabilities after dropout; without dropout the tile itself."""
+    def dropped(self, value: str, head: Any) -> str:
+        """A tile of probabilities of the loop body after dropout; without dropout the tile itself."""
         if not self.spec.dropout:
             return value
-        self.add(
-            Keep("keep", "seed", "dropout_threshold", symbol(head) if isinstance(head, str) else head, _bool(self.types[value])), block
-        )
-        return self.add(Dropout(name, value, "keep", self.types[value]), block)
+        tile = self.types[value]
+        self.add(Keep("keep", "seed", "dropout_threshold", head, Type("b1", tile.dims)), "step")
+        return self.add(Dropout("p_kept", value, "keep", tile), "step")
 
     def kernel(self) -> Kernel:
         return Kernel(self.name, self.grid, tuple(Block(n, tuple(ops)) for n, ops in self.ops.items()))
-
-
-def _bool(t: Type) -> Type:
-    return Type("b1", t.dims)
 
 
 def _access(tensor: str, index: tuple[Any, ...]) -> Access:

@@ -42,7 +42,7 @@ def build_forward(spec: Spec) -> Kernel:
     b.add(SoftmaxStep("soft", "masked", "m", "l", Type("f32", ("BLOCK_Q", "BLOCK_KV"))), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
-    p = b.dropped("p_kept", "soft.p", "h", "step")
+    p = b.dropped("soft.p", symbol("h"))
     b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "soft.l"), ("acc", "acc_next"))), "step")
 

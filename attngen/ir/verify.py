@@ -44,7 +44,7 @@ POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D
 # names of the printed kernel that are no values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("off", "tile", "tiles")}
 RESERVED |= {"D_QK_PAD", "D_V_PAD", "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
-RESERVED |= {"BLOCK", "DROPOUT", "dropout_keep", "philox", "position", "tile_at", "keep_mask"}
+RESERVED |= {"at", "BLOCK", "DROPOUT", "dropout_keep", "philox", "position", "tile_at", "keep_mask"}
 
 
 def verify(module: Module) -> Module:
