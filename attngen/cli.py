@@ -102,12 +102,12 @@ def build(
             raise AttngenError(f"{out_dir} is not what the specs give; run `attngen build` without --check")
         print(f"{out_dir} is what {_count(len(modules), 'spec')} give{'s' if len(modules) == 1 else ''}")
         return
-    table = _table("module", "mask", "heads", "dim", "sm90 fwd", "dkdv", "dq", "", folds="mask")
+    table = _table("module", "mask", "heads", "dim", "sm90 fwd", "dK dV", "dQ", "", folds="mask")
     written = 0
     for module, files in modules:
         changed = write_module(files, out_dir / module.name)
         written += changed
-        tiles = (_tile(module, kernel) for kernel in ("fwd", "dkdv", "dq"))
+        tiles = (_tiles(module, kernels) for kernels in (("fwd",), ("dkdv", "dk", "dv"), ("dq",)))
         dim = _head_dim(module.head_dim_qk, module.head_dim_v)
         table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
     out.print(table)
@@ -141,9 +141,11 @@ def _head_dim(qk: int, v: int) -> str:
     return f"{qk}" if qk == v else f"{qk}/{v}"
 
 
-def _tile(module: Module, kernel: str) -> str:
-    row = next((r for r in reversed(module.rows(kernel)) if r.device == "sm90"), None)
-    return f"{row.block_q}x{row.block_kv}" if row else "none"
+def _tiles(module: Module, kernels: tuple[str, ...]) -> str:
+    """The tiles on sm90 of those of the kernels that the module has."""
+    have = [kernel.name for kernel in module.kernels if kernel.name in kernels]
+    rows = [next((r for r in reversed(module.rows(name)) if r.device == "sm90"), None) for name in have]
+    return " ".join(f"{row.block_q}x{row.block_kv}" if row else "none" for row in rows)
 
 
 def _all_specs() -> list[Path]:

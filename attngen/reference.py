@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from attngen.masks import Mask
@@ -58,15 +60,16 @@ def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: 
     if threshold == 0:
         return torch.ones(shape, dtype=torch.bool, device=device)
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    q, kv = torch.arange(n_q, device=device)[:, None], torch.arange(n_kv, device=device)[None, :]
-    first = (threshold + (q // 16 * 157 + key[0]) % 256) // 256
-    word, shift = q // 8 % 2 * 2 + kv // 8 % 2, kv % 2 * 16 + q % 2 * 8
+    kv = torch.arange(n_kv, device=device)[None, :]
     keep = torch.empty(shape, dtype=torch.bool, device=device)
-    for b in range(batch):
-        for h in range(heads):
-            words = philox((q & ~9, kv & ~9, torch.full_like(q, h), torch.full_like(q, b)), key)
-            chosen = torch.stack([w.expand(n_q, n_kv) for w in words]).gather(0, word[None])[0]
-            keep[b, h] = (chosen >> shift) & 255 >= first
+    rows = max(1, 2**26 // max(1, n_kv))  # at a time: the words take 32 bytes a score
+    for b, h, start in product(range(batch), range(heads), range(0, n_q, rows)):
+        q = torch.arange(start, min(start + rows, n_q), device=device)[:, None]
+        first = (threshold + (q // 16 * 157 + key[0]) % 256) // 256
+        word, shift = q // 8 % 2 * 2 + kv // 8 % 2, kv % 2 * 16 + q % 2 * 8
+        words = philox((q & ~9, kv & ~9, torch.full_like(q, h), torch.full_like(q, b)), key)
+        chosen = torch.stack([w.expand(len(q), n_kv) for w in words]).gather(0, word[None])[0]
+        keep[b, h, start : start + rows] = (chosen >> shift) & 255 >= first
     return keep
 
 

@@ -27,7 +27,8 @@ from attngen.analysis.roofline import Problem, row_of, values
 from attngen.analysis.tiles import evaluate
 from attngen.emit.files import write_module
 from attngen.emit.render import render
-from attngen.ir.graph import Module
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import DIRECTIONS, kernels_of
 from attngen.passes.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.testing import load_module
@@ -96,8 +97,8 @@ def blocks(folder: Path, rows: int = 16384, heads: int = 16, dim: int = 128, blo
         plan = sparse.attention.plan(mask)
         forward, backward = times(lambda *x, plan=plan: sparse.attention(*x, block_mask=plan), qkv, grad)
         planning = median(lambda mask=mask: sparse.attention.plan(mask))
-        moved = [sum(bytes_moved(module, name, Problem(1, heads, heads, rows, rows), share) for name in names)
-                 for names in (("fwd",), ("delta", "dkdv", "dq"))]  # fmt: skip
+        problem = Problem(1, heads, heads, rows, rows)
+        moved = [sum(bytes_moved(module, kernel, problem, share) for kernel in kernels_of(module, d)) for d in DIRECTIONS]
         law = heads * rows**2 * dim**2 / share / (227 * 1024 / 2) * 2
         found.append({"share": share, "forward": forward, "backward": backward, "plan": planning, "bytes": moved, "law": law})
         faster = forward, found[0]["forward"] / forward, backward, found[0]["backward"] / backward
@@ -106,9 +107,8 @@ def blocks(folder: Path, rows: int = 16384, heads: int = 16, dim: int = 128, blo
     return found
 
 
-def bytes_moved(module: Module, name: str, problem: Problem, share: int) -> float:
+def bytes_moved(module: Module, kernel: Kernel, problem: Problem, share: int) -> float:
     """Bytes that a kernel's programs load and store on sm90, with one tile in `share` visited."""
-    kernel = module.kernel(name)
     row = row_of(module, kernel, "sm90", problem.n_q)
     assert row is not None
     numbers = values(module, kernel, row, problem)

@@ -26,7 +26,7 @@ LATENCY = {1: 2500, 2: 1080, 3: 665}  # cycles per turn that only other programs
 SPLIT_MATRIX, SPLIT_ALU = 0.2, 0.019
 # Triton's compiler, as measured (docs/perf-log.md); the limits of the hardware are in devices.py
 OTHER_REGISTERS = 70  # per thread: what it takes besides live tiles
-LIVE_LIMIT = 165  # registers per thread that live tiles may take before it spills
+LIVE_LIMIT = 170  # registers per thread that live tiles may take before it spills
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
 MANY_ROWS = 4096  # rows that stand for "any number"
 
@@ -37,21 +37,15 @@ def mode(module: Module, elem_bytes: int) -> str:
 
 
 @cache
-def _listed() -> dict[str, str]:
+def _listed() -> frozenset[str]:
     lines = Path(__file__).with_name("spills.txt").read_text(encoding="utf-8").splitlines()
-    return dict(line.partition(" : ")[::2] for line in lines if line and not line.startswith("#"))
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
-@cache
-def spilling() -> frozenset[str]:
-    """Schedules that are known to spill registers (spills.txt), though the model says that they need not; `attngen verify` finds them."""
-    return frozenset(key for key, verdict in _listed().items() if not verdict)
-
-
-@cache
-def timed() -> frozenset[str]:
-    """Those among them that were timed, and are faster than the ones that do not spill; tile selection may take them."""
-    return frozenset(key for key, verdict in _listed().items() if verdict == "timed")
+def spills(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether a schedule is known to spill registers (spills.txt), though the model says that it need not; `attngen verify` finds such."""
+    key = schedule_key(module, kernel, row)
+    return key in _listed() or f"{key} mask={module.mask}" in _listed()
 
 
 def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
@@ -68,11 +62,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
 
 def cost(module: Module, kernel: Kernel, row: Row) -> float:
     """Modelled SM cycles of a kernel over one head with as many rows as the schedule row is for; inf if it cannot run."""
-    if (
-        misfit(module, kernel, row)
-        or registers_per_thread(module, kernel, row) > LIVE_LIMIT
-        or schedule_key(module, kernel, row) in spilling()
-    ):
+    if misfit(module, kernel, row) or registers_per_thread(module, kernel, row) > LIVE_LIMIT or spills(module, kernel, row):
         return float("inf")
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp

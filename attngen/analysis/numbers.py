@@ -10,12 +10,13 @@ from typing import Any
 from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import executed_flops, flops, useful_flops
 from attngen.analysis.io import hbm_bytes, standard_bytes, traffic
-from attngen.analysis.roofline import KERNELS, Problem, row_of, values
+from attngen.analysis.roofline import Problem, row_of, values
 from attngen.analysis.sram import elem_sizes, tile_bytes
 from attngen.analysis.theory import saved_tensors
 from attngen.analysis.tiles import evaluate, runs
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import DIRECTIONS, kernels_of
 
 SPARSE = 8  # block-sparse: one tile in so many
 ONE = (1, 1)  # a tile for what does not depend on tiles
@@ -55,31 +56,31 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
     """
     numbers = textbook_values(module, problem, ONE)
     heads = problem.batch * problem.q_heads
-    yield Moved("standard", "", (), *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in KERNELS))
+    yield Moved("standard", "", (), *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in DIRECTIONS))
     for cls in CLASSES:
         numbers = textbook_values(module, problem, tile := flash1_tile(module, cls))
-        flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in KERNELS)
+        flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in DIRECTIONS)
         yield Moved("FlashAttention-1", cls, (tile,), *flash1)
-        rows = [row_of(module, module.kernel(name), cls, problem.n_q) for name in ("fwd", "dkdv", "dq")]
+        rows = [row_of(module, kernel, cls, problem.n_q) for kernel in module.kernels if kernel.loops]
         tiles = tuple((row.block_q, row.block_kv) for row in rows if row)
         if len(tiles) < len(rows):  # no tile fits
             continue
-        yield Moved("ours", cls, tiles, *(emitted_bytes(module, d, cls, problem) for d in KERNELS))
-        yield Moved(f"ours, s = 1/{SPARSE}", cls, tiles, *(emitted_bytes(module, d, cls, problem, 1 / SPARSE) for d in KERNELS))
+        yield Moved("ours", cls, tiles, *(emitted_bytes(module, d, cls, problem) for d in DIRECTIONS))
+        yield Moved(f"ours, s = 1/{SPARSE}", cls, tiles, *(emitted_bytes(module, d, cls, problem, 1 / SPARSE) for d in DIRECTIONS))
 
 
 def done(module: Module, problem: Problem) -> Iterator[Done]:
     """Standard attention, FlashAttention-1 and ours, whose backward computes some products twice: as counted, and as run."""
     numbers = textbook_values(module, problem, ONE)
     for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
-        forward, backward = (kernels(name, direction) for direction in KERNELS)
+        forward, backward = (kernels(name, direction) for direction in DIRECTIONS)
         work = [sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in (forward, backward)]
         yield Done(shown, work[0], work[1], *_kept(forward, backward, numbers))
-    forward, backward = (tuple(map(module.kernel, names)) for names in KERNELS.values())
+    forward, backward = (kernels_of(module, direction) for direction in DIRECTIONS)
     kept, saved = _kept(forward, backward, numbers)
-    of = {name: _emitted_values(module, name, CLASS, problem) for name in ("fwd", "dkdv", "dq")}
+    of = {kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in module.kernels if kernel.loops}
     useful = [_value(useful_flops(module, direction), of[name]) for direction, name in (("forward", "fwd"), ("backward", "dq"))]
-    run = sum(_value(executed_flops(module.kernel(name)), of[name]) for name in ("dkdv", "dq"))
+    run = sum(_value(executed_flops(kernel), of[kernel.name]) for kernel in backward if kernel.loops)
     yield Done("ours", useful[0], useful[1], kept, saved)
     yield Done("ours, as run", useful[0], run, kept, saved)
 
@@ -98,7 +99,7 @@ def flash1_tile(module: Module, cls: str) -> tuple[int, int]:
 
 def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, share: float = 1) -> float:
     """Bytes that a module's kernels load and store with their tiles on a device class, if they visit a share of their tiles."""
-    found = ((module.kernel(name), _emitted_values(module, name, cls, problem)) for name in KERNELS[direction])
+    found = ((kernel, _emitted_values(module, kernel, cls, problem)) for kernel in kernels_of(module, direction))
     return sum(_value(hbm_bytes(kernel), {**numbers, "tiles": numbers["tiles"] * share}) for kernel, numbers in found)
 
 
@@ -109,8 +110,7 @@ def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> 
     return {**sizes, **widths, "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}
 
 
-def _emitted_values(module: Module, name: str, cls: str, problem: Problem) -> dict[str, Any]:
-    kernel = module.kernel(name)
+def _emitted_values(module: Module, kernel: Kernel, cls: str, problem: Problem) -> dict[str, Any]:
     rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
     row = row_of(module, kernel, cls, rows)
     assert row is not None

@@ -11,6 +11,7 @@ from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.interface import DIRECTIONS
 
 
 def report(module: Module) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def report(module: Module) -> dict[str, Any]:
         "attngen": module.version,
         "spec": module.spec_hash,
         "mask": module.mask,
-        "flops": {d: to_text(useful_flops(module, d)) for d in ("forward", "backward")},
+        "flops": {d: to_text(useful_flops(module, d)) for d in DIRECTIONS},
         "kernels": {kernel.name: _kernel(module, kernel) for kernel in module.kernels},
     }
 

@@ -13,8 +13,6 @@ from attngen.analysis.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
 
-KERNELS = {"forward": ("fwd",), "backward": ("delta", "dkdv", "dq")}
-
 
 @dataclass(frozen=True)
 class Problem:

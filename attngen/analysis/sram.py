@@ -43,12 +43,12 @@ def tile_bytes(t: Type) -> Expr:
 
 
 @cache
-def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves: bool, aligned: bool = True) -> Expr:
+def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved: int, random: int, aligned: bool = True) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
     How deep a ring of `stages` is depends on whether matrix instructions read their operands from shared memory (see
-    DeviceClass); scratch is for probabilities that change layout on their way from one product to the next (`moves_scores`),
-    and for dropout's random words.
+    DeviceClass); scratch is for the tiles of scores that change layout at one time on their way to a product (`moved_scores`),
+    and for what dropout draws (`random_bytes` of a score).
     """
     from_shared = device.reads_shared and matrix_units
     depth = STAGES if from_shared else sympy.Max(1, STAGES - 1)
@@ -71,16 +71,15 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moves:
         if from_shared:
             statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
         streamed += statistics
-    random = 4 if device.moves_random and any(isinstance(op, Keep) for op in kernel.ops()) else 0
-    streamed += symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(ELEM if moves else 0, random)  # not at one time
+    streamed += symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
-    if any(isinstance(op, Reduce) for op in kernel.ops()):  # its result changes layout before it is stored
+    if any(isinstance(op, Reduce) and not _in_loop(kernel, op) for op in kernel.ops()):  # its result changes layout before it is stored
         streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
     return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)
 
 
-def _in_loop(kernel: Kernel, op: Load) -> bool:
+def _in_loop(kernel: Kernel, op: Op) -> bool:
     return bool(kernel.graph.nodes[op.name]["block"] != "entry")
 
 
@@ -102,7 +101,7 @@ def register_formula(kernel: Kernel, from_shared: bool) -> Expr:
 def _widest(kernel: Kernel, body: str) -> Expr:
     """The most bytes of score-shaped values live at once; an operand of a product is live beside its cast to `T`."""
     ops = kernel.walk(body)
-    rows = {f"{op.name}.{f}" for op in ops if isinstance(op, SoftmaxStep) for f in ("alpha", "m", "l")}
+    rows = {f"{op.name}.{f}" for op in ops if isinstance(op, SoftmaxStep) for f in ("alpha", "m")}
     last_use = {ref.split(".")[0]: i for i, op in enumerate(ops) for ref in op.operands() if ref not in rows}
     live: dict[str, Expr] = {}
     peaks: list[Expr] = [sympy.Integer(0)]
@@ -138,8 +137,8 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
-    on_units, moves = on_matrix_units(module, kernel, row), moves_scores(module, kernel, row)
-    return sram_formula(kernel, CLASSES[row.device], on_units, moves, aligned(module))
+    on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
+    return sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module))
 
 
 def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
@@ -168,10 +167,32 @@ def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
     return own >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
 
 
-def moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
-    """Whether probabilities pass through shared memory between two products, because Triton spreads the warps of the first
-    over its result in another way than those of the second; results wider than high have the warps side by side.
+def moved_scores(module: Module, kernel: Kernel, row: Row) -> int:
+    """Tiles of scores that pass through shared memory at one time on their way from product to product, because Triton spreads the
+    warps of the first over its result in another way than those of the second; results wider than high have the warps side by side.
+    Tiles that a cast makes move one by one; others all that are ready.
     """
+    if not _moves_scores(module, kernel, row):
+        return 0
+    if row.elem_bytes == 2 or CLASSES[row.device].shares_stationary:
+        return 1
+    (body,) = {loop.body for loop in kernel.loops if loop.cls != "all"}
+    ops = kernel.walk(body)
+    first = next(i for i, op in enumerate(ops) if isinstance(op, Dot) and op.acc)
+    ready = {op.name for op in ops[:first]}
+    sources = [kernel.op(op.a) for op in ops if isinstance(op, Dot) and op.acc]
+    made = [op.uses[0][1] if isinstance(op, Map) and op.type.dtype == "T" else op.name for op in sources]  # of a cast, what it casts
+    return sum(name.split(".")[0] in ready for name in made)
+
+
+def random_bytes(kernel: Kernel, row: Row) -> int:
+    """Bytes of each score by which what dropout draws changes layout: its random words; or which are kept, in tiles of 32 keys."""
+    if not any(isinstance(op, Keep) for op in kernel.ops()):
+        return 0
+    return 4 if CLASSES[row.device].moves_random else int(kernel.own_axis == "q" and row.block_kv == 32)
+
+
+def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
     device, dims = CLASSES[row.device], sizes(module, row)
     summed = [op for op in kernel.ops() if isinstance(op, Dot) and op.acc]  # Triton spreads the others as these
     results = [tuple(dims[d.removesuffix("_PAD")] for d in op.type.dims) for op in summed]

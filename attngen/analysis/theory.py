@@ -16,11 +16,12 @@ import sympy
 from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES, executed_flops, flops, useful_flops
 from attngen.analysis.io import traffic
-from attngen.analysis.roofline import KERNELS, row_of
+from attngen.analysis.roofline import row_of
 from attngen.analysis.sram import elem_sizes, elements, row_formula
 from attngen.analysis.tiles import NO_BOUND, runs, tile_loops, unbounded, visited
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import DIRECTIONS, kernels_of
 from attngen.ir.ops import Arg
 
 N, D, M = sympy.symbols("N d M", positive=True)  # rows, head dimension, elements on chip
@@ -254,7 +255,7 @@ def work(module: Module) -> list[Theorem]:
     def textbook(name: str, direction: str) -> Expr:
         return sympy.Add(*(flops(kernel, partial(runs, kernel)) for kernel in kernels(name, direction)))
 
-    run = sympy.Add(*(executed_flops(module.kernel(name)) for name in KERNELS["backward"]))
+    run = sympy.Add(*(executed_flops(kernel) for kernel in kernels_of(module, "backward")))
     counts = (
         ("forward of standard attention", f"{PAPER}, algorithm 0", textbook("standard", "forward")),
         ("backward of standard attention", f"{PAPER}, algorithm 3", textbook("standard", "backward")),
@@ -262,7 +263,7 @@ def work(module: Module) -> list[Theorem]:
         ("backward of FlashAttention-1", f"{PAPER}, algorithm 4", textbook("flash1", "backward")),
         ("forward of ours", f"{PAPER_2}, section 3.1", useful_flops(module, "forward")),
         ("backward of ours, each product once", f"{PAPER_2}, section 3.1", useful_flops(module, "backward")),
-        ("backward of ours as run: @dkdv and @dq both compute scores and dP", "", run),
+        ("backward of ours as run: each kernel computes the scores and dP that it needs", "", run),
     )
     all_tiles = {TILES: N**2 / (B_R * B_C)}
     return [Theorem(claim, source, one_head(count).subs(all_tiles), N**2 * D, (EXACT,)) for claim, source, count in counts]
@@ -270,8 +271,8 @@ def work(module: Module) -> list[Theorem]:
 
 def memory(module: Module) -> list[Theorem]:
     """Elements that the backward reads and the forward wrote, besides the output."""
-    own = [[module.kernel(name) for name in KERNELS[direction]] for direction in ("forward", "backward")]
-    standard, flash1 = ([kernels(name, direction) for direction in ("forward", "backward")] for name in ("standard", "flash1"))
+    own = [kernels_of(module, direction) for direction in DIRECTIONS]
+    standard, flash1 = ([kernels(name, direction) for direction in DIRECTIONS] for name in ("standard", "flash1"))
     found = []
     for name, source, order, (forward, backward) in (
         ("standard attention", f"{PAPER}, algorithm 3", N**2, standard),

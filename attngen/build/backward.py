@@ -69,7 +69,8 @@ def build_dkdv(spec: Spec) -> Kernel:
     """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its whole head group.
 
     Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end load
-    LSE2 = +inf, so they weigh nothing.
+    LSE2 = +inf, so they weigh nothing. Loads first, then the two products that need nothing else: the order that spills least
+    (docs/perf-log.md).
     """
     shared = spec.heads.sharing != "mha"
     b = KernelBuilder(spec, "dkdv")
@@ -98,14 +99,15 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.carried("step", **({"dk_step": "dk_init", "dv_step": "dv_init"} if shared else starts))
     dk, dv = ("dk_step", "dv_step") if shared else ("dk", "dv")
     b.load("q", "Q", ("b", head, "q", "d_qk"), "step")
-    b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
-    _probabilities(b, spec.mask.expression(), reads, "k", "q")
     b.load("do", "dO", ("b", head, "q", "d_v"), "step")
-    p = b.dropped("p", head)
-    b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
+    b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
     b.load("delta", "DELTA", ("b", head, "q"), "step")
+    b.draw(head, "BLOCK_KV", "BLOCK_Q")
     b.dot("dp", "v", "do", "D_V", "step")
+    _probabilities(b, spec.mask.expression(), reads, "k", "q")
+    p = b.dropped("p")
     _score_gradients(b, p)
+    b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
@@ -139,7 +141,8 @@ def build_dq(spec: Spec) -> Kernel:
     _probabilities(b, sympy.And(spec.mask.expression(), in_bounds("kv")), reads, "q", "k")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.dot("dp", "do", "v", "D_V", "step")
-    _score_gradients(b, b.dropped("p", symbol("h")))
+    b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
+    _score_gradients(b, b.dropped("p"))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
     b.add(Yield("yield_step", (("dq", "dq_next"),)), "step")
 

@@ -131,13 +131,14 @@ class KernelBuilder:
                 self.scalar(name)
             self.add(Seed("seed", "SEED", Type("i64")))
 
-    def dropped(self, value: str, head: Any) -> str:
+    def draw(self, head: Any, *dims: str) -> None:
+        """Draw, if the spec has dropout, which probabilities of a tile of the loop body are kept."""
+        if self.spec.dropout:
+            self.add(Keep("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
+
+    def dropped(self, value: str) -> str:
         """A tile of probabilities of the loop body after dropout; without dropout the tile itself."""
-        if not self.spec.dropout:
-            return value
-        tile = self.types[value]
-        self.add(Keep("keep", "seed", "dropout_threshold", head, Type("b1", tile.dims)), "step")
-        return self.add(Dropout("p_kept", value, "keep", tile), "step")
+        return self.add(Dropout("p_kept", value, "keep", self.types[value]), "step") if self.spec.dropout else value
 
     def kernel(self) -> Kernel:
         return Kernel(self.name, self.grid, tuple(Block(n, tuple(ops)) for n, ops in self.ops.items()))

@@ -35,16 +35,19 @@ def build_forward(spec: Spec) -> Kernel:
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
+    b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     b.dot("s", "q", "k", "D_QK", "step")
     b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
     where = sympy.And(spec.mask.expression(), in_bounds("kv"))
     b.mask("masked", "score", where, reads, "step")
-    b.add(SoftmaxStep("soft", "masked", "m", "l", Type("f32", ("BLOCK_Q", "BLOCK_KV"))), "step")
+    b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV"))), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
-    p = b.dropped("soft.p", symbol("h"))
+    p = b.dropped("soft.p")
     b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
-    b.add(Yield("yield_step", (("m", "soft.m"), ("l", "soft.l"), ("acc", "acc_next"))), "step")
+    b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, beside which it runs
+    b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
+    b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), ("acc", "acc_next"))), "step")
 
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attngen.analysis.cost import schedule_key, timed
+from attngen.analysis.cost import schedule_key
 from attngen.analysis.report import schedule
 from attngen.analysis.sram import elem_sizes, slack, sram_bytes
 from attngen.certify.compiler import Reading
@@ -80,13 +80,9 @@ def keep(files: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def reason(module: Module, kernel: Kernel, row: Row, reading: Reading) -> str:
-    """What the report states of a difference or of spills, or nothing."""
-    states = []
-    if sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes:
-        states.append(slack(module, kernel, row) or "")
-    if reading.spilled_bytes and schedule_key(module, kernel, row) in timed():
-        states.append("timed with its spills: those without are slower (docs/fit.md)")
-    return "; ".join(s for s in states if s)
+    """What the report states of a difference, or nothing."""
+    differs = sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes
+    return (slack(module, kernel, row) or "") if differs else ""
 
 
 def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str) -> Iterator[str]:
@@ -96,7 +92,7 @@ def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str)
         yield f"{where} does not compile: {reading}"
         return
     predicted, limit = sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
-    if reading.spilled_bytes and CLASSES[row.device].backend == "cuda" and schedule_key(module, kernel, row) not in timed():
+    if reading.spilled_bytes and CLASSES[row.device].backend == "cuda":
         line = f"attngen/analysis/spills.txt lists `{schedule_key(module, kernel, row)}`"
         yield f"{where} spills {reading.spilled_bytes:,} bytes; tile selection leaves it out once {line}"
     if reading.shared_bytes > limit:

@@ -222,8 +222,7 @@ class KernelContext:
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
-        # what a loop over heads holds is most of the kernel; hoisted out of it, values of both inner loops would be live at once
-        options = ", disable_licm=True" if op.cls == "all" else ""
+        options = ", disable_licm=True" if op.recompute else ""
         text.update(var=counter, start=lo, stop=stop, options=options, steps=steps, comment=LOOP_COMMENTS[op.cls])
 
     def _position(self, op: Position, cls: str) -> dict[str, Any]:
@@ -335,7 +334,7 @@ class KernelContext:
 
     def _softmax_step(self, op: SoftmaxStep, cls: str) -> dict[str, Any]:
         scale = self.var(op.scale) if op.scale else ""
-        return {"s": self.var(op.s), "m": self.var(op.m), "l": self.var(op.l), "scale": scale, "guard": _applies(op.guard, cls)}
+        return {"s": self.var(op.s), "m": self.var(op.m), "scale": scale, "guard": _applies(op.guard, cls)}
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         axis = self.kernel.type_of(op.value).dims.index(op.over)
@@ -355,6 +354,8 @@ SUMMARIES = {
     "fwd": "Forward: online softmax over key tiles, one program per query tile.",
     "delta": "Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).",
     "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
+    "dk": "Backward, dK: one program per key tile, over query tiles; scores are transposed.",
+    "dv": "Backward, dV: one program per key tile, over query tiles; scores are transposed.",
     "dq": "Backward, dQ: one program per query tile, over key tiles.",
 }
 

@@ -12,12 +12,13 @@ from rich.text import Text
 
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import hbm_bytes, standard_bytes
-from attngen.analysis.roofline import KERNELS, Problem, estimate, row_for, standard_total
+from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
 from attngen.analysis.sram import row_formula
 from attngen.analysis.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import DIRECTIONS, kernels_of
 from attngen.ir.ops import Mask
 
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
@@ -37,7 +38,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
             if isinstance(op, Mask):
                 yield _line(f"@{kernel.name} mask: {to_text(op.where)}")
     yield Text("\nFormulas", style="bold")
-    for direction in KERNELS:
+    for direction in DIRECTIONS:
         yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
         yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
@@ -105,16 +106,16 @@ def device_table(module: Module, problem: Problem) -> Table:
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True)
     for device in DEVICES.values():
-        for direction, names in KERNELS.items():
-            for name in names:
-                e = estimate(module, module.kernel(name), device, problem)
+        for direction in DIRECTIONS:
+            for kernel in kernels_of(module, direction):
+                e = estimate(module, kernel, device, problem)
                 if e is None:
-                    table.add_row(device.name, name, "none")
+                    table.add_row(device.name, kernel.name, "none")
                     continue
                 ratio = e.loaded / standard_total(module, direction, e.row, problem)
                 table.add_row(
                     device.name,
-                    name,
+                    kernel.name,
                     f"{e.row.block_q}x{e.row.block_kv}",
                     str(e.row.num_warps),
                     str(e.row.num_stages),

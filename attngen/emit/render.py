@@ -71,6 +71,7 @@ def render(module: Module) -> dict[str, str]:
     env.globals["call"] = _call
     env.globals["assign"] = _assign
     env.globals["launch"] = lambda name: _launch(module.kernel(name), views[name])
+    env.globals["key_kernels"] = [kernel.name for kernel in module.kernels if kernel.own_axis == "kv"]
     env.filters["fill"] = _fill
     return {
         "__init__.py": env.get_template("triton/module.py.jinja").render(_module_context(module)),

@@ -1,4 +1,4 @@
-"""What the generated wrapper launches: four kernels, the tensors each reads and writes, and its grid."""
+"""What the generated wrapper launches: its kernels, the tensors each reads and writes, and its grid."""
 
 from __future__ import annotations
 
@@ -50,8 +50,17 @@ SIGNATURES = {
     "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE")),
     "delta": Signature("q", ("O", "dO", "LSE"), ("DELTA", "LSE2")),
     "dkdv": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV")),
+    "dk": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK",)),
+    "dv": Signature("kv", ("Q", "K", "dO", "LSE2"), ("dV",)),
     "dq": Signature("q", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dQ",)),
 }
+KERNELS = (("fwd", "delta", "dkdv", "dq"), ("fwd", "delta", "dk", "dv", "dq"))  # of a module: the second for wide heads
+DIRECTIONS = ("forward", "backward")
+
+
+def kernels_of(module: Module, direction: str) -> tuple[Kernel, ...]:
+    """The kernels that a module launches forward or backward."""
+    return tuple(k for k in module.kernels if (k.name == "fwd") == (direction == "forward"))
 
 
 def tensor_type(name: str) -> Type:
@@ -92,9 +101,10 @@ def verify_interface(module: Module) -> Module:
 
 
 def _reasons(module: Module) -> Iterator[str]:
-    have, expected = [k.name for k in module.kernels], list(SIGNATURES)
-    if sorted(have) != sorted(expected) or sorted(name for name, _ in module.schedules) != sorted(expected):
-        yield f"the kernels are {', '.join(have) or 'none'}; expected {', '.join(expected)}, and a schedule for each"
+    have = [k.name for k in module.kernels]
+    if sorted(have) not in map(sorted, KERNELS) or sorted(name for name, _ in module.schedules) != sorted(have):
+        expected = " or ".join(map(", ".join, KERNELS))
+        yield f"the kernels are {', '.join(have) or 'none'}; expected {expected}, and a schedule for each"
     given = mask_tensors(module.inputs, ())
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     for name in names:

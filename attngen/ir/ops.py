@@ -139,6 +139,7 @@ class Loop(Op):
     Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles;
     `unknown`: not classified yet. `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
     With `listed`, a row of blocks, ranges are of positions in it (see Position), and the tiles are those of its blocks.
+    With `recompute`, what does not change from turn to turn is computed in each, rather than kept in registers.
     """
 
     var: str
@@ -148,6 +149,7 @@ class Loop(Op):
     cls: str = "unknown"
     tiles: tuple[Expr, ...] = ()
     listed: str | None = field(default=None, metadata=OPERAND)
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,21 +195,20 @@ class Mask(Op):
 class SoftmaxStep(Op):
     """One online softmax update in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Algorithm 1).
 
-    m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')); l' = alpha l + rowsum p.
+    m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')), by which sums under the old maximum shrink.
     `guard` keeps rows that have seen nothing yet (m' = -inf) free of NaN.
     """
 
     s: str = field(metadata=OPERAND)
     m: str = field(metadata=OPERAND)
-    l: str = field(metadata=OPERAND)  # noqa: E741 - the paper's name
     type: Type
     scale: str | None = field(default=None, metadata=OPERAND)
     guard: str = "partial"
-    FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "l_new", "m_seen")  # variables that it prints
+    FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "m_seen")  # variables that it prints
 
     def results(self) -> dict[str, Type]:
         row = replace(self.type, dims=self.type.dims[:1])
-        return {"p": self.type, "alpha": row, "m": row, "l": row}
+        return {"p": self.type, "alpha": row, "m": row}
 
 
 @dataclass(frozen=True)

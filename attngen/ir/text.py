@@ -107,11 +107,11 @@ _USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
 _CODECS: dict[str, Codec] = {
     "type": (_print_type, _parse_type),
     **dict.fromkeys(("src", "dst"), _ACCESS),
-    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "l", "scale", "seed", "threshold", "keep", "listed"), _REF),
+    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "seed", "threshold", "keep", "listed"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "needs", "enough", "other", "head", "tile"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op"), _WORD),
-    "score": _FLAG,
+    **dict.fromkeys(("score", "recompute"), _FLAG),
     "body": (lambda v: f"@{v}", _parse_word),
     "ranges": (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges),
     "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in _split(t, ";"))),

@@ -373,10 +373,10 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
                 yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32"
         case SoftmaxStep():
             row = op.type.dims[:1]
-            if {of(r).dtype for r in (op.s, op.m, op.l)} != {"f32"} or (op.scale and of(op.scale).dims):
-                yield "needs s, m and l in f32, and one number as scale"
-            if of(op.s).dims != op.type.dims or of(op.m).dims != row or of(op.l).dims != row:
-                yield f"needs s of [{', '.join(op.type.dims)}], and m and l of its rows"
+            if {of(r).dtype for r in (op.s, op.m)} != {"f32"} or (op.scale and of(op.scale).dims):
+                yield "needs s and m in f32, and one number as scale"
+            if of(op.s).dims != op.type.dims or of(op.m).dims != row:
+                yield f"needs s of [{', '.join(op.type.dims)}], and m of its rows"
             if op.guard not in ("always", "partial"):
                 yield f"guards `{op.guard}`; expected always or partial"
         case Reduce():

@@ -61,6 +61,8 @@ def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough:
     highs: list[Expr] = [extent]
     full_lows: list[Expr] = [sympy.Integer(0)]
     full_highs: list[Expr] = [extent]
+    shown: list[Bool] = []  # conditions on the program's own tile alone: without them it has no visible tile,
+    full: list[Bool] = []  # and no full one
     linear, others = _linear(where, own, loop)
     if others:  # they hold nowhere outside `needs`, and everywhere inside `enough`
         known, unknown = _linear(enough, own, loop)
@@ -69,28 +71,39 @@ def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough:
         known = []
     needed = _linear(needs, own, loop)[0]
     for a, c, rest in [*linear, *needed]:  # the condition is a*own + c*loop + rest <= 0
-        _bound(c, rest + _extremes(a, own)[0], lows, highs)
+        _bound(c, rest + _extremes(a, own)[0], lows, highs, shown)
     for a, c, rest in [x for x in needed if x[1]]:  # where nothing is visible, `enough` may start beyond the visible end
-        _bound(c, rest + _extremes(a, own)[0], full_lows, full_highs)
+        _bound(c, rest + _extremes(a, own)[0], full_lows, full_highs, full)
     for a, c, rest in [*linear, *known]:
-        _bound(c, rest + _extremes(a, own)[1], full_lows, full_highs)
-    end = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
-    start = sympy.Min(floordiv(sympy.Max(*lows), block), end)
-    full_start = sympy.Min(cdiv(sympy.Max(*full_lows), block), end)  # >= start: each full bound is at least the visible one
-    full_end = sympy.Max(full_start, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block))
-    if not prove_le(with_rows(full_end, own), with_rows(end, own)):  # `enough` is data, as `needs` is: nothing relates them
-        full_end = sympy.Min(end, full_end)
-    return start, full_start, full_end, end
+        _bound(c, rest + _extremes(a, own)[1], full_lows, full_highs, full)
+
+    def at_most(e: Expr, end: Expr) -> Expr:
+        """Cut at the end unless proven never to pass it: `needs` and `enough` are data, which nothing relates."""
+        return e if prove_le(with_rows(e, own), with_rows(end, own)) else sympy.Min(e, end)
+
+    last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
+    end = _where(shown, last)
+    start = _where(shown, sympy.Min(floordiv(sympy.Max(*lows), block), last))
+    full_start = _where(shown, at_most(cdiv(sympy.Max(*full_lows), block), last))  # >= start: each bound is at least the visible one
+    full_end = sympy.Max(full_start, _where(full, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block)))
+    return start, full_start, at_most(full_end, end), end
 
 
-def _bound(c: int, rest: Expr, lows: list[Expr], highs: list[Expr]) -> None:
-    """Positions x with c*x + rest <= 0, as a lower or an upper (exclusive) bound."""
+def _where(conditions: list[Bool], tile: Expr) -> Expr:
+    """The tile where all conditions hold, 0 elsewhere."""
+    for condition in conditions:
+        tile = select(condition, tile, sympy.Integer(0))
+    return tile
+
+
+def _bound(c: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
+    """Positions x with c*x + rest <= 0, as a lower or an upper (exclusive) bound; as a condition where x does not matter."""
     if c > 0:
         highs.append(1 - rest if c == 1 else floordiv(sympy.Max(0, c - rest), sympy.Integer(c)))
     elif c < 0:
         lows.append(rest if c == -1 else cdiv(sympy.Max(0, rest), sympy.Integer(-c)))
     else:
-        highs[0] = select(_condition(rest), highs[0], sympy.Integer(0))
+        conditions.append(_condition(rest))
 
 
 def _condition(rest: Expr) -> Bool:

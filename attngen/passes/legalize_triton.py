@@ -6,9 +6,13 @@ after:   %K_head = base %K[b, h // group] : ptr[] @reg
          %k = load %K_head[kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
          %p_cast = map expr(p) uses(p=%soft.p) : T[BLOCK_Q, BLOCK_KV] @reg
          %acc_next = dot %p_cast %v over(BLOCK_KV) acc(%rescaled)
+before:  %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) body(@step) cls(full)
+after:   %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) body(@step) cls(full) recompute(yes)
 
 Heads are addressed in 64 bits, once; operands of a dot share the tensors' element type; fp32 dots state their precision;
-head dimensions that are not powers of two are padded on chip (D_QK_PAD) and checked on every access.
+head dimensions that are not powers of two are padded on chip (D_QK_PAD) and checked on every access. LLVM keeps what a loop
+computes anew in each turn in registers, offsets of rows above all; a loop that has none to spare recomputes it: one that carries two
+accumulators or one of more than WIDE columns, or that holds another loop (docs/perf-log.md).
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from typing import Any, ClassVar
 
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Access, Arg, Base, Checks, Dot, Load, Map, Op, Store, Type
+from attngen.ir.ops import AXIS_DIM, Access, Arg, Base, Checks, Dot, Load, Loop, Map, Op, Store, Type
 from attngen.passes.base import Pass
+
+WIDE = 128
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,23 @@ class LegalizeTriton(Pass):
     def run(self, module: Module) -> Module:
         padded = tuple(n for n, d in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)) if d & (d - 1))
         precision = module.precision if "fp32" in module.dtypes else ""
+        columns = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
 
         def legal(kernel: Kernel) -> Kernel:
+            kernel = kernel.rewrite(lambda _, op: [_spare_registers(kernel, op, columns)])
             kernel = kernel.rewrite(lambda _, op: _cast_operands(kernel, op, precision))
             kernel = _bases(kernel)
             return kernel.rewrite(lambda _, op: [_pad(op, padded)])
 
         return replace(module.map_kernels(legal), phase=self.phase)
+
+
+def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
+    if not isinstance(op, Loop):
+        return op
+    accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
+    wide = len(accumulators) > 1 or any(columns[dims[1]] > WIDE for dims in accumulators)
+    return replace(op, recompute=wide or op.cls == "all")
 
 
 def _cast_operands(kernel: Kernel, op: Op, precision: str) -> list[Op]:

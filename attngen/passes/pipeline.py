@@ -18,6 +18,7 @@ from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.place_memory import PlaceMemory
 from attngen.passes.select_tiles import SelectTiles
 from attngen.passes.simplify import Simplify
+from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
 from attngen.spec import Spec
 
@@ -26,6 +27,7 @@ def passes(spec: Spec) -> tuple[Pass, ...]:
     """The passes for a spec, with its schedule overrides."""
     s = spec.schedule
     return (
+        SplitGradients(),
         InlineScores(),
         ClassifyTiles(),
         SplitLoops(),

@@ -32,7 +32,8 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
         ),
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
@@ -74,11 +75,10 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "dq": {
@@ -201,15 +201,15 @@ def fwd(
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
         alpha = tl.exp2((m - m_new) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
@@ -227,7 +227,6 @@ def fwd(
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = tl.exp2((m - m_seen) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
@@ -236,8 +235,9 @@ def fwd(
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
@@ -317,8 +317,8 @@ def dkdv(
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(h, tl.int64) * stride_dk_h
     dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
     Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     qk_scale = LOG2E * scale
     k = tl.load(
@@ -349,28 +349,28 @@ def dkdv(
     )
     q_full_end_at = position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
-    for at in tl.range(0, q_full_end_at):
+    for at in tl.range(0, q_full_end_at, disable_licm=True):
         q_tile = tile_at(Q_LIST_row, at, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q = tl.load(
             Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
         )
-        lse2 = tl.load(LSE2_head + q_start + q_off)
-        s = tl.dot(k, tl.trans(q))
-        p = tl.exp2(s * qk_scale - lse2[None, :])
         do = tl.load(
             dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
         )
-        p_cast = p.to(dtype)
-        dv = tl.dot(p_cast, do, dv)
+        lse2 = tl.load(LSE2_head + q_start + q_off)
         delta = tl.load(DELTA_head + q_start + q_off)
         dp = tl.dot(v, tl.trans(do))
+        s = tl.dot(k, tl.trans(q))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
         ds = p * (dp - delta[None, :])
+        p_cast = p.to(dtype)
+        dv = tl.dot(p_cast, do, dv)
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
     q_end_at = position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
     # tiles that the mask or the ends of the tensors cut
-    for at in tl.range(q_full_end_at, q_end_at):
+    for at in tl.range(q_full_end_at, q_end_at, disable_licm=True):
         q_tile = tile_at(Q_LIST_row, at, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
@@ -379,19 +379,19 @@ def dkdv(
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
-        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-        s = tl.dot(k, tl.trans(q))
-        p = tl.exp2(s * qk_scale - lse2[None, :])
         do = tl.load(
             dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
-        p_cast = p.to(dtype)
-        dv = tl.dot(p_cast, do, dv)
+        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
         delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         dp = tl.dot(v, tl.trans(do))
+        s = tl.dot(k, tl.trans(q))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
         ds = p * (dp - delta[None, :])
+        p_cast = p.to(dtype)
+        dv = tl.dot(p_cast, do, dv)
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
     dk_out = (dk * scale).to(dtype)

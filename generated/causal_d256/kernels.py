@@ -43,7 +43,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 8, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
     },
     "delta": {
@@ -63,23 +63,46 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
     },
-    "dkdv": {
+    "dk": {
         ("sm80", 2): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 2}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+        ),
+    },
+    "dv": {
+        ("sm80", 2): (
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+        ),
+        ("sm90", 2): (
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
+        ),
+        ("sm100", 2): (
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
+        ),
+        ("gfx942", 2): (
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
+        ),
+        ("any", 2): (
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
         ),
     },
     "dq": {
@@ -163,7 +186,7 @@ def fwd(
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
     # tiles with nothing to mask: no mask, no bounds checks
-    for kv_tile in tl.range(0, kv_full_end):
+    for kv_tile in tl.range(0, kv_full_end, disable_licm=True):
         kv_start = kv_tile * BLOCK_KV
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
@@ -172,17 +195,17 @@ def fwd(
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
         alpha = tl.exp2((m - m_new) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     # tiles that the mask or the ends of the tensors cut
-    for kv_tile in tl.range(kv_full_end, kv_end):
+    for kv_tile in tl.range(kv_full_end, kv_end, disable_licm=True):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         k = tl.load(
@@ -196,7 +219,6 @@ def fwd(
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = tl.exp2((m - m_seen) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
@@ -205,8 +227,9 @@ def fwd(
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
@@ -259,15 +282,15 @@ def delta(
 
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
-def dkdv(
-    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
-    stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
-    stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+def dk(
+    Q, K, V, dO, LSE2, DELTA, dK, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
+    stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b, stride_do_h,
+    stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h, stride_dk_b,
+    stride_dk_h, stride_dk_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    # Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.
+    # Backward, dK: one program per key tile, over query tiles; scores are transposed.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     kv_start = (pid % kv_tiles) * BLOCK_KV
@@ -283,10 +306,9 @@ def dkdv(
     K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
     V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(h, tl.int64) * stride_dk_h
-    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
     Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     qk_scale = LOG2E * scale
     k = tl.load(
@@ -300,32 +322,29 @@ def dkdv(
         other=0.0,
     )
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
-    dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     q_end = tl.cdiv(Nq, BLOCK_Q)
     q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
-    q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
+    q_full_first = tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
     q_full_end = tl.maximum(q_full_first, Nq // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
-    for q_tile in tl.range(q_full_first, q_full_end):
+    for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
         q_start = q_tile * BLOCK_Q
         q = tl.load(
             Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
         )
-        lse2 = tl.load(LSE2_head + q_start + q_off)
-        s = tl.dot(k, tl.trans(q))
-        p = tl.exp2(s * qk_scale - lse2[None, :])
         do = tl.load(
             dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
         )
-        p_cast = p.to(dtype)
-        dv = tl.dot(p_cast, do, dv)
+        lse2 = tl.load(LSE2_head + q_start + q_off)
         delta = tl.load(DELTA_head + q_start + q_off)
         dp = tl.dot(v, tl.trans(do))
+        s = tl.dot(k, tl.trans(q))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
         ds = p * (dp - delta[None, :])
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
     # tiles that the mask or the ends of the tensors cut
-    for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end)):
+    for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end), disable_licm=True):
         q_tile = tl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
@@ -334,19 +353,17 @@ def dkdv(
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
-        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-        s = tl.dot(k, tl.trans(q))
-        s = tl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], s, float("-inf"))
-        p = tl.exp2(s * qk_scale - lse2[None, :])
         do = tl.load(
             dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
-        p_cast = p.to(dtype)
-        dv = tl.dot(p_cast, do, dv)
+        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
         delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         dp = tl.dot(v, tl.trans(do))
+        s = tl.dot(k, tl.trans(q))
+        s = tl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], s, float("-inf"))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
         ds = p * (dp - delta[None, :])
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
@@ -356,6 +373,80 @@ def dkdv(
         dk_out,
         mask=(kv_idx < Nk)[:, None],
     )
+
+
+@triton.jit(do_not_specialize=["Nq", "Nk"])
+def dv(
+    Q, K, dO, LSE2, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
+    stride_k_h, stride_k_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h,
+    stride_dv_b, stride_dv_h, stride_dv_n,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    # Backward, dV: one program per key tile, over query tiles; scores are transposed.
+    pid = tl.program_id(0)
+    kv_tiles = tl.cdiv(Nk, BLOCK_KV)
+    kv_start = (pid % kv_tiles) * BLOCK_KV
+    h = pid // kv_tiles % Hq
+    b = pid // kv_tiles // Hq
+    q_off = tl.arange(0, BLOCK_Q)
+    kv_off = tl.arange(0, BLOCK_KV)
+    dtype = Q.dtype.element_ty
+    kv_idx = kv_start + kv_off
+    d_qk = tl.arange(0, D_QK)
+    d_v = tl.arange(0, D_V)
+
+    K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
+    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
+    Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+    dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
+    qk_scale = LOG2E * scale
+    k = tl.load(
+        K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+        mask=(kv_idx < Nk)[:, None],
+        other=0.0,
+    )
+    dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
+    q_end = tl.cdiv(Nq, BLOCK_Q)
+    q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
+    q_full_first = tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
+    q_full_end = tl.maximum(q_full_first, Nq // BLOCK_Q)
+    # tiles with nothing to mask: no mask, no bounds checks
+    for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
+        q_start = q_tile * BLOCK_Q
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+        )
+        do = tl.load(
+            dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
+        )
+        lse2 = tl.load(LSE2_head + q_start + q_off)
+        s = tl.dot(k, tl.trans(q))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
+        p_cast = p.to(dtype)
+        dv = tl.dot(p_cast, do, dv)
+    # tiles that the mask or the ends of the tensors cut
+    for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end), disable_licm=True):
+        q_tile = tl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
+        q_start = q_tile * BLOCK_Q
+        q_idx = q_start + q_off
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+        do = tl.load(
+            dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
+        s = tl.dot(k, tl.trans(q))
+        s = tl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], s, float("-inf"))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
+        p_cast = p.to(dtype)
+        dv = tl.dot(p_cast, do, dv)
     dv_out = dv.to(dtype)
     tl.store(
         dV_head + tl.cast(kv_start, tl.int64) * stride_dv_n + (kv_off[:, None] * stride_dv_n + d_v[None, :]),
@@ -410,7 +501,7 @@ def dq(
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
     # tiles with nothing to mask: no mask, no bounds checks
-    for kv_tile in tl.range(0, kv_full_end):
+    for kv_tile in tl.range(0, kv_full_end, disable_licm=True):
         kv_start = kv_tile * BLOCK_KV
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
@@ -425,7 +516,7 @@ def dq(
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
     # tiles that the mask or the ends of the tensors cut
-    for kv_tile in tl.range(kv_full_end, kv_end):
+    for kv_tile in tl.range(kv_full_end, kv_end, disable_licm=True):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         k = tl.load(

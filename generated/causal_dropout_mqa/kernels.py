@@ -34,7 +34,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
@@ -71,11 +71,11 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
         ),
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
@@ -167,12 +167,12 @@ def dropout_keep(
     # the byte of an odd row and column is the first of its word; it is moved there for the others
     row_byte: tl.constexpr = 16 if TRANSPOSED else 8
     shift = (row_byte - row_byte * (i % 2)).to(tl.uint32)[:, None]
-    a, b = low[0] << shift, low[1] << shift
-    c, d = high[0] << shift, high[1] << shift
+    l0, l1 = low[0] << shift, low[1] << shift
+    h0, h1 = high[0] << shift, high[1] << shift
     col_byte: tl.constexpr = 24 - row_byte
-    a, b = tl.join(a << col_byte, a), tl.join(b << col_byte, b)
-    c, d = tl.join(c << col_byte, c), tl.join(d << col_byte, d)
-    words = tl.join(tl.join(a, b), tl.join(c, d))  # [rows / 2, cols / 4, bit 0 of column, bit 3 of column, bit 3 of row]
+    l0, l1 = tl.join(l0 << col_byte, l0), tl.join(l1 << col_byte, l1)
+    h0, h1 = tl.join(h0 << col_byte, h0), tl.join(h1 << col_byte, h1)
+    words = tl.join(tl.join(l0, l1), tl.join(h0, h1))  # [rows / 2, cols / 4, bit 0 of column, bit 3 of column, bit 3 of row]
     words = words.reshape(rows // 16, 8, cols // 16, 4, 2, 2, 2).permute(0, 6, 1, 2, 5, 3, 4).reshape(rows, cols)
     # A byte says 256 thresholds apart. Each 16 queries round theirs up or down, so that all together drop threshold / 65536.
     group = ((q_start + tl.arange(0, BLOCK_Q)) // 16).to(tl.uint32)
@@ -243,22 +243,22 @@ def fwd(
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
         )
+        if DROPOUT:
+            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
         alpha = tl.exp2((m - m_new) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
         )
-        if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     # tiles that the mask or the ends of the tensors cut
     for kv_tile in tl.range(kv_full_end, kv_end):
         kv_start = kv_tile * BLOCK_KV
@@ -268,26 +268,26 @@ def fwd(
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
+        if DROPOUT:
+            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         s = tl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = tl.exp2((m - m_seen) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     inv_l_kept = inv_l * keep_scale
     o = (acc * inv_l_kept[:, None]).to(dtype)
@@ -384,37 +384,37 @@ def dkdv(
     # query heads that share this key head
     for g in tl.range(0, group, disable_licm=True):
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g, tl.int64) * stride_q_h
-        LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g, tl.int64) * stride_lse2_h
         dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g, tl.int64) * stride_do_h
+        LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g, tl.int64) * stride_lse2_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g, tl.int64) * stride_delta_h
         q_end = tl.cdiv(Nq, BLOCK_Q)
         q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
-        q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
+        q_full_first = tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
         q_full_end = tl.maximum(q_full_first, Nq // BLOCK_Q)
         # tiles with nothing to mask: no mask, no bounds checks
-        for q_tile in tl.range(q_full_first, q_full_end):
+        for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
             q_start = q_tile * BLOCK_Q
             q = tl.load(
                 Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
             )
-            lse2 = tl.load(LSE2_head + q_start + q_off)
-            s = tl.dot(k, tl.trans(q))
-            p = tl.exp2(s * qk_scale - lse2[None, :])
             do = tl.load(
                 dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
             )
+            lse2 = tl.load(LSE2_head + q_start + q_off)
+            delta = tl.load(DELTA_head + q_start + q_off)
             if DROPOUT:
                 keep = dropout_keep(seed, b, g, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, True)
+            dp = tl.dot(v, tl.trans(do))
+            s = tl.dot(k, tl.trans(q))
+            p = tl.exp2(s * qk_scale - lse2[None, :])
             p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+            ds = dp * p_kept - p * delta[None, :]
             p_kept_cast = p_kept.to(dtype)
             dv = tl.dot(p_kept_cast, do, dv)
-            delta = tl.load(DELTA_head + q_start + q_off)
-            dp = tl.dot(v, tl.trans(do))
-            ds = dp * p_kept - p * delta[None, :]
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
         # tiles that the mask or the ends of the tensors cut
-        for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end)):
+        for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end), disable_licm=True):
             q_tile = tl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
@@ -423,23 +423,23 @@ def dkdv(
                 mask=(q_idx < Nq)[:, None],
                 other=0.0,
             )
-            lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-            s = tl.dot(k, tl.trans(q))
-            s = tl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], s, float("-inf"))
-            p = tl.exp2(s * qk_scale - lse2[None, :])
             do = tl.load(
                 dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
                 mask=(q_idx < Nq)[:, None],
                 other=0.0,
             )
+            lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
+            delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
             if DROPOUT:
                 keep = dropout_keep(seed, b, g, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, True)
+            dp = tl.dot(v, tl.trans(do))
+            s = tl.dot(k, tl.trans(q))
+            s = tl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], s, float("-inf"))
+            p = tl.exp2(s * qk_scale - lse2[None, :])
             p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+            ds = dp * p_kept - p * delta[None, :]
             p_kept_cast = p_kept.to(dtype)
             dv = tl.dot(p_kept_cast, do, dv)
-            delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
-            dp = tl.dot(v, tl.trans(do))
-            ds = dp * p_kept - p * delta[None, :]
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
     dk_out = (dk * keep_scale * scale).to(dtype)

@@ -28,14 +28,14 @@ DEVICE_CLASSES = {
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3}),
         ),
         ("gfx942", 2): (
@@ -43,7 +43,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "delta": {
@@ -65,14 +65,14 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
@@ -177,15 +177,15 @@ def fwd(
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
         alpha = tl.exp2((m - m_new) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     # tiles that the mask or the ends of the tensors cut
     for kv_tile in tl.range(kv_full_end, kv_end):
         kv_start = kv_tile * BLOCK_KV
@@ -201,7 +201,6 @@ def fwd(
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = tl.exp2((m - m_seen) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
@@ -210,8 +209,9 @@ def fwd(
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
@@ -306,34 +306,42 @@ def dkdv(
     # query heads that share this key head
     for g in tl.range(0, group, disable_licm=True):
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
-        LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
+        LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g + hkv * group, tl.int64) * stride_delta_h
-        q_end = tl.cdiv(tl.where(kv_start < kv_lengths, Nq, 0), BLOCK_Q)
-        q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
-        q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
-        q_full_end = tl.maximum(q_full_first, tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= kv_lengths, Nq, 0) // BLOCK_Q)
+        q_end = tl.where(kv_start < kv_lengths, tl.cdiv(Nq, BLOCK_Q), 0)
+        q_first = tl.where(
+            kv_start < kv_lengths,
+            tl.minimum(tl.cdiv(Nq, BLOCK_Q), tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q),
+            0,
+        )
+        q_full_first = tl.where(
+            kv_start < kv_lengths,
+            tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q),
+            0,
+        )
+        q_full_end = tl.maximum(q_full_first, tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= kv_lengths, Nq // BLOCK_Q, 0))
         # tiles with nothing to mask: no mask, no bounds checks
-        for q_tile in tl.range(q_full_first, q_full_end):
+        for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
             q_start = q_tile * BLOCK_Q
             q = tl.load(
                 Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
             )
-            lse2 = tl.load(LSE2_head + q_start + q_off)
-            s = tl.dot(k, tl.trans(q))
-            p = tl.exp2(s * qk_scale - lse2[None, :])
             do = tl.load(
                 dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
             )
-            p_cast = p.to(dtype)
-            dv = tl.dot(p_cast, do, dv)
+            lse2 = tl.load(LSE2_head + q_start + q_off)
             delta = tl.load(DELTA_head + q_start + q_off)
             dp = tl.dot(v, tl.trans(do))
+            s = tl.dot(k, tl.trans(q))
+            p = tl.exp2(s * qk_scale - lse2[None, :])
             ds = p * (dp - delta[None, :])
+            p_cast = p.to(dtype)
+            dv = tl.dot(p_cast, do, dv)
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
         # tiles that the mask or the ends of the tensors cut
-        for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end)):
+        for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end), disable_licm=True):
             q_tile = tl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
@@ -342,20 +350,20 @@ def dkdv(
                 mask=(q_idx < Nq)[:, None],
                 other=0.0,
             )
-            lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-            s = tl.dot(k, tl.trans(q))
-            s = tl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (kv_lengths > kv_idx)[:, None], s, float("-inf"))
-            p = tl.exp2(s * qk_scale - lse2[None, :])
             do = tl.load(
                 dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
                 mask=(q_idx < Nq)[:, None],
                 other=0.0,
             )
-            p_cast = p.to(dtype)
-            dv = tl.dot(p_cast, do, dv)
+            lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
             delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
             dp = tl.dot(v, tl.trans(do))
+            s = tl.dot(k, tl.trans(q))
+            s = tl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (kv_lengths > kv_idx)[:, None], s, float("-inf"))
+            p = tl.exp2(s * qk_scale - lse2[None, :])
             ds = p * (dp - delta[None, :])
+            p_cast = p.to(dtype)
+            dv = tl.dot(p_cast, do, dv)
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
     dk_out = (dk * scale).to(dtype)

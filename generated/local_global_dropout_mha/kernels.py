@@ -176,12 +176,12 @@ def dropout_keep(
     # the byte of an odd row and column is the first of its word; it is moved there for the others
     row_byte: tl.constexpr = 16 if TRANSPOSED else 8
     shift = (row_byte - row_byte * (i % 2)).to(tl.uint32)[:, None]
-    a, b = low[0] << shift, low[1] << shift
-    c, d = high[0] << shift, high[1] << shift
+    l0, l1 = low[0] << shift, low[1] << shift
+    h0, h1 = high[0] << shift, high[1] << shift
     col_byte: tl.constexpr = 24 - row_byte
-    a, b = tl.join(a << col_byte, a), tl.join(b << col_byte, b)
-    c, d = tl.join(c << col_byte, c), tl.join(d << col_byte, d)
-    words = tl.join(tl.join(a, b), tl.join(c, d))  # [rows / 2, cols / 4, bit 0 of column, bit 3 of column, bit 3 of row]
+    l0, l1 = tl.join(l0 << col_byte, l0), tl.join(l1 << col_byte, l1)
+    h0, h1 = tl.join(h0 << col_byte, h0), tl.join(h1 << col_byte, h1)
+    words = tl.join(tl.join(l0, l1), tl.join(h0, h1))  # [rows / 2, cols / 4, bit 0 of column, bit 3 of column, bit 3 of row]
     words = words.reshape(rows // 16, 8, cols // 16, 4, 2, 2, 2).permute(0, 6, 1, 2, 5, 3, 4).reshape(rows, cols)
     # A byte says 256 thresholds apart. Each 16 queries round theirs up or down, so that all together drop threshold / 65536.
     group = ((q_start + tl.arange(0, BLOCK_Q)) // 16).to(tl.uint32)
@@ -268,22 +268,22 @@ def fwd(
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
         )
+        if DROPOUT:
+            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
         alpha = tl.exp2((m - m_new) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
         )
-        if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
@@ -295,26 +295,26 @@ def fwd(
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
+        if DROPOUT:
+            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         s = tl.where((kv_idx < Nk)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = tl.exp2((m - m_seen) * qk_scale)
-        l_new = l * alpha + tl.sum(p, 1)
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
         p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
         m = m_new
-        l = l_new
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     inv_l_kept = inv_l * keep_scale
     o = (acc * inv_l_kept[:, None]).to(dtype)
@@ -398,8 +398,8 @@ def dkdv(
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(h, tl.int64) * stride_dk_h
     dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
     Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     seed = tl.load(SEED) if DROPOUT else 0
     qk_scale = LOG2E * scale
@@ -431,31 +431,31 @@ def dkdv(
     )
     q_full_end_at = position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
-    for at in tl.range(0, q_full_end_at):
+    for at in tl.range(0, q_full_end_at, disable_licm=True):
         q_tile = tile_at(Q_LIST_row, at, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q = tl.load(
             Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
         )
-        lse2 = tl.load(LSE2_head + q_start + q_off)
-        s = tl.dot(k, tl.trans(q))
-        p = tl.exp2(s * qk_scale - lse2[None, :])
         do = tl.load(
             dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
         )
+        lse2 = tl.load(LSE2_head + q_start + q_off)
+        delta = tl.load(DELTA_head + q_start + q_off)
         if DROPOUT:
             keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, True)
+        dp = tl.dot(v, tl.trans(do))
+        s = tl.dot(k, tl.trans(q))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
         p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+        ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)
-        delta = tl.load(DELTA_head + q_start + q_off)
-        dp = tl.dot(v, tl.trans(do))
-        ds = dp * p_kept - p * delta[None, :]
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
     q_end_at = position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
     # tiles that the mask or the ends of the tensors cut
-    for at in tl.range(q_full_end_at, q_end_at):
+    for at in tl.range(q_full_end_at, q_end_at, disable_licm=True):
         q_tile = tile_at(Q_LIST_row, at, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
@@ -464,22 +464,22 @@ def dkdv(
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
-        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-        s = tl.dot(k, tl.trans(q))
-        p = tl.exp2(s * qk_scale - lse2[None, :])
         do = tl.load(
             dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
+        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
+        delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         if DROPOUT:
             keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, True)
+        dp = tl.dot(v, tl.trans(do))
+        s = tl.dot(k, tl.trans(q))
+        p = tl.exp2(s * qk_scale - lse2[None, :])
         p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+        ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)
-        delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
-        dp = tl.dot(v, tl.trans(do))
-        ds = dp * p_kept - p * delta[None, :]
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
     dk_out = (dk * keep_scale * scale).to(dtype)

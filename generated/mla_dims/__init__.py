@@ -184,12 +184,20 @@ def _backward(
                 **config,
             )
         if need_kv and dk.numel():
-            config = kernels.schedule("dkdv", q, k.shape[2])
+            config = kernels.schedule("dk", q, k.shape[2])
             grid = (triton.cdiv(k.shape[2], config["BLOCK_KV"]) * q.shape[1] * q.shape[0],)
-            kernels.dkdv[grid](
-                q, k, v, grad_out, lse2, delta, dk, dv, scale, q.shape[1], q.shape[2], k.shape[2],
+            kernels.dk[grid](
+                q, k, v, grad_out, lse2, delta, dk, scale, q.shape[1], q.shape[2], k.shape[2],
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3],
-                *lse2.stride()[:2], *delta.stride()[:2], *dk.stride()[:3], *dv.stride()[:3],
+                *lse2.stride()[:2], *delta.stride()[:2], *dk.stride()[:3],
+                **config,
+            )
+            config = kernels.schedule("dv", q, k.shape[2])
+            grid = (triton.cdiv(k.shape[2], config["BLOCK_KV"]) * q.shape[1] * q.shape[0],)
+            kernels.dv[grid](
+                q, k, grad_out, lse2, dv, scale, q.shape[1], q.shape[2], k.shape[2],
+                *q.stride()[:3], *k.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
+                *dv.stride()[:3],
                 **config,
             )
     return dq, dk, dv

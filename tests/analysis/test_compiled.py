@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.analysis.sram import sram_bytes
+from attngen.analysis.sram import random_bytes, sram_bytes
 from attngen.certify.certificate import keep, reason, record, stale, violations
 from attngen.certify.compiler import Reading, compile_all, job
 from attngen.cli import main
@@ -36,8 +36,8 @@ def compiled(tmp_path, *asked):
 
 def test_what_is_compiled_is_what_is_predicted(tmp_path):
     """Also for GPUs that take the rows of another: compute capability 8.6 those of `any`, gfx90a those of gfx942."""
-    asked = [("mla_dims", kernel, "any", 86, {}) for kernel in ("fwd", "dkdv", "dq")]
-    asked += [("mla_dims", kernel, "gfx942", "gfx90a", {}) for kernel in ("fwd", "dkdv", "dq")]
+    asked = [("mla_dims", kernel, "any", 86, {}) for kernel in ("fwd", "dk", "dv", "dq")]
+    asked += [("mla_dims", kernel, "gfx942", "gfx90a", {}) for kernel in ("fwd", "dk", "dv", "dq")]
     asked += [("padding_mha", "fwd", cls, None, {}) for cls in ("sm80", "sm90", "sm100", "gfx942")]
     asked += [("causal_fp32", "delta", "sm90", None, {})]
     for module, kernel, row, reading in compiled(tmp_path, *asked):
@@ -45,6 +45,17 @@ def test_what_is_compiled_is_what_is_predicted(tmp_path):
         assert list(violations(module, kernel, row, reading)) == []
         assert reading.shared_bytes <= sram_bytes(module, kernel, row) <= 1.05 * reading.shared_bytes, (kernel.name, row)
         assert reading.code_bytes > 1000 and 0 < reading.registers <= CLASSES[row.device].registers_per_thread
+
+
+def test_what_dropout_draws_for_tiles_of_32_keys_is_predicted(tmp_path):
+    """On sm90 one byte a score changes layout there, and none in other tiles; dK/dV, whose scores are transposed, has none."""
+    tiles = ((64, 32), (64, 64), (64, 64))
+    for (q, kv), kernel in zip(tiles, ("fwd", "dq", "dkdv")):
+        changes = {"block_q": q, "block_kv": kv, "num_warps": 4, "num_stages": 2}
+        (module, kernel, row, reading) = compiled(tmp_path, ("causal_dropout_mqa", kernel, "sm90", None, changes))[0]
+        assert isinstance(reading, Reading), reading
+        assert reading.shared_bytes == sram_bytes(module, kernel, row)
+        assert random_bytes(kernel, row) == (kernel.name == "fwd")
 
 
 def test_a_tile_that_is_too_large_spills_or_does_not_fit(tmp_path):
@@ -85,13 +96,12 @@ def test_rows_that_are_not_aligned_have_their_reason(tmp_path):
     assert "are not copied ahead" in reason(module, *rows[1], dq)
 
 
-def test_spills_are_stated_where_they_were_timed_and_on_amd():
+def test_spills_break_the_certificate_on_nvidia_alone():
     module = target("causal_mha")
-    for cls, states in (("sm90", "timed with its spills"), ("gfx942", "")):
+    for cls, told in (("sm90", 1), ("gfx942", 0)):
         row = [r for r in module.rows("dkdv") if r.device == cls][-1]
         reading = replace(READING, shared_bytes=sram_bytes(module, module.kernel("dkdv"), row), spilled_bytes=72)
-        assert list(violations(module, module.kernel("dkdv"), row, reading)) == []
-        assert reason(module, module.kernel("dkdv"), row, reading).startswith(states)
+        assert len(list(violations(module, module.kernel("dkdv"), row, reading))) == told
 
 
 def test_without_a_ring_a_difference_has_its_reason():

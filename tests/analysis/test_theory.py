@@ -17,7 +17,7 @@ from attngen.analysis.flops import TILES, executed_flops, flops
 from attngen.analysis.io import compulsory_bytes, hbm_bytes, traffic
 from attngen.analysis.models import MODELS
 from attngen.analysis.numbers import done, flash1_tile, moved
-from attngen.analysis.roofline import KERNELS, Problem
+from attngen.analysis.roofline import Problem
 from attngen.analysis.sram import elements, tile_bytes
 from attngen.analysis.theory import (
     B_C,
@@ -44,6 +44,7 @@ from attngen.analysis.tiles import count_tiles, runs, tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
+from attngen.ir.interface import DIRECTIONS
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import RULES, verify
 from tests.analysis.walk import Walk
@@ -99,7 +100,7 @@ def value(e, numbers: dict[str, int]):
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_textbook_algorithms_compute_attention_and_move_what_is_counted(name, case):
     numbers = sizes_of(case)
-    run = Run([k for direction in KERNELS for k in kernels(name, direction)], numbers)
+    run = Run([k for direction in DIRECTIONS for k in kernels(name, direction)], numbers)
     run.check(np.ones(case[:2], bool))
     for kernel in algorithm(name).kernels:
         walk = run.walks[kernel.name]

@@ -127,7 +127,6 @@ class Walk:
                     seen = np.where(m == -np.inf, 0, m)
                     env[f"{op.name}.p"] = np.exp2(scale * (env[op.s] - seen[:, None]))
                     env[f"{op.name}.alpha"] = np.exp2(scale * (env[op.m] - seen))
-                    env[f"{op.name}.l"] = env[f"{op.name}.alpha"] * env[op.l] + env[f"{op.name}.p"].sum(axis=1)
                     env[f"{op.name}.m"] = m
                 case Reduce():
                     env[op.name] = getattr(env[op.value], op.op)(axis=of(op.value).dims.index(op.over))

@@ -45,7 +45,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
     ],
     "references": [
-        ("causal_gqa", "m=%soft.m", "m=%soft.max", "reads %soft.max; %soft has .p, .alpha, .m, .l"),
+        ("causal_gqa", "m=%soft.m", "m=%soft.max", "reads %soft.max; %soft has .p, .alpha, .m"),
         ("causal_gqa", "acc=%keys_partial.acc", "acc=%keys_partial", "%keys_partial has .m, .l, .acc"),
     ],
     "order": [
@@ -64,10 +64,10 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "cls(full)", "cls(most)", "class `most`; expected unknown, full or partial, as it runs over tiles"),
         ("causal_gqa", "cls(full)", "cls(all)", "class `all`; expected unknown, full or partial, as it runs over tiles"),
         ("causal_gqa", "cls(all)", "cls(full)", "class `full`; expected all, as it does not run over tiles"),
-        ("causal_gqa", "    yield values(m=%soft.m, l=%soft.l, acc=%acc_next)\n", "", "@step does not end with its one yield"),
+        ("causal_gqa", "    yield values(m=%soft.m, l=%l_next, acc=%acc_next)\n", "", "@step does not end with its one yield"),
         ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
         ("causal_gqa", "ranges(0 .. group)", "ranges(0 .. 1)", "does not run over 0 .. group, the query heads of the program's key head"),
-        ("causal_gqa", "m=%soft.m, l=%soft.l, acc=%acc_next", "m=%soft.m, l=%soft.l", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
+        ("causal_gqa", "m=%soft.m, l=%l_next, acc=%acc_next", "m=%soft.m, l=%l_next", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],
     "types": [
         (
@@ -85,7 +85,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "ranges(0 .. kv_full_end)", "ranges(true .. kv_full_end)", "runs to or from `true`, which is no integer"),
         ("causal_gqa", "where(kv_idx <= Nk - Nq + q_idx)", "where(kv_idx + 1)", "`kv_idx + 1` is no condition"),
         ("causal_gqa", "exp2(-lse2 + qk_scale*x)", "exp2(qk_scale <= x)", "`exp2(qk_scale <= x)` computes with a condition"),
-        ("causal_gqa", "scale(%qk_scale)", "scale(%l)", "needs s, m and l in f32, and one number as scale"),
+        ("causal_gqa", "scale(%qk_scale)", "scale(%l)", "needs s and m in f32, and one number as scale"),
         ("causal_gqa", "dot %q %k over(D_QK)", "dot %q %k over(D_V)", "cannot contract [BLOCK_Q, D_QK] with [BLOCK_KV, D_QK] over D_V"),
         (
             "causal_gqa",
@@ -118,7 +118,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("block_sparse_mha", "position %KV_RANK_row tile", "position %Nk tile", "is made of a pointer to ranks, and is one i32"),
         ("block_sparse_mha", "listed(%KV_LIST_row)", "listed(%Nk)", "visits what %Nk lists, which is no pointer"),
         ("causal_gqa", "scale(%qk_scale)", "scale(%qk_scale) guard(never)", "guards `never`; expected always or partial"),
-        ("causal_gqa", "softmax_step %masked m(%m) l(%l)", "softmax_step %masked m(%acc) l(%l)", "m and l of its rows"),
+        ("causal_gqa", "softmax_step %masked m(%m)", "softmax_step %masked m(%acc)", "m of its rows"),
         ("causal_gqa", "reduce sum %product over(D_V)", "reduce sum %product over(D_QK)", "cannot reduce [BLOCK_Q, D_V] over D_QK"),
         (
             "causal_gqa",
@@ -203,7 +203,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         (
             "causal_gqa",
             "    yield values(m=%soft.m",
-            "    %more = softmax_step %s m(%m) l(%l) : f32[BLOCK_Q, BLOCK_KV] @reg\n    yield values(m=%soft.m",
+            "    %more = softmax_step %s m(%m) : f32[BLOCK_Q, BLOCK_KV] @reg\n    yield values(m=%soft.m",
             "2 softmax steps; expected one",
         ),
         ("causal_gqa", "kv_idx <= Nk - Nq + q_idx", "kv_idx <= window + q_idx", "`window`, which is no operand, scalar or position"),
@@ -308,11 +308,11 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "carry(m=%m_init, l=%l_init", "carry(m=%m_init, l=%m_init", "%keys_full starts two carried values from one"),
         (
             "causal_gqa",
-            "yield values(m=%soft.m, l=%soft.l",
+            "yield values(m=%soft.m, l=%l_next",
             "yield values(m=%soft.m, l=%soft.m",
             "gives %soft.m to a field that is not its own",
         ),
-        ("causal_gqa", "yield values(m=%soft.m, l=%soft.l", "yield values(m=%l, l=%soft.l", "gives %l to a field that is not its own"),
+        ("causal_gqa", "yield values(m=%soft.m, l=%l_next", "yield values(m=%l, l=%l_next", "gives %l to a field that is not its own"),
     ],
     "scheduled-everywhere": [
         (

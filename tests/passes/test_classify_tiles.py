@@ -16,6 +16,8 @@ TILES = {  # the mask: visible start; full start; full end; visible end
     "kv_idx < 100": "0; 0; min(100, Nk) // BLOCK_KV; cdiv(min(100, Nk), BLOCK_KV)",
     "kv_idx >= 100": "min(cdiv(Nk, BLOCK_KV), (100 // BLOCK_KV)); min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV)); "
     "max((Nk // BLOCK_KV), min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV))); cdiv(Nk, BLOCK_KV)",
+    "kv_idx < Nk and q_idx < 100": "0; 0; select(min(Nq, BLOCK_Q + q_start) <= 100, (Nk // BLOCK_KV), 0); "
+    "select(q_start <= 99, cdiv(Nk, BLOCK_KV), 0)",  # a condition on the program's own tile
     "kv_idx < 100 or q_idx < 3": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not a conjunction: nothing is known
     "kv_idx*q_idx < 100": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not linear
     "kv_idx < q_idx + 1/2": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not over integers

@@ -28,8 +28,10 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     %s = load %S[q, kv] check(q, kv) : f32[BLOCK_Q, BLOCK_KV] @?
     %score = map expr(qk_scale*s) uses(s=%s, qk_scale=%qk_scale) score(yes) : f32[BLOCK_Q, BLOCK_KV] @?
     %masked = mask %score where(kv_idx <= q_idx) : f32[BLOCK_Q, BLOCK_KV] @?
-    %soft = softmax_step %masked m(%m) l(%l) : f32[BLOCK_Q, BLOCK_KV] @?
-    yield values(m=%soft.m, l=%soft.l)
+    %soft = softmax_step %masked m(%m) : f32[BLOCK_Q, BLOCK_KV] @?
+    %p_sum = reduce sum %soft.p over(BLOCK_KV) : f32[BLOCK_Q] @?
+    %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q] @?
+    yield values(m=%soft.m, l=%l_next)
 """
 
 
@@ -40,14 +42,14 @@ def test_a_scale_moves_into_the_exponent():
         "+ %lse = map expr(m*qk_scale + log2(l)) uses(m=%keys.m, l=%keys.l, qk_scale=%qk_scale) : f32[BLOCK_Q] @?",
         "- %masked = mask %score where(kv_idx <= q_idx) : f32[BLOCK_Q, BLOCK_KV] @?",
         "+ %masked = mask %s where(kv_idx <= q_idx) : f32[BLOCK_Q, BLOCK_KV] @?",
-        "- %soft = softmax_step %masked m(%m) l(%l) : f32[BLOCK_Q, BLOCK_KV] @?",
-        "+ %soft = softmax_step %masked m(%m) l(%l) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @?",
+        "- %soft = softmax_step %masked m(%m) : f32[BLOCK_Q, BLOCK_KV] @?",
+        "+ %soft = softmax_step %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @?",
     ]
 
 
 def test_a_scale_without_a_mask_moves_too():
     text = edit(SOFTMAX, ("    %masked = mask %score where(kv_idx <= q_idx) : f32[BLOCK_Q, BLOCK_KV] @?\n", ""), ("%masked", "%score"))
-    assert "+ %soft = softmax_step %s m(%m) l(%l) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @?" in changes(InlineScores(), module(text))
+    assert "+ %soft = softmax_step %s m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @?" in changes(InlineScores(), module(text))
 
 
 def test_a_scale_moves_past_several_masks():
@@ -56,7 +58,7 @@ def test_a_scale_moves_past_several_masks():
         ("    %soft =", "    %again = mask %masked where(kv_idx > 2) : f32[BLOCK_Q, BLOCK_KV] @?\n    %soft ="),
         ("softmax_step %masked", "softmax_step %again"),
     )
-    assert "+ %soft = softmax_step %again m(%m) l(%l) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @?" in changes(InlineScores(), module(text))
+    assert "+ %soft = softmax_step %again m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @?" in changes(InlineScores(), module(text))
 
 
 @pytest.mark.parametrize("expr", ["qk_scale*s*s", "qk_scale + s", "qk_scale*s + kv_idx"])

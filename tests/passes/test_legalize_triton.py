@@ -69,6 +69,22 @@ def test_a_pointer_is_made_outside_the_loops_that_do_not_move_it():
     }
 
 
+@pytest.mark.parametrize("head_dim, recomputed", [(128, False), (192, True), (256, True)])
+def test_a_loop_with_a_wide_accumulator_recomputes_what_does_not_change(head_dim, recomputed):
+    loops = [line for line in added(module(SCHEDULED + ROWS, "scheduled", head_dim=head_dim)) if " = loop " in line]
+    assert [line.endswith("cls(partial) recompute(yes)") for line in loops] == [True] * recomputed
+
+
+def test_a_loop_with_two_accumulators_or_a_loop_in_it_recomputes():
+    made = target("causal_mqa")
+    flags = {kernel.name: {loop.cls: loop.recompute for loop in kernel.loops} for kernel in made.kernels if kernel.loops}
+    assert flags == {
+        "fwd": {"full": False, "partial": False},
+        "dkdv": {"all": True, "full": True, "partial": True},
+        "dq": {"full": False, "partial": False},
+    }
+
+
 @pytest.mark.parametrize(
     "old, new, rule, reason",
     [

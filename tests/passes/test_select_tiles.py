@@ -11,7 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from attngen.analysis.cost import cost
+from attngen.analysis import cost as model
+from attngen.analysis.cost import cost, schedule_key
 from attngen.analysis.report import report
 from attngen.analysis.roofline import Problem
 from attngen.analysis.sram import misfit, sram_bytes, sram_formula
@@ -117,6 +118,17 @@ def test_an_override_that_may_spill_is_taken_with_a_ring_that_fits():
     made = lower(parse_spec("name: slow\nhead_dim: 64\nmask: causal\nschedule: {block_q: 128, block_kv: 64, warps: 1}\n"))
     for name in ("fwd", "dkdv", "dq"):
         assert all(not misfit(made, made.kernel(name), row) and row.num_warps == 1 for row in made.rows(name))
+
+
+def test_what_is_seen_to_spill_is_left_out_for_all_masks_or_one(monkeypatch):
+    made = lowered("full_mha")["place-memory"]
+    kernel, rows = made.kernel("fwd"), lowered("full_mha")["pipeline-loads"].rows("fwd")
+    row = [r for r in rows if r.device == "sm90"][-1]
+    key = schedule_key(made, kernel, row)
+    assert key == "sm90 fwd 64/64 bytes=2 128x64x4x3" and cost(made, kernel, row) < float("inf")
+    for line, left_out in ((key, True), (f"{key} mask=none", True), (f"{key} mask=causal", False)):
+        monkeypatch.setattr(model, "_listed", lambda line=line: frozenset([line]))
+        assert (cost(made, kernel, row) == float("inf")) == left_out
 
 
 def test_a_row_that_does_not_fit_is_refused():
