@@ -51,7 +51,7 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
     if not isinstance(op, Loop):
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
-    wide = len(accumulators) > 1 or any(columns[dims[1]] > WIDE for dims in accumulators)
+    wide = len(accumulators) > 1 or any(columns.get(dims[1], 0) > WIDE for dims in accumulators)
     return replace(op, recompute=wide or op.cls == "all")
 
 
