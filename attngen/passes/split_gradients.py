@@ -35,9 +35,11 @@ class SplitGradients(Pass):
 
 
 def _only(kernel: Kernel, out: str) -> Kernel:
-    """The kernel without its other output, and without what only that one needs."""
-    stores = {op.name for op in kernel.ops() if isinstance(op, Store) and op.dst.tensor == out}
+    """The kernel without its other output, and without what only that one needs. Arguments that neither needs yet stay: lists of blocks."""
+    every = [op for op in kernel.ops() if isinstance(op, Store)]
+    stores = {op.name for op in every if op.dst.tensor == out}
     live = _live(kernel, stores)
+    names, dropped = _names(live), _names(_live(kernel, {op.name for op in every})) - _names(live)
     body_of = {loop.name: loop.body for loop in kernel.loops}
     carried = {body: [ref.partition(".")[2] for ref in live if ref.startswith(f"{name}.")] for name, body in body_of.items()}
 
@@ -46,10 +48,15 @@ def _only(kernel: Kernel, out: str) -> Kernel:
             return [replace(op, values=tuple(pair for pair in op.values if pair[0] in carried[block]))]
         if isinstance(op, Loop):
             return [replace(op, carry=tuple(pair for pair in op.carry if pair[0] in carried[op.body]))]
-        kept = op.name in stores if isinstance(op, Store) else op.name in {ref.partition(".")[0] for ref in live}
-        return [op] if kept or (isinstance(op, Arg) and op.role == "scalar") else []
+        if isinstance(op, Store):
+            return [op] if op.name in stores else []
+        return [op] if op.name in names or (isinstance(op, Arg) and (op.role == "scalar" or op.name not in dropped)) else []
 
     return replace(kernel.rewrite(change), name=out.lower())
+
+
+def _names(refs: set[str]) -> set[str]:
+    return {ref.partition(".")[0] for ref in refs}
 
 
 def _live(kernel: Kernel, stores: set[str]) -> set[str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from attngen.build import build_module
+from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.ops import Loop, Store, Yield
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
+from attngen.passes.pipeline import lower
 from attngen.passes.split_gradients import SplitGradients
 from attngen.spec import parse_spec
+from attngen.testing import Case, heads_for, load_module, run_case
 from tests.helpers import changes, edit, lowered, module, target
 
 # Gradients in outline: %s is what both need, %ds what dK alone does.
@@ -117,6 +120,17 @@ def test_both_loops_of_a_group_are_split():
         assert [[f for f, _ in op.values] for op in kernel.ops() if isinstance(op, Yield)] == [[name], [f"{name}_step"]]
         assert [op.dst.tensor for op in kernel.ops() if isinstance(op, Store)] == [f"d{name[1:].upper()}"]
         assert "keep" in kernel.graph
+
+
+def test_a_split_with_all_else_in_it_gives_the_gradients(tmp_path, device):
+    """Grouped heads of padded widths, dropout, and lists of blocks, which neither gradient reads before list-tiles."""
+    spec = parse_spec(
+        "name: wide\nheads: {sharing: gqa}\nhead_dim: {qk: 192, v: 144}\ndtype: fp16\ndropout: true\n"
+        "mask: {all_of: [causal, {key_padding: {lengths: true}}, {block_sparse: {block: 64}}]}\n"
+    )
+    write_module(render(lower(spec)), tmp_path / "wide")
+    result = run_case(load_module(tmp_path / "wide"), spec, Case(1, *heads_for(spec), 100, 150), "fp16", device)
+    assert result.ok, str(result)
 
 
 def test_each_kernel_runs_on_tiles_of_its_own():
