@@ -21,16 +21,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attngen.emit.files import write_module
 from attngen.emit.render import render
+from attngen.ir.graph import Module
 from attngen.passes.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.testing import load_module
 
 
-def module_for(mask: str, dim: int, folder: Path) -> ModuleType:
-    """The module that a spec of this mask and head dimension gives."""
-    spec = parse_spec(f"name: bench_{mask}_{dim}\nhead_dim: {dim}\nmask: {mask}\ndtype: bf16\n")
-    write_module(render(lower(spec)), folder / spec.name)
-    return load_module(folder / spec.name)
+def build(text: str, folder: Path) -> tuple[Module, ModuleType]:
+    """The module of a spec, lowered and imported."""
+    spec = parse_spec(text)
+    module = lower(spec)
+    write_module(render(module), folder / spec.name)
+    return module, load_module(folder / spec.name)
 
 
 def median(function: object) -> float:
@@ -93,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for dim in args.dims:
             for mask in args.masks:
-                module = module_for(mask, dim, Path(folder))
+                module = build(f"name: bench_{mask}_{dim}\nhead_dim: {dim}\nmask: {mask}\ndtype: bf16\n", Path(folder))[1]
                 for rows in args.rows:
                     c = cell(module, mask, dim, rows)
                     cells.append(c)

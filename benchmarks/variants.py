@@ -14,34 +14,18 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-from sdpa_flash import median
+from sdpa_flash import build, median
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attngen.analysis.io import hbm_bytes
-from attngen.analysis.roofline import Problem, row_of, values
-from attngen.analysis.tiles import evaluate
-from attngen.emit.files import write_module
-from attngen.emit.render import render
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS, kernels_of
-from attngen.passes.pipeline import lower
-from attngen.spec import parse_spec
-from attngen.testing import load_module
+from attngen.analysis.numbers import emitted_bytes
+from attngen.analysis.roofline import Problem
+from attngen.ir.interface import DIRECTIONS
 
 SHARES = (1, 2, 4, 8, 16)  # one block in so many
-
-
-def build(text: str, folder: Path) -> tuple[Module, ModuleType]:
-    """The module of a spec, lowered and imported."""
-    spec = parse_spec(text)
-    module = lower(spec)
-    write_module(render(module), folder / spec.name)
-    return module, load_module(folder / spec.name)
 
 
 def times(call: object, qkv: list[torch.Tensor], grad: torch.Tensor) -> tuple[float, float]:
@@ -98,21 +82,13 @@ def blocks(folder: Path, rows: int = 16384, heads: int = 16, dim: int = 128, blo
         forward, backward = times(lambda *x, plan=plan: sparse.attention(*x, block_mask=plan), qkv, grad)
         planning = median(lambda mask=mask: sparse.attention.plan(mask))
         problem = Problem(1, heads, heads, rows, rows)
-        moved = [sum(bytes_moved(module, kernel, problem, share) for kernel in kernels_of(module, d)) for d in DIRECTIONS]
+        moved = [emitted_bytes(module, direction, "sm90", problem, 1 / share) for direction in DIRECTIONS]
         law = heads * rows**2 * dim**2 / share / (227 * 1024 / 2) * 2
         found.append({"share": share, "forward": forward, "backward": backward, "plan": planning, "bytes": moved, "law": law})
         faster = forward, found[0]["forward"] / forward, backward, found[0]["backward"] / backward
         cells = [f"1/{share}", *(f"{x:.2f}" for x in faster), f"{planning * 1e3:.0f}", *(f"{x / 1e9:.2f}" for x in (*moved, law))]
         print(f"| {' | '.join(cells)} |", flush=True)
     return found
-
-
-def bytes_moved(module: Module, kernel: Kernel, problem: Problem, share: int) -> float:
-    """Bytes that a kernel's programs load and store on sm90, with one tile in `share` visited."""
-    row = row_of(module, kernel, "sm90", problem.n_q)
-    assert row is not None
-    numbers = values(module, kernel, row, problem)
-    return float(evaluate(hbm_bytes(kernel), {**numbers, "tiles": numbers["tiles"] / share}))
 
 
 def heading(*cells: str) -> None:

@@ -17,7 +17,7 @@ from attngen.analysis.sram import misfit, registers_per_thread, sizes, sram_byte
 from attngen.analysis.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot, Keep
+from attngen.ir.ops import Dot
 
 MATRIX = 0.62
 ALU = 0.032  # cycles per score: the exponential and the arithmetic around it
@@ -54,7 +54,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     Its loop over heads, a list of blocks and dropout are part of the name.
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
-    name += "+blocks" * (module.blocks is not None and bool(kernel.loops)) + "+dropout" * any(isinstance(op, Keep) for op in kernel.ops())
+    name += "+blocks" * (module.blocks is not None and bool(kernel.loops)) + "+dropout" * kernel.draws
     qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}"

@@ -12,7 +12,7 @@ from attngen.analysis.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Init, Keep, Load, Map, Mask, Op, Reduce, SoftmaxStep, Type
+from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Init, Load, Map, Mask, Op, Reduce, SoftmaxStep, Type
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -187,7 +187,7 @@ def moved_scores(module: Module, kernel: Kernel, row: Row) -> int:
 
 def random_bytes(kernel: Kernel, row: Row) -> int:
     """Bytes of each score by which what dropout draws changes layout: its random words; or which are kept, in tiles of 32 keys."""
-    if not any(isinstance(op, Keep) for op in kernel.ops()):
+    if not kernel.draws:
         return 0
     return 4 if CLASSES[row.device].moves_random else int(kernel.own_axis == "q" and row.block_kv == 32)
 
@@ -222,7 +222,7 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "without a ring, tiles whose uses do not overlap share room"
     if any(loop.listed for loop in kernel.loops):
         return "the number of a listed tile is loaded before the tile, and Triton may take a buffer of the ring for that"
-    if CLASSES[row.device].moves_random and any(isinstance(op, Keep) for op in kernel.ops()):
+    if kernel.draws and CLASSES[row.device].moves_random:
         return "dropout's random words may be computed where they are needed, and change no layout"
     return None
 

@@ -139,7 +139,7 @@ class KernelContext:
             summary=SUMMARIES[kernel.name],
             params=[*(a.name for a in tensors), *sizes, *strides],
             tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
-            dropout=any(isinstance(op, Keep) for op in kernel.ops()),
+            dropout=kernel.draws,
             not_specialized=[s for s in sizes if s in ("Nq", "Nk", "dropout_threshold")],
             prologue=prologue,
             nodes=nodes,

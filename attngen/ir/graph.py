@@ -13,7 +13,7 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import Arg, Loop, Map, Op, Position, Type
+from attngen.ir.ops import Arg, Keep, Loop, Map, Op, Position, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -111,6 +111,11 @@ class Kernel:
     @cached_property
     def loops(self) -> list[Loop]:
         return [op for op in self.ops() if isinstance(op, Loop)]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws what dropout keeps."""
+        return any(isinstance(op, Keep) for op in self.ops())
 
     @property
     def own_axis(self) -> str:

@@ -2,17 +2,17 @@
 
 before:  %score = map expr(qk_scale*s) ...          # folded into the softmax, read by nothing
 after:   (gone)
+
+Of a loop, what is carried goes field by field. Arguments of the kernel stay.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-import networkx as nx
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Mask, Position, Store, Yield
+from attngen.ir.ops import Arg, Loop, Mask, Op, Position, Store, Yield
 from attngen.passes.base import Pass
 
 
@@ -22,26 +22,50 @@ class Dce(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return module.map_kernels(_dce)
+        return module.map_kernels(prune)
 
 
-def _dce(kernel: Kernel) -> Kernel:
-    graph = kernel.graph.copy()
-    for loop in kernel.loops:  # a loop needs what its body yields, and its body's arguments
-        for op in kernel.block(loop.body).ops:
-            if isinstance(op, (Yield, Arg)):
-                graph.add_edge(op.name, loop.name)
-    roots = [op.name for op in kernel.ops() if isinstance(op, Store)]
-    live = set(roots).union(*(nx.ancestors(graph, r) for r in roots))
-    live |= _named(kernel, live)
-    return kernel.rewrite(lambda _, op: [op] if op.name in live or isinstance(op, Arg) else [])
+def prune(kernel: Kernel) -> Kernel:
+    """The kernel with what its stores depend on, and its arguments."""
+    live = _live(kernel)
+    names = {ref.partition(".")[0] for ref in live}
+    fields = {loop.body: {f for f, _ in loop.carry if f"{loop.name}.{f}" in live} for loop in kernel.loops}
+
+    def change(block: str, op: Op) -> list[Op]:
+        if isinstance(op, Yield):
+            return [replace(op, values=tuple(pair for pair in op.values if pair[0] in fields[block]))]
+        if isinstance(op, Loop) and op.name in names:
+            return [replace(op, carry=tuple(pair for pair in op.carry if pair[0] in fields[op.body]))]
+        kept = isinstance(op, Store) or (isinstance(op, Arg) and op.role != "carry") or op.name in names
+        return [op] if kept else []
+
+    return kernel.rewrite(change)
 
 
-def _named(kernel: Kernel, live: set[str]) -> set[str]:
-    """Scalars that loops and masks name rather than take as operands, with what these depend on."""
-    exprs = [e for op in kernel.loops if op.name in live for r in (*op.ranges, op.tiles) for e in r]
-    exprs += [e for op in kernel.ops() if isinstance(op, Mask) for e in (op.needs, op.enough)]
-    exprs += [op.tile for op in kernel.ops() if isinstance(op, Position)]
-    symbols = {str(s) for e in exprs for s in e.free_symbols}
-    named = {op.name for op in kernel.ops() if op.name in symbols}
-    return named.union(*(nx.ancestors(kernel.graph, n) for n in named))
+def _live(kernel: Kernel) -> set[str]:
+    """References that the stores depend on: of a loop, its fields."""
+    found: set[str] = set()
+    todo = [ref for op in kernel.ops() if isinstance(op, Store) for ref in op.operands()]
+    while todo:
+        ref = todo.pop()
+        if ref in found:
+            continue
+        found.add(ref)
+        op, field = kernel.op(ref), ref.partition(".")[2]
+        if isinstance(op, Loop):  # the field's start, what the body yields for it, and the body's argument
+            (last,) = (o for o in kernel.block(op.body).ops if isinstance(o, Yield))
+            todo += [dict(op.carry)[field], dict(last.values)[field], field]
+            todo += [op.listed] if op.listed else []
+        else:
+            todo += op.operands()
+        todo += [name for e in _expressions(op) for name in map(str, e.free_symbols) if name in kernel.graph]
+    return found
+
+
+def _expressions(op: Op) -> list[Any]:
+    """Expressions that name scalars which are no operands."""
+    if isinstance(op, Loop):
+        return [e for pair in (*op.ranges, op.tiles) for e in pair]
+    if isinstance(op, Mask):
+        return [op.needs, op.enough]
+    return [op.tile] if isinstance(op, Position) else []

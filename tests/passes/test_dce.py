@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
+from attngen.ir.text import print_module
 from attngen.ir.verify import verify
 from attngen.passes.dce import Dce
 from tests.helpers import SMALL, changes, edit, module, unverified
@@ -22,6 +23,23 @@ def test_an_unread_value_goes_and_what_only_it_read():
 def test_what_stores_depend_on_stays():
     """Through loops: what is carried, what the body yields, and arguments even if unread."""
     assert changes(Dce(), module(SCHEDULED, "scheduled")) == []
+
+
+def test_what_a_loop_carries_goes_field_by_field():
+    """With where it starts, what the body makes of it, and the body's argument."""
+    lines = (
+        "%none = init 0 : f32[BLOCK_Q, D_QK] @?",
+        "%twice = arg carry : f32[BLOCK_Q, D_QK] @?",
+        "%more = dot %masked %k over(BLOCK_KV) acc(%twice) : f32[BLOCK_Q, D_QK] @?",
+    )
+    text = edit(
+        SCHEDULED,
+        ("    %keys =", f"    {lines[0]}\n    %keys ="),
+        ("carry(sum=%zero)", "carry(sum=%zero, twice=%none)"),
+        ("    %k = load", f"    {lines[1]}\n    %k = load"),
+        ("    yield values(sum=%next)", f"    {lines[2]}\n    yield values(sum=%next, twice=%more)"),
+    )
+    assert print_module(Dce().run(unverified(text, "scheduled"))) == print_module(module(SCHEDULED, "scheduled"))
 
 
 def test_scalars_that_ranges_and_masks_name_stay():
