@@ -25,6 +25,9 @@ class VerifyError(AttngenError):
         self.rule, self.reason, self.ir_text = rule, reason, ir_text
         super().__init__(f"the IR breaks rule `{rule}`: {reason}")
 
+    def __reduce__(self) -> tuple[type[VerifyError], tuple[str, str, str]]:
+        return VerifyError, (self.rule, self.reason, self.ir_text)  # to another process
+
 
 class FitError(AttngenError):
     """A kernel that no tile makes fit on a device: names the spec's key, the device, the bytes needed and had, and what to change."""

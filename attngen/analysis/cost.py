@@ -45,19 +45,20 @@ def _listed() -> frozenset[str]:
 def spills(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether a schedule is known to spill registers (spills.txt), though the model says that it need not; `attngen verify` finds such."""
     key = schedule_key(module, kernel, row)
-    return key in _listed() or f"{key} mask={module.mask}" in _listed()
+    return any(line in _listed() for line in (key, f"{key} mask={module.mask}"))
 
 
 def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     """A schedule as spills.txt names it: `sm80 dkdv+group 128/128 bytes=2 64x32x4x2`, for all masks but lists of blocks.
 
-    Its loop over heads, a list of blocks and dropout are part of the name.
+    Its loop over heads, a list of blocks, dropout and what modifies scores are part of the name.
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
     name += "+blocks" * (module.blocks is not None and bool(kernel.loops)) + "+dropout" * kernel.draws
     qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
-    return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}"
+    score = f" score={module.score}" if module.score != "none" and kernel.loops else ""
+    return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
 
 
 def cost(module: Module, kernel: Kernel, row: Row) -> float:
@@ -71,12 +72,11 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
     crowded = how != "ieee" and row.num_warps > max(4, own // 16)  # warps that share rows split the columns, at half the rate
     matrix = 0.0
-    for op in kernel.ops():
-        if isinstance(op, Dot):
-            flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)
-            if how == "ieee" and flops / 2 / threads > FMA_LIMIT:
-                return float("inf")
-            matrix += flops / device.flops_per_cycle[how] * (2 if crowded else 1)
+    for op in kernel.dots:
+        flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)
+        if how == "ieee" and flops / 2 / threads > FMA_LIMIT:
+            return float("inf")
+        matrix += flops / device.flops_per_cycle[how] * (2 if crowded else 1)
     scores = row.block_q * row.block_kv
     split = row.num_warps > 4
     cycles = (MATRIX + SPLIT_MATRIX * split) * matrix + (ALU + SPLIT_ALU * split) * scores

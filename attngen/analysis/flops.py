@@ -36,7 +36,7 @@ def useful_flops(module: Module, direction: str) -> Expr:
     Each product counts once, however many kernels recompute it (FlashAttention-2, section 3.1, counts five backward).
     """
     kernels = kernels_of(module, direction)
-    products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.ops() if isinstance(op, Dot)}
+    products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.dots}
     return TILES * sympy.Add(*products.values())
 
 

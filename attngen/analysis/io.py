@@ -11,7 +11,7 @@ from attngen.analysis.flops import TILES
 from attngen.analysis.sram import tile_bytes
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Load, Store, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Load, Scatter, Store, Type
 
 
 def traffic(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str], Expr]) -> Expr:
@@ -21,8 +21,12 @@ def traffic(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str],
         for op in block.ops:
             if isinstance(op, Load) and op.type.dims:
                 total += size(op.type) * times(block.name)
+            elif isinstance(op, Scatter):  # read and written
+                total += 2 * size(kernel.type_of(op.value)) * times(block.name)
             elif isinstance(op, Store):
-                total += size(kernel.type_of(op.value)) * times(block.name)
+                stored = kernel.type_of(op.value)
+                sums = Type("f32", ("BLOCK_KV",))  # of two turns of the diagonals
+                total += (2 * size(sums) if op.by else size(stored)) * times(block.name)
     return total
 
 

@@ -127,6 +127,9 @@ def compulsory_total(module: Module, kernel: Kernel, problem: Problem, elem: int
         "D_V": module.head_dim_v,
         "elem": elem,
     }
+    if module.blocks:
+        rows, columns = -(-problem.n_q // module.blocks.size), -(-problem.n_kv // module.blocks.size)
+        numbers |= {"Tq": rows, "Tk": columns, "Tq1": rows + 1, "Tk1": columns + 1}
     return float(evaluate(compulsory_bytes(kernel), numbers))
 
 

@@ -12,7 +12,8 @@ from attngen.analysis.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Init, Load, Map, Mask, Op, Reduce, SoftmaxStep, Type
+from attngen.ir.interface import STATISTICS
+from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Gather, Init, Load, Map, Mask, Op, Reduce, Scatter, SoftmaxStep, Store, Type
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -34,7 +35,8 @@ def tile_width(head_dim: int) -> int:
 
 def elements(t: Type) -> Expr:
     """Elements of a value, in BLOCK_Q, BLOCK_KV, D_QK and D_V; of a tensor, in B, Hq, Hkv, Nq and Nk too."""
-    return sympy.Mul(*(symbol(d.removesuffix("_PAD")) for d in t.dims))
+    lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
+    return sympy.Mul(*(sympy.Integer(d) if d.isdigit() else lengths.get(d) or symbol(d.removesuffix("_PAD")) for d in t.dims))
 
 
 def tile_bytes(t: Type) -> Expr:
@@ -55,23 +57,32 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
     statistics: Expr = sympy.Integer(0)
+    scratch: Expr = sympy.Integer(0)
     for op in kernel.ops():
+        if isinstance(op, (Scatter, Store)) and set(kernel.type_of(op.value).dims) == SCORES:  # changes layout on its way
+            scratch += tile_bytes(kernel.type_of(op.value))
+        if isinstance(op, Gather) and set(op.type.dims) == SCORES:  # copied ahead too
+            scratch += tile_bytes(op.type) * (1 if device.shares_stationary else STAGES - 1)
         if not isinstance(op, Load):
             continue
         if op.type.space == "sram" and not _in_loop(kernel, op):
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
-            products = sum(op.name in (d.a, d.b) for d in kernel.ops() if isinstance(d, Dot))
+            products = sum(op.name in (d.a, d.b) for d in kernel.dots)
             extra = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared and products > 1 else 0
             streamed += tile_bytes(op.type) * (depth + extra)
         elif op.type.dims and _in_loop(kernel, op):
             statistics += tile_bytes(op.type) * (STAGES - 1)
+            if (
+                op.type.dtype != "b1" and len(op.type.dims) == 1 and op.src.tensor.removesuffix("_head") not in STATISTICS
+            ):  # beside the statistics, which are aligned
+                scratch += tile_bytes(op.type) * (STAGES - 1)
     if not device.shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared:
             statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
         streamed += statistics
-    streamed += symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
+    streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     if any(isinstance(op, Reduce) and not _in_loop(kernel, op) for op in kernel.ops()):  # its result changes layout before it is stored
@@ -112,7 +123,7 @@ def _widest(kernel: Kernel, body: str) -> Expr:
         live = {n: b for n, b in live.items() if last_use[n] > i}
         if isinstance(op, Dropout) and op.value.split(".")[0] in live:  # one bit a score more: it is the other value, or zero
             continue
-        if isinstance(op, (Dot, Dropout, Map, Mask, SoftmaxStep)) and set(op.type.dims) == SCORES and op.name in last_use:
+        if isinstance(op, (Dot, Dropout, Gather, Load, Map, Mask, SoftmaxStep)) and set(op.type.dims) == SCORES and op.name in last_use:
             live[op.name] = tile_bytes(op.type)
         peaks.append(sympy.Add(*live.values()))
     return max(peaks, key=lambda p: p.subs(dict.fromkeys(p.free_symbols - {ELEM}, 64)).subs(ELEM, 2))
@@ -162,7 +173,7 @@ def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
 def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether products run on the device's own matrix instruction: enough rows, and not full fp32 precision."""
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
-    if not any(isinstance(op, Dot) for op in kernel.ops()):
+    if not kernel.dots:
         return False
     return own >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
 
@@ -194,7 +205,7 @@ def random_bytes(kernel: Kernel, row: Row) -> int:
 
 def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
     device, dims = CLASSES[row.device], sizes(module, row)
-    summed = [op for op in kernel.ops() if isinstance(op, Dot) and op.acc]  # Triton spreads the others as these
+    summed = [op for op in kernel.dots if op.acc]  # Triton spreads the others as these
     results = [tuple(dims[d.removesuffix("_PAD")] for d in op.type.dims) for op in summed]
     if not results or (device.reads_shared and on_matrix_units(module, kernel, row)):
         return False
@@ -222,6 +233,12 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "without a ring, tiles whose uses do not overlap share room"
     if any(loop.listed for loop in kernel.loops):
         return "the number of a listed tile is loaded before the tile, and Triton may take a buffer of the ring for that"
+    if any(isinstance(op, Load) and op.type.dims == ("BLOCK_KV", "BLOCK_Q") for op in kernel.ops()):
+        return "a tile of scores that is loaded transposed may not be copied ahead"
+    moved = [kernel.type_of(op.value) for op in kernel.ops() if isinstance(op, (Scatter, Store))]
+    moved += [op.type for op in kernel.ops() if isinstance(op, Gather)]
+    if any(set(t.dims) == SCORES for t in moved):
+        return "tiles of scores that are gathered, or stored in the loop, may take room in turn"
     if kernel.draws and CLASSES[row.device].moves_random:
         return "dropout's random words may be computed where they are needed, and change no layout"
     return None

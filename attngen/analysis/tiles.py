@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from sympy.core.relational import Relational
 
-from attngen.ir.expr import Expr, cdiv, symbol
+from attngen.ir.expr import Expr, cdiv, floordiv, mod, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask
 
@@ -24,8 +24,13 @@ def tile_loops(kernel: Kernel) -> list[Loop]:
 @cache
 def visited(kernel: Kernel, cls: str | None = None) -> Expr:
     """Tiles that the program at {own}_start visits, of one class or of both."""
-    loops = [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)]
-    return sympy.Add(*(kernel.resolve(hi) - kernel.resolve(lo) for loop in loops for lo, hi in loop.ranges))
+    return _turns(kernel, [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)])
+
+
+def _turns(kernel: Kernel, loops: list[Loop]) -> Expr:
+    """The turns of loops of one body. Two between the same ends visit either list of blocks that data makes: no block is in both."""
+    ranges = dict.fromkeys((kernel.resolve(lo), kernel.resolve(hi)) for loop in loops for lo, hi in loop.ranges)
+    return sympy.Add(*(hi - lo for lo, hi in ranges))
 
 
 def tile_sum(kernel: Kernel) -> Expr:
@@ -49,7 +54,7 @@ def runs(kernel: Kernel, block: str) -> Expr:
     if block == "entry":
         return sympy.Mul(*(axis.extent for axis in kernel.grid))
     loops = [loop for loop in kernel.loops if loop.body == block]
-    turns = sympy.Add(*(kernel.resolve(hi) - kernel.resolve(lo) for loop in loops for lo, hi in loop.ranges))
+    turns = _turns(kernel, loops)
     outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
     if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
         return outer / kernel.grid[0].extent * _over_grid(kernel, turns)
@@ -59,7 +64,13 @@ def runs(kernel: Kernel, block: str) -> Expr:
 @cache
 def _compiled(e: Expr) -> tuple[list[str], Any]:
     """The expression's symbols and a Python function of them. Its source is sympy's print of a tree that we built."""
-    functions = {"floordiv": lambda a, b: a // b, "cdiv": lambda a, b: -(-a // b), "select": lambda c, a, b: a if c else b}
+    functions = {
+        "floordiv": lambda a, b: a // b,
+        "cdiv": lambda a, b: -(-a // b),
+        "mod": lambda a, b: a % b,
+        "clamp": lambda x, a, b: min(max(x, a), b),
+        "select": lambda c, a, b: a if c else b,
+    }
     names = sorted(str(s) for s in e.free_symbols)
     return names, sympy.lambdify([symbol(n) for n in names], e, modules=[functions, "math"])
 
@@ -73,13 +84,21 @@ def evaluate(e: Expr, values: dict[str, Any]) -> Any:
 @cache
 def unbounded(kernel: Kernel) -> dict[str, int]:
     """Values of the mask's run-time scalars (lengths, say) under which they hide nothing."""
-    found: dict[str, int] = {}
+    found = dict.fromkeys(("b", "h", "hkv", "g"), 0) | {"group": 1}
     for op in kernel.ops():
-        conditions = (op.where, op.needs, op.enough) if isinstance(op, Mask) else ()
-        for part in (part for c in conditions for part in c.atoms(Relational)):
+        conditions = (op.where, *(e for fact in op.known for e in fact)) if isinstance(op, Mask) else ()
+        for s in (s for c in conditions for s in c.free_symbols):
+            found.setdefault(str(s), 0)
+        for part in (part for c in conditions for part in c.atoms(Relational) if not isinstance(part, (sympy.Eq, sympy.Ne))):
             difference = part.lts - part.gts
-            for s in difference.free_symbols:
-                found[str(s)] = 0 if difference.coeff(s) > 0 else NO_BOUND
+            for s in difference.free_symbols - {symbol(name) for name in ("b", "h", "hkv", "g", "group")}:
+                value = 0 if difference.coeff(s).is_nonnegative and difference.coeff(s) != 0 else NO_BOUND
+                found |= dict.fromkeys((str(s), f"{s}_least", f"{s}_greatest"), value)
+        for part in (part for c in conditions for part in c.atoms(sympy.Eq, sympy.Ne)):
+            for name in (f"{s}_{end}" for s in part.free_symbols for end in ("least", "greatest")):
+                found.setdefault(name, 0)
+        for division in (d for c in conditions for d in c.atoms(floordiv, mod)):
+            found |= {str(s): 1 for s in division.args[1].free_symbols}
     return found
 
 

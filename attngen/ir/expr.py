@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import sympy
 from sympy.core.function import Application
+from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
 from attngen.errors import IRError
@@ -49,7 +50,21 @@ class cdiv(sympy.Function):  # noqa: N801
         return a if b == 1 or a == 0 else None
 
     def _eval_is_nonnegative(self) -> bool | None:
-        return self.args[0].is_nonnegative and self.args[1].is_positive
+        return (self.args[0].is_nonnegative and self.args[1].is_positive) or None
+
+
+class mod(sympy.Function):  # noqa: N801
+    """a - b * floor(a / b) of integers, b > 0: never negative, as Python has it."""
+
+    nargs = 2
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, a: Expr, b: Expr) -> Expr | None:
+        if a.is_Integer and b.is_Integer:
+            return a % b
+        return sympy.Integer(0) if b == 1 or a == 0 else None
 
 
 class select(sympy.Function):  # noqa: N801
@@ -67,7 +82,63 @@ class select(sympy.Function):  # noqa: N801
         return a if a == b else None
 
     def _eval_is_nonnegative(self) -> bool | None:
-        return self.args[1].is_nonnegative and self.args[2].is_nonnegative
+        a, b = (e.is_nonnegative for e in self.args[1:])
+        return a if a == b else None
+
+    def _eval_is_integer(self) -> bool | None:
+        return all(e.is_integer for e in self.args[1:]) or None
+
+    def _eval_derivative(self, s: Expr) -> Expr:
+        return select(self.args[0], self.args[1].diff(s), self.args[2].diff(s))
+
+
+class clamp(sympy.Function):  # noqa: N801
+    """x, but at least a and at most b: min(max(x, a), b)."""
+
+    nargs = 3
+    is_extended_real = True
+
+    @classmethod
+    def eval(cls, x: Expr, a: Expr, b: Expr) -> Expr | None:
+        return sympy.Min(sympy.Max(x, a), b) if all(e.is_number for e in (x, a, b)) else None
+
+    def _eval_is_integer(self) -> bool | None:
+        return all(e.is_integer for e in self.args) or None
+
+
+class sqrt(sympy.Function):  # noqa: N801
+    """The square root of a number that is not negative."""
+
+    nargs = 1
+    is_extended_real = True
+    is_extended_nonnegative = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        return 1 / (2 * self)
+
+
+class log(sympy.Function):  # noqa: N801
+    """The natural logarithm of a positive number."""
+
+    nargs = 1
+    is_extended_real = True
+
+    @classmethod
+    def eval(cls, x: Expr) -> Expr | None:
+        return sympy.Integer(0) if x == 1 else None
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        return 1 / self.args[0]
+
+
+class sigmoid(sympy.Function):  # noqa: N801
+    """1 / (1 + exp(-x))."""
+
+    nargs = 1
+    is_extended_real = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        return self * (1 - self)
 
 
 class exp2(sympy.Function):  # noqa: N801
@@ -84,12 +155,21 @@ class log2(sympy.Function):  # noqa: N801
     is_extended_real = True
 
 
+REAL = (exp2, log2, sympy.exp, log, sympy.tanh, sigmoid, sqrt)  # functions that are of no integer
+
 FUNCTIONS: dict[str, Any] = {
     "floordiv": floordiv,
     "cdiv": cdiv,
     "select": select,
+    "clamp": clamp,
     "exp2": exp2,
     "log2": log2,
+    "exp": sympy.exp,
+    "log": log,
+    "tanh": sympy.tanh,
+    "sigmoid": sigmoid,
+    "sqrt": sqrt,
+    "abs": sympy.Abs,
     "min": sympy.Min,
     "max": sympy.Max,
 }
@@ -115,6 +195,13 @@ class _Printer(StrPrinter):
     def _print_floordiv(self, e: Any) -> str:
         a, b = (self._print(x) if isinstance(x, Application) or x.is_Symbol or x.is_Integer else f"({self._print(x)})" for x in e.args)
         return f"({a} // {b})"
+
+    def _print_mod(self, e: Any) -> str:
+        a, b = (self._print(x) if isinstance(x, Application) or x.is_Symbol or x.is_Integer else f"({self._print(x)})" for x in e.args)
+        return f"({a} % {b})"
+
+    def _print_Abs(self, e: Any) -> str:
+        return f"abs({self._print(e.args[0])})"
 
     def _print_Min(self, e: Any) -> str:
         return f"min({self._sorted(e)})"
@@ -160,10 +247,10 @@ class _Printer(StrPrinter):
 def to_text(e: Any) -> str:
     """The expression in the IR's grammar."""
     text = str(_Printer().doprint(e))
-    return text[1:-1] if isinstance(e, floordiv) else text
+    return text[1:-1] if isinstance(e, (floordiv, mod)) else text
 
 
-_COMPARE = {ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge}
+_COMPARE = {ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge, ast.Eq: sympy.Eq, ast.NotEq: sympy.Ne}
 
 
 def parse(text: str, where: str = "expression") -> Any:
@@ -225,7 +312,9 @@ class _Builder(ast.NodeVisitor):
                 return a / b
             case ast.FloorDiv():
                 return floordiv(a, b)
-            case ast.Pow() if b.is_Integer and abs(b) <= 9 and not (a.is_Number or a.is_Mul):  # how a product of equals is printed
+            case ast.Mod():
+                return mod(a, b)
+            case ast.Pow() if b.is_Integer and abs(b) <= 64 and not (a.is_Number or a.is_Mul):  # how a product of equals is printed
                 return a**b
         return self.generic_visit(node.op)
 
@@ -259,22 +348,58 @@ def conjuncts(e: Bool) -> list[Bool]:
     return sorted(sympy.And.make_args(e), key=sympy.default_sort_key) if e != sympy.true else []
 
 
+def span(e: Expr) -> tuple[Expr, Expr]:
+    """Numbers that an expression of integers is never below and never above; infinite where its symbols are not bounded."""
+    if e.is_Number:
+        return e, e
+    if e.is_Symbol:
+        return (sympy.Integer(1) if e.is_positive else sympy.Integer(0) if e.is_nonnegative else -sympy.oo), sympy.oo
+    if isinstance(e, mod) and e.args[1].is_Integer:
+        return sympy.Integer(0), e.args[1] - 1
+    parts = [span(a) for a in (e.args[1:] if isinstance(e, select) else e.args) if a.is_Symbol or not isinstance(a, Boolean)]
+    lows, highs = [low for low, _ in parts], [high for _, high in parts]
+    low, high = -sympy.oo, sympy.oo
+    if e.is_Add and not {-sympy.oo, sympy.oo} <= {*lows, *highs} or isinstance(e, (sympy.Min, sympy.Max)):
+        low, high = e.func(*lows), e.func(*highs)
+    elif e.is_Add:
+        low = -sympy.oo if -sympy.oo in lows else sympy.Add(*lows)
+        high = sympy.oo if sympy.oo in highs else sympy.Add(*highs)
+    elif isinstance(e, clamp):
+        low, high = (sympy.Min(sympy.Max(x[0], x[1]), x[2]) for x in (lows, highs))
+    elif isinstance(e, select):
+        low, high = sympy.Min(*lows), sympy.Max(*highs)
+    elif isinstance(e, sympy.Abs):
+        low, high = sympy.Max(lows[0], -highs[0], 0), sympy.Max(-lows[0], highs[0])
+    elif e.is_Mul and len(e.args) == 2 and e.args[0].is_Number:
+        low, high = (e.args[0] * x for x in (parts[1] if e.args[0] > 0 else parts[1][::-1]))
+    elif isinstance(e, (floordiv, cdiv)) and e.args[1].is_Integer:
+        low, high = (x if not x.is_finite else e.func(x, e.args[1]) for x in parts[0])
+    return low, high
+
+
 @cache
 def prove_le(a: Expr, b: Expr) -> bool:
     """True only if a <= b for every value of the symbols; False means not proven."""
-    difference = b - a
-    if a == b or difference.is_nonnegative:
+    if a == b:
         return True
     if isinstance(a, sympy.Max):
         return all(prove_le(x, b) for x in a.args)
     if isinstance(b, sympy.Min):
         return all(prove_le(a, x) for x in b.args)
+    difference = b - a
+    if difference.is_nonnegative:
+        return True
     if isinstance(a, sympy.Min) and any(prove_le(x, b) for x in a.args):
         return True
     if isinstance(b, sympy.Max) and any(prove_le(a, x) for x in b.args):
         return True
     if isinstance(a, (floordiv, cdiv)) and isinstance(b, (floordiv, cdiv)) and a.args[1] == b.args[1]:
         return not (isinstance(a, cdiv) and isinstance(b, floordiv)) and prove_le(a.args[0], b.args[0])
+    (m, x), (n, y) = a.as_coeff_Mul(), b.as_coeff_Mul()
+    if m == n and m != 1 and not m.is_zero and (x.is_Function or y.is_Function):
+        return prove_le(x, y) if m > 0 else prove_le(y, x)
+    if isinstance(a, select) and isinstance(b, select) and a.args[0] == b.args[0]:
+        return prove_le(a.args[1], b.args[1]) and prove_le(a.args[2], b.args[2])
     if isinstance(a, select) and isinstance(b, select) and _implies(a.args[0], b.args[0]):
         return prove_le(a.args[1], b.args[1]) and all(prove_le(a.args[2], x) for x in b.args[1:])
     if isinstance(a, select):
@@ -289,17 +414,28 @@ def prove_le(a: Expr, b: Expr) -> bool:
     return False
 
 
+def excess(comparison: Bool) -> Expr:
+    """What a comparison of integers, none of them (un)equality, says is at most 0."""
+    strict = isinstance(comparison, (sympy.Lt, sympy.Gt))
+    return comparison.lts - comparison.gts + (1 if strict else 0)
+
+
 def _implies(first: Bool, second: Bool) -> bool:
     """True only if the second comparison of integers holds wherever the first does."""
     if not all(isinstance(c, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) for c in (first, second)):
         return bool(first == second)
-    excess = [c.lts - c.gts + (1 if isinstance(c, (sympy.Lt, sympy.Gt)) else 0) for c in (first, second)]
-    return prove_le(excess[1], excess[0])
+    return prove_le(excess(second), excess(first))
 
 
 @cache
 def with_rows(e: Expr, own: str) -> Expr:
-    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor."""
+    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor.
+
+    So of a value with one number for each row, the greatest is not below the least.
+    """
     extent, first = {"q": ("Nq", "q_start"), "kv": ("Nk", "kv_start")}[own]
     rest = sympy.Symbol("rows_after_first", integer=True, nonnegative=True)
-    return e.xreplace({symbol(extent): symbol(first) + 1 + rest})
+    known = {symbol(extent): symbol(first) + 1 + rest}
+    for name in (str(s).removesuffix("_greatest") for s in e.free_symbols if str(s).endswith("_greatest")):
+        known[symbol(f"{name}_greatest")] = symbol(f"{name}_least") + sympy.Symbol(f"{name}_spread", integer=True, nonnegative=True)
+    return e.xreplace(known)

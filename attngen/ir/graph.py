@@ -13,7 +13,7 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import Arg, Keep, Loop, Map, Op, Position, Type
+from attngen.ir.ops import Arg, Dot, Keep, Loop, Map, Op, Position, Scatter, Store, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -113,6 +113,19 @@ class Kernel:
         return [op for op in self.ops() if isinstance(op, Loop)]
 
     @cached_property
+    def dots(self) -> tuple[Dot, ...]:
+        """Its matrix products, in the order written."""
+        return tuple(op for op in self.ops() if isinstance(op, Dot))
+
+    @cached_property
+    def storing(self) -> frozenset[str]:
+        """The blocks in which something is stored, there or in a loop inside."""
+        found = {block.name for block in self.blocks if any(isinstance(op, (Scatter, Store)) for op in block.ops)}
+        for loop in reversed(self.loops):
+            found |= {self.graph.nodes[loop.name]["block"]} if loop.body in found else set()
+        return frozenset(found)
+
+    @cached_property
     def draws(self) -> bool:
         """Whether it draws what dropout keeps."""
         return any(isinstance(op, Keep) for op in self.ops())
@@ -130,33 +143,83 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Input:
-    """A run-time mask input of the generated function: keyword, element type, symbolic shape, one line of help."""
+    """A run-time input of the generated function: keyword, element type, symbolic shape (none: a number), one line of help.
+
+    Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may be 1; `least=n`, numbers below n are refused.
+    """
 
     name: str
     dtype: str
     shape: tuple[str, ...]
     help: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def grad(self) -> bool:
+        return "grad" in self.options
+
+    @property
+    def broadcast(self) -> bool:
+        return "broadcast" in self.options
+
+    @property
+    def least(self) -> int | None:
+        return next((int(o.partition("=")[2]) for o in self.options if o.startswith("least=")), None)
 
 
 @dataclass(frozen=True)
 class Derived:
-    """Scalars per sequence (i32 [B]) that the wrapper computes from an input, by a function that a mask declares."""
+    """Tensors that the wrapper computes from inputs, sizes, numbers and the device, by a function that a mask or modifier declares."""
 
     names: tuple[str, ...]
+    shapes: tuple[tuple[str, ...], ...]
     function: str
-    source: str
+    sources: tuple[str, ...]
+    dtype: str = "i32"
+    rising: tuple[str, ...] = ()  # names whose numbers never fall along their last dimension
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A gradient of an input: parts that a kernel writes to the tensor `parts`, summed to where the input is read, at `index`.
+
+    Without an index the parts are the gradient: a kernel adds each element to its place (`Scatter`).
+    """
+
+    input: str
+    index: tuple[str, ...]
+    parts: str
+
+    @property
+    def by(self) -> str:
+        """What the parts are of: `row` (what the backward has of each row already), `query`, `score`, `distance` or `element`."""
+        if self.parts == "DELTA":
+            return "row"
+        if not self.index:
+            return "element"
+        return "score" if "kv" in self.index else "distance" if any("distance" in e for e in self.index) else "query"
+
+    def __str__(self) -> str:
+        return f"{self.input}[{', '.join(self.index)}]" if self.index else self.input
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block sparsity: the rows of a square block, and the function that gives the mask of blocks if the spec has a pattern."""
+    """Which square blocks of scores are visited: their rows, and the function that gives the mask of blocks if the spec has a pattern.
+
+    With `data`, what the mask reads says which: the kernel `blocks` evaluates it, and blocks in which nothing is hidden are told
+    from those that the mask cuts.
+    """
 
     size: int
     pattern: str = ""
     params: tuple[tuple[str, int], ...] = ()
+    data: bool = False
 
     def describe(self) -> str:
-        """`64`, or `64 local_global(local=2, globals=1)`."""
+        """`64`, `64 local_global(local=2, globals=1)`, or `128 data`."""
+        if self.data:
+            return f"{self.size} data"
         given = ", ".join(f"{name}={value}" for name, value in self.params)
         return f"{self.size} {self.pattern}({given})" if self.pattern else str(self.size)
 
@@ -198,10 +261,12 @@ class Module:
     dtypes: tuple[str, ...]
     precision: str
     mask: str
+    score: str
     blocks: Blocks | None
     dropout: bool
     inputs: tuple[Input, ...]
     derived: tuple[Derived, ...]
+    learned: tuple[Learned, ...]
     kernels: tuple[Kernel, ...]
     schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import cdiv, symbol
-from attngen.ir.graph import Derived, GridAxis, Input, Kernel, Module
+from attngen.ir.expr import cdiv, parse, symbol
+from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 from attngen.ir.text import print_module
 
@@ -21,20 +21,28 @@ SHAPES = {
     "LSE": ("B", "Hq", "Nq"),
     "LSE2": ("B", "Hq", "Nq"),
     "DELTA": ("B", "Hq", "Nq"),
+    "MOST": ("B", "Hq", "Tq", "Tk"),
+    "LEAST": ("B", "Hq", "Tq", "Tk"),
 }
 STATISTICS = ("LSE", "LSE2", "DELTA")
-SCALARS = {"scale": "f32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
+SCALARS = {"scale": "f32", "B": "i32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
+INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
+SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # of what is derived, besides inputs and numbers
+LEARNED = {"b", "h", "hkv", "q", "kv", "distance", "Nq", "Nk"}  # of the places at which a learned input is read
 # Lists of the blocks that count. Tq and Tk are numbers of blocks; ranks[t] blocks of a row come before block t, so there is
-# one rank more (Tq1, Tk1) than there are blocks.
+# one rank more (Tq1, Tk1) than there are blocks. Where data says which count, those with nothing to mask come first in a list,
+# with ranks of their own; the ranks of the others count these, too.
 BLOCK_LISTS = {
     "q": {"KV_RANK": ("B", "Hq", "Tq", "Tk1"), "KV_LIST": ("B", "Hq", "Tq", "Tk")},
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
 }
+FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 
 # the wrapper's own names, which inputs may not have
 WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "inputs"}
-WRAPPER |= {"block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
+WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
+WRAPPER |= {"kv_full_rank", "q_full_rank", "most", "least", "blocks"}
 WRAPPER |= {"scale", "return_lse", "config", "grid", "ctx", "self", "math", "torch", "triton", "kernels", "attention"}
 
 
@@ -48,6 +56,7 @@ class Signature(NamedTuple):
 
 SIGNATURES = {
     "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE")),
+    "blocks": Signature("q", (), ("MOST", "LEAST")),
     "delta": Signature("q", ("O", "dO", "LSE"), ("DELTA", "LSE2")),
     "dkdv": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV")),
     "dk": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK",)),
@@ -55,34 +64,56 @@ SIGNATURES = {
     "dq": Signature("q", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dQ",)),
 }
 KERNELS = (("fwd", "delta", "dkdv", "dq"), ("fwd", "delta", "dk", "dv", "dq"))  # of a module: the second for wide heads
+BESIDE = ("blocks", "delta")  # kernels that compute no scores: nothing is listed for them, and nothing dropped
 DIRECTIONS = ("forward", "backward")
 
 
 def kernels_of(module: Module, direction: str) -> tuple[Kernel, ...]:
     """The kernels that a module launches forward or backward."""
-    return tuple(k for k in module.kernels if (k.name == "fwd") == (direction == "forward"))
+    return tuple(k for k in module.kernels if k.name != "blocks" and (k.name == "fwd") == (direction == "forward"))
+
+
+def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
+    """The tensors, with their dimensions, by which kernels that own tiles of an axis find the blocks to visit."""
+    ranks, *_ = BLOCK_LISTS[own].values()
+    return {FULL_RANKS[own]: ranks, **BLOCK_LISTS[own]} if blocks.data else {**BLOCK_LISTS[own]}
 
 
 def tensor_type(name: str) -> Type:
     """The type of a tensor of SIGNATURES in device memory."""
-    return Type("f32" if name in STATISTICS else "T", SHAPES[name.removeprefix("d")])
+    return Type("f32" if name in (*STATISTICS, "MOST", "LEAST") else "T", SHAPES[name.removeprefix("d")])
 
 
-def mask_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:
-    """What a mask reads: its inputs, and the scalars per sequence that the wrapper derives from them."""
-    return {i.name: Type(i.dtype, i.shape) for i in inputs} | {name: Type("i32", ("B",)) for d in derived for name in d.names}
+def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:
+    """What masks and modifiers read: input tensors, and what the wrapper derives from them."""
+    given = {i.name: Type(i.dtype, i.shape) for i in inputs if i.shape}
+    return given | {name: Type(d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes)}
 
 
-def tensor_args(kernel: str, masked: dict[str, Type], blocks: bool = False, dropout: bool = False) -> list[Arg]:
-    """The tensors of a kernel: what it reads, what its mask, its block lists and dropout read, what it writes."""
+def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]:
+    """The tensors that hold parts of inputs' gradients: an element for each query, score, distance or element (see Learned.by)."""
+    dtypes, shapes = {i.name: i.dtype for i in inputs}, {i.name: i.shape for i in inputs}
+    types = {
+        "query": lambda x: Type("f32", ("B", "Hq", "Nq")),
+        "score": lambda x: Type(dtypes[x.input], ("B", "Hq", "Nq", "Nk")),
+        "distance": lambda x: Type("f32", ("B", "Hq", "Td", "Nd")),
+        "element": lambda x: Type("f32", shapes[x.input]),
+    }
+    return [Arg(x.parts, "out", types[x.by](x)) for x in learned if x.by != "row"]
+
+
+def tensor_args(
+    kernel: str, read: dict[str, Type], blocks: Blocks | None = None, dropout: bool = False, parts: Iterable[Arg] = ()
+) -> list[Arg]:
+    """The tensors of a kernel: what it reads, what mask and modifiers, its block lists and dropout read, what it writes."""
     signature = SIGNATURES[kernel]
-    read = [Arg(name, "in", tensor_type(name)) for name in signature.reads]
-    read += [Arg(name.upper(), "in", type_) for name, type_ in masked.items()]
-    if blocks and kernel != "delta":
-        read += [Arg(name, "in", Type("i32", dims)) for name, dims in BLOCK_LISTS[signature.own].items()]
-    if dropout and kernel != "delta":
-        read.append(Arg("SEED", "in", Type("i64")))
-    return read + [Arg(name, "out", tensor_type(name)) for name in signature.writes]
+    args = [Arg(name, "in", tensor_type(name)) for name in signature.reads]
+    args += [Arg(name.upper(), "in", type_) for name, type_ in read.items()]
+    if blocks and kernel not in BESIDE:
+        args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(blocks, signature.own).items()]
+    if dropout and kernel not in BESIDE:
+        args.append(Arg("SEED", "in", Type("i64")))
+    return [*args, *(Arg(name, "out", tensor_type(name)) for name in signature.writes), *(parts if kernel == "dq" else ())]
 
 
 def grid(own: str, sharing: str) -> tuple[GridAxis, ...]:
@@ -102,25 +133,41 @@ def verify_interface(module: Module) -> Module:
 
 def _reasons(module: Module) -> Iterator[str]:
     have = [k.name for k in module.kernels]
-    if sorted(have) not in map(sorted, KERNELS) or sorted(name for name, _ in module.schedules) != sorted(have):
-        expected = " or ".join(map(", ".join, KERNELS))
+    known = [(*names, *(["blocks"] if module.blocks and module.blocks.data else [])) for names in KERNELS]
+    if sorted(have) not in map(sorted, known) or sorted(name for name, _ in module.schedules) != sorted(have):
+        expected = " or ".join(map(", ".join, known))
         yield f"the kernels are {', '.join(have) or 'none'}; expected {expected}, and a schedule for each"
-    given = mask_tensors(module.inputs, ())
+    given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     for name in names:
         if names.count(name) > 1 or name in WRAPPER or hasattr(builtins, name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             yield f"`{name}` is declared twice, is a name of the wrapper's own, or is not in small letters"
     for name, type_ in given.items():
-        if type_.dtype not in ("b1", "i32", "f32") or not set(type_.dims) <= {"B", "Hq", "Nq", "Nk"}:
-            yield f"`input {name} : {type_.dtype}[{', '.join(type_.dims)}]`; expected b1, i32 or f32 of B, Hq, Nq and Nk"
+        if type_.dtype not in ("b1", "i32", "f32", "T") or not all(d in INPUT_DIMS or d.isdigit() for d in type_.dims):
+            yield f"`input {name} : {type_.dtype}[{', '.join(type_.dims)}]`; expected b1, i32, f32 or T of {', '.join(INPUT_DIMS)}, numbers"
+        if not type_.dims and type_.dtype not in ("i32", "f32"):
+            yield f"`input {name} : {type_.dtype}[]`; expected a number, i32 or f32"
+    for i in module.inputs:
+        for option in i.options:
+            if option not in ("grad", "broadcast") and not option.startswith("least="):
+                yield f"`input {i.name}` has the option `{option}`; expected grad, broadcast or least=n"
     for d in module.derived:
-        if d.source not in given:
-            yield f"`derive {' '.join(d.names)}` is of `{d.source}`, which is no input"
+        for source in d.sources:
+            if source not in given and source not in SOURCES and not source.isdigit():
+                yield f"`derive {' '.join(d.names)}` is of `{source}`, which is no input"
+        if len(d.names) != len(d.shapes) or d.dtype not in ("i32", "f32"):
+            yield f"`derive {' '.join(d.names)}` needs a shape for each name, and is i32 or f32"
+    for x in module.learned:
+        if not any(i.name == x.input and i.grad and len(x.index) in (0, len(i.shape)) for i in module.inputs):
+            yield f"`learn {x}` is of no input with the option grad"
+        if stray := {str(s) for e in x.index for s in parse(e).free_symbols} - LEARNED:
+            yield f"`learn {x}` has `{min(stray)}`; expected {', '.join(sorted(LEARNED))} and numbers"
     if module.blocks and module.blocks.pattern and (module.blocks.pattern in WRAPPER or hasattr(builtins, module.blocks.pattern)):
         yield f"the pattern `{module.blocks.pattern}` is a name of the wrapper's own"
     read = {a.name.lower() for k in module.kernels for a in k.args if a.name not in SHAPES}
     for name in given:
-        if name not in read and name not in {d.source for d in module.derived}:
+        used = name in read or name in {s for d in module.derived for s in d.sources}
+        if not used and not any(a.name == name for k in module.kernels for a in k.args):
             yield f"`input {name}` is read by no kernel"
     for kernel in module.kernels:
         for reason in _kernel_reasons(kernel, module):
@@ -132,15 +179,15 @@ def _kernel_reasons(kernel: Kernel, module: Module) -> Iterator[str]:
     right = grid(signature.own, module.sharing)
     if [(a.var, a.extent) for a in kernel.grid] != [(a.var, a.extent) for a in right]:
         yield f"the grid is not {', '.join(f'{a.var} in {a.extent}' for a in right)}, which is what the wrapper launches"
-    masked = mask_tensors(module.inputs, module.derived)
-    known = {arg.name: arg for arg in tensor_args(kernel.name, masked, module.blocks is not None, module.dropout)}
-    scalars = {**SCALARS, **(DROPOUT_SCALARS if module.dropout else {})}
+    tensors, parts = input_tensors(module.inputs, module.derived), parts_of(module.learned, module.inputs)
+    known = {arg.name: arg for arg in tensor_args(kernel.name, tensors, module.blocks, module.dropout, parts)}
+    scalars = {**SCALARS, **(DROPOUT_SCALARS if module.dropout else {}), **{i.name: i.dtype for i in module.inputs if not i.shape}}
     known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in scalars.items()}
     for arg in kernel.args:
         match = known.get(arg.name)
         if match is None or (arg.role, arg.type.dtype, arg.type.dims) != (match.role, match.type.dtype, match.type.dims):
             expected = f"`arg {match.role} : {match.type.dtype}[{', '.join(match.type.dims)}]`" if match else f"one of {', '.join(known)}"
             yield f"%{arg.name} is `arg {arg.role} : {arg.type.dtype}[{', '.join(arg.type.dims)}]`; expected {expected}"
-    for name in signature.writes:
+    for name in (*signature.writes, *(x.parts for x in module.learned if kernel.name == "dq" and x.parts != "DELTA")):
         if name not in {a.name for a in kernel.args}:
             yield f"%{name} is missing, which the wrapper expects it to write"

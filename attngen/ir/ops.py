@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import sympy
 
@@ -42,6 +42,14 @@ class Access:
 
 Uses = tuple[tuple[str, str], ...]  # (symbol in the expression, value that it stands for)
 Checks = tuple[tuple[str, str], ...]  # (axis letter, `always` or `partial`): where an access is bounds-checked
+
+
+class Fact(NamedTuple):
+    """What is known of a condition that cannot be solved for positions: it needs `needs`, and `enough` is enough for it."""
+
+    literal: Bool
+    needs: Bool
+    enough: Bool
 
 
 OPERAND = {"operand": True}
@@ -113,6 +121,16 @@ class Load(Op):
 
 
 @dataclass(frozen=True)
+class Gather(Op):
+    """Read one element for each position, at computed indices; where the condition is false, 0."""
+
+    src: Access = field(metadata=OPERAND)
+    uses: Uses = field(metadata=OPERAND)
+    type: Type
+    where: Bool = sympy.true
+
+
+@dataclass(frozen=True)
 class Position(Op):
     """How many of the tiles that a row of blocks lists come before tile `tile`; `src` points to the row's ranks.
 
@@ -178,16 +196,15 @@ class Map(Op):
 class Mask(Op):
     """Where the condition is false, the score is -inf. `partial`: only loops of that class apply it.
 
-    What is known of parts that are not linear in the indices (a tensor of booleans, say): `needs` holds wherever the
-    condition does, and `enough` says where those parts all hold. Both are linear; classify-tiles bounds tiles by them.
+    `known` has a fact for each part that cannot be solved for positions (a tensor of booleans, say), by which classify-tiles
+    bounds tiles. Facts name values of the kernel: numbers, or one for each row of the program's own tile.
     """
 
     value: str = field(metadata=OPERAND)
     where: Bool
     uses: Uses = field(metadata=OPERAND)
     type: Type
-    needs: Bool = sympy.true
-    enough: Bool = sympy.false
+    known: tuple[Fact, ...] = ()
     when: str = "partial"
 
 
@@ -260,17 +277,29 @@ class Yield(Op):
 
 @dataclass(frozen=True)
 class Store(Op):
-    """Write a tile."""
+    """Write a tile; with `by` distance its sums by distance, key less query, to rows of the program's own (see store_distances)."""
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
     check: Checks = ()
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class Scatter(Op):
+    """Add each element of a value to one of a tensor, at computed indices where the condition holds: atomically, in no fixed order."""
+
+    dst: Access = field(metadata=OPERAND)
+    value: str = field(metadata=OPERAND)
+    uses: Uses = field(metadata=OPERAND)
+    where: Bool = sympy.true
 
 
 OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "base": Base,
     "load": Load,
+    "gather": Gather,
     "position": Position,
     "init": Init,
     "loop": Loop,
@@ -284,5 +313,6 @@ OPS: dict[str, type[Op]] = {
     "reduce": Reduce,
     "yield": Yield,
     "store": Store,
+    "scatter": Scatter,
 }
 KIND = {cls: kind for kind, cls in OPS.items()}

@@ -12,14 +12,15 @@ from typing import Any
 
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Block, Blocks, Derived, GridAxis, Input, Kernel, Module, Row, Unfit
-from attngen.ir.ops import KIND, OPS, Access, Op, Type
+from attngen.ir.graph import Block, Blocks, Derived, GridAxis, Input, Kernel, Learned, Module, Row, Unfit
+from attngen.ir.ops import KIND, OPS, Access, Fact, Op, Type
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
 _POSITIONAL = {
     "arg": ("role",),
     "base": ("src",),
     "load": ("src",),
+    "gather": ("src",),
     "position": ("src",),
     "init": ("value",),
     "loop": ("var",),
@@ -31,9 +32,10 @@ _POSITIONAL = {
     "dropout": ("value",),
     "reduce": ("op", "value"),
     "store": ("dst", "value"),
+    "scatter": ("dst", "value"),
 }
 _HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask", "blocks", "dropout")
-_UNNAMED = ("yield", "store")  # ops without a result: `store %O[...] %o`, named for the graph by position
+_UNNAMED = ("yield", "store", "scatter")  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
 # ---------------------------------------------------------------------------------------------- values of fields
@@ -97,6 +99,20 @@ def _parse_checks(text: str, where: str) -> Any:
     return tuple(checks)
 
 
+def _print_facts(facts: tuple[Fact, ...]) -> str:
+    return ", ".join(f"{to_text(f.literal)} needs {to_text(f.needs)} enough {to_text(f.enough)}" for f in facts)
+
+
+def _parse_facts(text: str, where: str) -> tuple[Fact, ...]:
+    facts = []
+    for part in _split(text, ","):
+        match = re.fullmatch(r"(.+) needs (.+) enough (.+)", part.strip())
+        if not match:
+            raise IRError(f"{where}: `{part.strip()}` is not a fact; expected `padding needs kv_idx < last enough kv_idx < first`")
+        facts.append(Fact(*(parse(match[i], where) for i in (1, 2, 3))))
+    return tuple(facts)
+
+
 Codec = tuple[Callable[[Any], str], Callable[[str, str], Any]]
 _REF: Codec = (lambda v: f"%{v}", _parse_ref)
 _WORD: Codec = (str, _parse_word)
@@ -109,12 +125,13 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(("src", "dst"), _ACCESS),
     **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "seed", "threshold", "keep", "listed"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "needs", "enough", "other", "head", "tile"), _EXPR),
-    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op"), _WORD),
+    **dict.fromkeys(("expr", "where", "other", "head", "tile"), _EXPR),
+    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by"), _WORD),
     **dict.fromkeys(("score", "recompute"), _FLAG),
     "body": (lambda v: f"@{v}", _parse_word),
     "ranges": (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges),
     "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in _split(t, ";"))),
+    "known": (_print_facts, _parse_facts),
     "check": (lambda v: ", ".join(a if w == "always" else f"{a} if {w}" for a, w in v), _parse_checks),
 }
 
@@ -191,13 +208,18 @@ def print_module(module: Module) -> str:
         f"  dtype {' '.join(module.dtypes)}",
         f"  precision {module.precision}",
         f"  mask {module.mask}",
+        *([f"  score {module.score}"] if module.score != "none" else []),
         f"  blocks {module.blocks.describe() if module.blocks else 'no'}",
         f"  dropout {'yes' if module.dropout else 'no'}",
     ]
     for i in module.inputs:
-        lines.append(f"  input {i.name} : {i.dtype}[{', '.join(i.shape)}] {i.help}")
+        options = f"{' '.join(i.options)} | " if i.options else ""
+        lines.append(f"  input {i.name} : {i.dtype}[{', '.join(i.shape)}] {options}{i.help}")
     for d in module.derived:
-        lines.append(f"  derive {' '.join(d.names)} = {d.function}({d.source})")
+        names = (f"{name}[{', '.join(shape)}]{' rising' * (name in d.rising)}" for name, shape in zip(d.names, d.shapes))
+        lines.append(f"  derive {d.dtype} {' '.join(names)} = {d.function}({', '.join(d.sources)})")
+    for x in module.learned:
+        lines.append(f"  learn {x} from {x.parts}")
     for kernel in module.kernels:
         lines += ["", print_kernel(kernel)]
     for name, rows in module.schedules:
@@ -232,8 +254,7 @@ def parse_op(line: str, where: str, position: int) -> Op:
     for name, word in zip(positional, words[1:]):
         values[name] = codecs[name][1](word, where)
     known = {f.name for f in fields(OPS[kind])} - {"name", "type", *positional}
-    if "uses" in known:
-        values["uses"] = ()
+    values |= {name: () for name in ("uses", "carry", "values") if name in known}  # nothing, where nothing is said
     for word in words[1 + len(positional) :]:
         match = re.fullmatch(r"(\w+)\((.*)\)", word)
         if not match or match[1] not in known:
@@ -290,6 +311,7 @@ def parse_module(text: str, source: str = "IR") -> Module:
     header: dict[str, str] = {}
     inputs: list[Input] = []
     derived: list[Derived] = []
+    learned: list[Learned] = []
     kernels: list[tuple[str, tuple[GridAxis, ...], list[tuple[str, list[Op]]]]] = []
     schedules: list[tuple[str, list[Row | Unfit]]] = []
     section = "module"
@@ -322,28 +344,43 @@ def parse_module(text: str, source: str = "IR") -> Module:
             inputs.append(_parse_input(rest, where))
         elif word == "derive":
             derived.append(_parse_derived(rest, where))
-        elif word in _HEADER_KEYS:
+        elif word == "learn":
+            learned.append(_parse_learned(rest, where))
+        elif word in (*_HEADER_KEYS, "score"):
             header[word] = rest
         else:
-            raise IRError(f"{where}: `{word}` is not a key of the header; known: {', '.join(_HEADER_KEYS)}, input, derive")
-    return _module(header, inputs, derived, kernels, schedules, source)
+            raise IRError(f"{where}: `{word}` is not a key of the header; known: {', '.join(_HEADER_KEYS)}, score, input, derive, learn")
+    return _module(header, (tuple(inputs), tuple(derived), tuple(learned)), kernels, schedules, source)
 
 
 def _parse_input(text: str, where: str) -> Input:
-    match = re.fullmatch(r"(\w+) : (\w+)\[([\w, ]*)\] (.*)", text)
+    match = re.fullmatch(r"(\w+) : (\w+)\[([\w, *]*)\] (?:((?:\w+|least=-?[0-9]{1,10})(?: (?:\w+|least=-?[0-9]{1,10}))*) \| )?(.*)", text)
     if not match:
         raise IRError(f"{where}: not an input; expected `input kv_lengths : i32[B] what it is`")
-    return Input(match[1], match[2], tuple(d.strip() for d in match[3].split(",")), match[4])
+    return Input(match[1], match[2], _words(match[3]), match[5], tuple((match[4] or "").split()))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _parse_derived(text: str, where: str) -> Derived:
-    match = re.fullmatch(r"([\w ]+) = (\w+)\((\w+)\)", text)
+    match = re.fullmatch(r"(\w+) ((?:\w+\[[\w, ]*\](?: rising)? ?)+) = (\w+)\(([\w, ]+)\)", text)
     if not match:
-        raise IRError(f"{where}: not a derived input; expected `derive first run end = key_span(key_padding)`")
-    return Derived(tuple(match[1].split()), match[2], match[3])
+        raise IRError(f"{where}: not a derived input; expected `derive i32 first[B] end[B] = key_span(key_padding)`")
+    made = re.findall(r"(\w+)\[([\w, ]*)\]( rising)?", match[2])
+    names, shapes = tuple(name for name, _, _ in made), tuple(_words(shape) for _, shape, _ in made)
+    return Derived(names, shapes, match[3], _words(match[4]), match[1], tuple(name for name, _, rising in made if rising))
 
 
-def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived], kernels: Any, schedules: Any, source: str) -> Module:
+def _parse_learned(text: str, where: str) -> Learned:
+    match = re.fullmatch(r"(\w+)(?:\[(.*)\])? from (\w+)", text)
+    if not match:
+        raise IRError(f"{where}: not a gradient of an input; expected `learn slope[h] from dSLOPE`")
+    return Learned(match[1], tuple(to_text(parse(e, where)) for e in _split(match[2] or "", ",")), match[3])
+
+
+def _module(header: dict[str, str], interface: Any, kernels: Any, schedules: Any, source: str) -> Module:
     for key in ("name", *_HEADER_KEYS):
         if key not in header:
             raise IRError(f"{source}: the module header lacks `{key}`")
@@ -364,10 +401,12 @@ def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived],
         dtypes=tuple(header["dtype"].split()),
         precision=header["precision"],
         mask=header["mask"],
+        score=header.get("score", "none"),
         blocks=_parse_blocks(header["blocks"], source),
         dropout=header["dropout"] == "yes",
-        inputs=tuple(inputs),
-        derived=tuple(derived),
+        inputs=interface[0],
+        derived=interface[1],
+        learned=interface[2],
         kernels=tuple(Kernel(n, g, _blocks(b)) for n, g, b in kernels),
         schedules=tuple((n, tuple(rows)) for n, rows in schedules),
     )
@@ -376,9 +415,12 @@ def _module(header: dict[str, str], inputs: list[Input], derived: list[Derived],
 def _parse_blocks(text: str, source: str) -> Blocks | None:
     if text == "no":
         return None
+    if data := re.fullmatch(r"([0-9]{1,9}) data", text):
+        return Blocks(int(data[1]), data=True)
     match = re.fullmatch(r"([0-9]{1,9})(?: (\w+)\(((?:\w+=[0-9]{1,9})(?:, \w+=[0-9]{1,9})*)?\))?", text)
     if not match:
-        raise IRError(f"{source}: `blocks {text}`; expected `blocks no`, `blocks 64` or `blocks 64 local_global(local=2, globals=1)`")
+        known = "`blocks no`, `blocks 64`, `blocks 128 data` or `blocks 64 local_global(local=2, globals=1)`"
+        raise IRError(f"{source}: `blocks {text}`; expected {known}")
     pairs = (part.split("=") for part in (match[3] or "").split(", ") if part)
     return Blocks(int(match[1]), match[2] or "", tuple((name, int(value)) for name, value in pairs))
 

@@ -11,7 +11,7 @@ import sympy
 from sympy.logic.boolalg import Boolean
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import cdiv, conjuncts, exp2, floordiv, log2, prove_le, select, symbol, to_text, with_rows
+from attngen.ir.expr import REAL, cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text, with_rows
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -21,6 +21,7 @@ from attngen.ir.ops import (
     Base,
     Dot,
     Dropout,
+    Gather,
     Init,
     Keep,
     Load,
@@ -30,6 +31,7 @@ from attngen.ir.ops import (
     Op,
     Position,
     Reduce,
+    Scatter,
     Seed,
     SoftmaxStep,
     Store,
@@ -39,12 +41,26 @@ from attngen.ir.ops import (
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
 CONSTANTS = {"LOG2E", "LN2"}
-SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1"}, {"D_QK", "D_V"}
+SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1", "Td", "Nd"}, {"D_QK", "D_V"}
+SCORES = ("BLOCK_Q", "BLOCK_KV")
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
 # names of the printed kernel that are no values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("off", "tile", "tiles")}
 RESERVED |= {"D_QK_PAD", "D_V_PAD", "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
-RESERVED |= {"at", "BLOCK", "DROPOUT", "dropout_keep", "philox", "position", "tile_at", "keep_mask"}
+RESERVED |= {
+    "at",
+    "BLOCK",
+    "DROPOUT",
+    "LEARN",
+    "floor_div",
+    "floor_mod",
+    "store_distances",
+    "dropout_keep",
+    "philox",
+    "position",
+    "tile_at",
+    "keep_mask",
+}
 
 
 def verify(module: Module) -> Module:
@@ -85,7 +101,7 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     for text in (module.name, *(i.name for i in module.inputs)):
         if not text.isidentifier() or keyword.iskeyword(text):
             yield f"`{text}` is not an identifier"
-    for text in (module.version, module.spec_hash, module.mask, *(i.help for i in module.inputs)):
+    for text in (module.version, module.spec_hash, module.mask, module.score, *(i.help for i in module.inputs)):
         if set(text) & set('"\\{}'):  # they are printed inside strings
             yield f"`{text}` has a quote, a backslash or a brace"
 
@@ -103,7 +119,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     for name in blocks:
         if blocks.count(name) > 1 or bodies.count(name) != (name != "entry") or name not in reached:
             yield f"@{name} is not the body of loops of one other block; only @entry is no body"
-    stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, Store)]
+    stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
@@ -116,7 +132,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
             dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out") else ()
-            if not (set(dims[:-1]) <= SIZES and set(dims[-1:]) <= SIZES | WIDTHS):
+            sizes = SIZES | {d for d in dims if d.isdigit()}
+            if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
             if isinstance(op, Arg) and op.role == "out" and op.name not in written:
                 yield f"nothing is stored to %{op.name}"
@@ -188,33 +205,42 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def lists(module: Module, kernel: Kernel) -> Iterator[str]:
-    """With block sparsity every loop over tiles visits listed ones, between positions in its program's own row; tiles divide blocks."""
-    from attngen.ir.interface import BLOCK_LISTS
+    """With block sparsity every loop over tiles visits listed ones, between positions in its program's own row; tiles divide blocks.
+
+    Where data lists them, full loops run over those that come first, with nothing to mask, and partial ones over the others; the
+    tiles of the kernel that finds them are the blocks.
+    """
+    from attngen.ir.interface import BESIDE, BLOCK_LISTS, FULL_RANKS
 
     rank, listed = BLOCK_LISTS[kernel.own_axis]
-    for loop in kernel.loops:
+    data = module.blocks is not None and module.blocks.data
+    for loop in kernel.loops if kernel.name not in BESIDE else ():
         base = kernel.op(loop.listed) if loop.listed else None
         lists = isinstance(base, Base) and base.src.tensor == listed
         if loop.cls != "all" and module.blocks and not lists:
             yield f"%{loop.name} visits tiles of blocks that do not count; expected `listed` with a row of %{listed}"
         if base is not None and (loop.cls == "all" or not module.blocks):
             yield f"%{loop.name} visits listed tiles; expected all of them: " + ("it is over no tiles" if module.blocks else "blocks no")
+        ranked = FULL_RANKS[kernel.own_axis] if data and loop.cls == "full" else rank
+        start = ranked != rank or not data  # what is ranked there comes first
         for e in (e for pair in loop.ranges for e in pair) if lists else ():
             bound = kernel.op(str(e)) if str(e) in kernel.graph else None
             ranks = kernel.op(bound.src) if isinstance(bound, Position) else None
-            if e != 0 and not (isinstance(ranks, Base) and ranks.src.tensor == rank):
-                yield f"%{loop.name} runs to or from `{to_text(e)}`; expected 0 or a position among %{rank}"
+            if not (e == 0 and start) and not (isinstance(ranks, Base) and ranks.src.tensor == ranked):
+                yield f"%{loop.name} runs to or from `{to_text(e)}`; expected {'0 or ' * start}a position among %{ranked}"
     size = module.blocks.size if module.blocks and kernel.loops else None
     for row in module.rows(kernel.name):
         if size and max(row.block_q, row.block_kv) > size:
             yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {size}"
+        if size and kernel.name == "blocks" and (row.block_q, row.block_kv) != (size, size):
+            yield f"{row.device}: tiles of {row.block_q}x{row.block_kv}; expected blocks of {size}, of which each is evaluated whole"
 
 
 def drops(module: Module, kernel: Kernel) -> Iterator[str]:
     """With dropout, whatever multiplies V or its gradient is dropped, from one draw; without it nothing is."""
     draws = [op for op in kernel.ops() if isinstance(op, Keep)]
     drop = [op for op in kernel.ops() if isinstance(op, Dropout)]
-    expected = 1 if module.dropout and kernel.loops else 0
+    expected = 1 if module.dropout and kernel.dots else 0
     if (len(draws), len(drop)) != (expected, expected):
         says = "yes" if module.dropout else "no"
         yield f"{len(draws)} draws and {len(drop)} values dropped; expected {expected} of each (dropout {says})"
@@ -227,7 +253,8 @@ def live(module: Module, kernel: Kernel) -> Iterator[str]:
         named |= {str(s) for e in _expressions(op) for s in e.free_symbols} - {k for k, _ in getattr(op, "uses", ())}
     for op in kernel.ops():
         parameter = isinstance(op, Arg) and op.role != "carry"
-        if not (parameter or isinstance(op, (Store, Yield)) or kernel.graph.out_degree(op.name) or op.name in named):
+        parameter |= isinstance(op, Loop) and op.body in kernel.storing
+        if not (parameter or isinstance(op, (Scatter, Store, Yield)) or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
 
 
@@ -297,18 +324,25 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
         yield f"`{text}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
     if value == "T" and not op.type.dims:
         yield "a value of no dimensions is of T; expected f32 or i32"
-    if value != "i32" and op.expr.has(floordiv, cdiv):
-        yield f"`{text}` divides integers, the value is {value}"
-    whole = not dims and _integral(kernel, op.expr, dict(op.uses))
-    if whole != (value == "i32") and (dims or op.expr.free_symbols):
+    for division in op.expr.atoms(floordiv, cdiv, mod):
+        if not _integral(kernel, division, dict(op.uses)):
+            yield f"`{to_text(division)}` divides what is no integer"
+    whole = _integral(kernel, op.expr, dict(op.uses))
+    if op.expr.free_symbols and whole != (value == "i32") and (value == "i32" or not dims):
         yield f"`{text}` is {'an integer' if whole else 'no integer'}, the value {value}"
 
 
-def _uses_errors(kernel: Kernel, op: Map | Mask) -> Iterator[str]:
+def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[str]:
+    whole = _dims(kernel, op)
     for _, ref in op.uses:
         dims = kernel.type_of(ref).dims
-        if not set(dims) <= set(op.type.dims) or (len(dims) == 2 and dims != op.type.dims):
-            yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(op.type.dims)}]"
+        if not set(dims) <= set(whole) or (len(dims) == 2 and dims != whole):
+            yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(whole)}]"
+
+
+def _dims(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> tuple[str, ...]:
+    """The dimensions of a result; of a scatter, which has none, those of what it adds."""
+    return kernel.type_of(op.value).dims if isinstance(op, Scatter) else op.type.dims
 
 
 def _is_condition(e: Any) -> bool:
@@ -385,10 +419,37 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
                 yield f"cannot reduce [{', '.join(value)}] over {op.over} to [{', '.join(op.type.dims)}]"
             if op.op not in ("sum", "min", "max"):
                 yield f"`{op.op}` is not a reduction; expected sum, min or max"
+        case Gather():
+            source = kernel.op(op.src.tensor)
+            if not isinstance(source, Arg) or source.role != "in" or source.type.dtype != op.type.dtype:
+                yield f"gathers {op.type.dtype} from %{op.src.tensor}, which is no input of that"
+            elif len(op.src.index) != len(source.type.dims):
+                yield f"%{op.src.tensor} has {len(source.type.dims)} dimensions, the access {len(op.src.index)}"
+            if not all(_integral(kernel, e, dict(op.uses)) for e in op.src.index):
+                yield "is indexed by what is no integer"
+            yield from _uses_errors(kernel, op)
+        case Scatter():
+            target = kernel.op(op.dst.tensor)
+            if not isinstance(target, Arg) or target.role != "out" or target.type.dtype != "f32" or of(op.value).dtype != "f32":
+                yield f"adds {of(op.value).dtype} to %{op.dst.tensor}; expected f32, and an output of that"
+            elif len(op.dst.index) != len(target.type.dims):
+                yield f"%{op.dst.tensor} has {len(target.type.dims)} dimensions, the access {len(op.dst.index)}"
+            if not all(_integral(kernel, e, dict(op.uses)) for e in op.dst.index):
+                yield "is indexed by what is no integer"
+            yield from _uses_errors(kernel, op)
         case Load() | Base() | Store():
             access = op.dst if isinstance(op, Store) else op.src
             declared, index = _accessed(kernel, op)
             tensor = of(declared.name)
+            if isinstance(op, Store) and op.by:
+                if (
+                    op.by != "distance"
+                    or tensor.dims != ("B", "Hq", "Td", "Nd")
+                    or len(index) != 2
+                    or set(of(op.value).dims) != set(SCORES)
+                ):
+                    yield "stores sums by distance of a tile of scores to a row of [B, Hq, Td, Nd]"
+                return
             if not isinstance(op, Base) and len(index) != len(tensor.dims):
                 yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {len(index)}"
             moved = of(op.value) if isinstance(op, Store) else op.type
@@ -396,7 +457,8 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
                 yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
             tile = of(op.value).dims if isinstance(op, Store) else op.type.dims
             dims = tuple(AXIS_DIM[a] for a in access.axes())
-            if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) != dims:
+            turned = set(access.axes()) == {"q", "kv"}  # a tile of scores may be loaded transposed
+            if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) not in (dims, dims[::-1] if turned else dims):
                 yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile)}]"
             checks = () if isinstance(op, Base) else op.check
             if len({axis for axis, _ in checks}) < len(checks):
@@ -411,11 +473,13 @@ def _integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - _variables(kernel)
     whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
     divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow))
-    return whole and not divided and not e.has(exp2, log2, sympy.Float, sympy.oo)
+    return whole and not divided and not e.has(*REAL, sympy.Float, sympy.oo)
 
 
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every dimension is indexed by what it counts; heads as the sharing says: no program reads or writes another one's."""
+    from attngen.analysis.bounds import last_row
+
     h, hkv, g, group = map(symbol, ("h", "hkv", "g", "group"))
     heads = {
         "mha": {"Hq": [h], "Hkv": [h]},
@@ -432,19 +496,43 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         tensor, indices = _accessed(kernel, op)
         for dim, index in zip(kernel.type_of(tensor.name).dims, indices):
             right = [letters[dim]] if dim in letters else heads[module.sharing].get(dim, [])
+            if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[kernel.own_axis] == dim:  # the first or last row of the own tile
+                right = [symbol(f"{kernel.own_axis}_start"), last_row(kernel.own_axis)]
             if index not in right:
                 expected = " or ".join(map(to_text, right))
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
+    for op in kernel.ops():
+        if isinstance(op, (Gather, Scatter)):
+            yield from _outside(kernel, op, letters, heads[module.sharing])
     queries = [op.src.index[1] for op in kernel.ops() if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1]
     for op in kernel.ops():
         if isinstance(op, Keep) and op.head not in queries:
             yield f"%{op.name} draws for head `{to_text(op.head)}`; expected that of %Q, `{' or '.join(map(to_text, queries))}`"
 
 
+def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]) -> Iterator[str]:
+    """What is read or written outside of a tensor: each index is proven inside, or the condition says so."""
+    conditions = conjuncts(op.where)
+    does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
+    for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
+        extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+        low, high = span(index)
+        if dim not in ("Nq", "Nk") and index in [letters.get(dim), *heads.get(dim, [])]:
+            continue
+        if isinstance(index, select) and index.args[1] == index.args[2] + extent:  # from the end where it is negative
+            low = low if not prove_le(-extent, span(index.args[2])[0]) else sympy.Integer(0)
+            high = span(index.args[2])[1]
+        if not (low >= 0 or index.is_nonnegative or (index >= 0) in conditions):
+            yield f"%{op.name} may {does} %{access.tensor} before its start, at `{to_text(index)}`; expected `where` to say it does not"
+        if not (prove_le(high, extent - 1) or (index < extent) in conditions):
+            yield f"%{op.name} may {does} %{access.tensor} past its end, at `{to_text(index)}`; expected `where` to say it does not"
+
+
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant; values have names of their own."""
-    scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Load, Map, Position)) and not op.results()[""].dims}
+    scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Gather, Load, Map, Position, Reduce)) and not op.results()[""].dims}
     own = kernel.own_axis
+    divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
     for a in kernel.grid:
         yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
     for op in kernel.ops():
@@ -453,17 +541,18 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         for loop in _around(kernel, kernel.graph.nodes[op.name]["block"]):
             known |= {f"{loop.var}_start"} if loop.var in AXIS_DIM else {loop.var}
             axes |= {loop.var} & set(AXIS_DIM)
-        if isinstance(op, (Map, Mask)):
-            known |= {f"{a}_idx" for a in (axes if isinstance(op, Map) else AXIS_DIM) if AXIS_DIM[a] in op.type.dims}
+        if isinstance(op, (Gather, Map, Mask, Scatter)):
+            known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in _dims(kernel, op)}
+            known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
         elif isinstance(op, (Load, Store, Base)):
-            known |= axes | {"d_qk", "d_v"}
+            known |= axes | {"d_qk", "d_v", AXIS_EXTENT[own]}
         for symbol_name, ref in getattr(op, "uses", ()):
             if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
                 yield f"%{op.name} takes `{symbol_name}` for %{ref}; a scalar has one name in all expressions"
         for e in _expressions(op):
             yield from _unknown(f"%{op.name}", e, known | {s for s, _ in getattr(op, "uses", ())})
-            for division in e.atoms(floordiv, cdiv):
-                if not division.args[1].is_positive:
+            for division in e.atoms(floordiv, cdiv, mod):
+                if not (division.args[1].is_positive or str(division.args[1]) in divisors):
                     yield f"%{op.name}: `{to_text(division)}` divides by what is not known to be positive"
     steps = sum(isinstance(op, SoftmaxStep) for op in kernel.ops())
     if steps > 1:
@@ -473,6 +562,12 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         plain = op.name.isascii() and op.name.isidentifier() and not op.name.startswith("__")
         if not plain or keyword.iskeyword(op.name) or op.name in taken or op.name.startswith("stride_"):
             yield f"%{op.name} is a name that the printed kernel needs for itself"
+
+
+def _facts_rows(kernel: Kernel, op: Mask) -> set[str]:
+    """Values with one number for each row of the own tile, which facts may name."""
+    names = {str(s) for fact in op.known for e in fact[1:] for s in e.free_symbols} & kernel.graph.nodes.keys()
+    return {n for n in names if isinstance(kernel.op(n), (Gather, Load)) and kernel.type_of(n).dims == (AXIS_DIM[kernel.own_axis],)}
 
 
 def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -499,8 +594,12 @@ def _expressions(op: Op) -> list[Any]:
     match op:
         case Map():
             return [op.expr]
+        case Gather():
+            return [*op.src.index, op.where]
+        case Scatter():
+            return [*op.dst.index, op.where]
         case Mask():
-            return [op.where, op.needs, op.enough]
+            return [op.where, *(e for fact in op.known for e in fact)]
         case Loop():
             return [e for r in op.ranges for e in r] + list(op.tiles)
         case Load() | Base():
@@ -544,13 +643,37 @@ def covers(module: Module, kernel: Kernel) -> Iterator[str]:
             if not _le(kernel, sympy.Integer(0), lo) or not _le(kernel, lo, hi):
                 yield f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)}, which is not proven to rise from 0 or more"
     for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all"):
-        visible = tile_ranges(kernel, body)
-        pieces = [(kernel.resolve(lo), kernel.resolve(hi)) for loop in kernel.loops if loop.body == body for lo, hi in loop.ranges]
-        chains = [c for c in _chains(pieces) if len(c) == len(pieces)]
-        if not any(prove_le(c[0][0], visible[0]) and prove_le(visible[3], c[-1][1]) for c in chains):
-            have = ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in pieces)
-            need = f"{to_text(visible[0])} .. {to_text(visible[3])}"
-            yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
+        runs = _runs(tuple(with_rows(e, kernel.own_axis) for e in tile_ranges(kernel, body)))
+        mine = [loop for loop in kernel.loops if loop.body == body]
+        apart = module.blocks is not None and module.blocks.data and all(loop.listed for loop in mine)  # no block is in two lists
+        for loops in [[loop] for loop in mine] if apart else [mine]:
+            ranges = [pair for loop in loops for pair in loop.ranges]
+            pieces = [tuple(with_rows(kernel.resolve(e), kernel.own_axis) for e in pair) for pair in ranges]
+            if not _covered(runs, pieces):
+                have, need = (", ".join(f"{to_text(p[0])} .. {to_text(p[-1])}" for p in some) for some in (pieces, runs))
+                yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
+        if apart and sorted(loop.cls for loop in mine) != ["full", "partial"]:
+            yield f"the loops over @{body} are {', '.join(loop.cls for loop in mine)}; expected full and partial, for both lists of blocks"
+
+
+def _runs(tiles: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The bounds of each run of tiles."""
+    return [tiles[i : i + 4] for i in range(0, len(tiles), 4)]
+
+
+def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool:
+    """Whether the pieces are chains, in rising order, that cover the runs: all in one chain, or each run in its own."""
+    if any(len(c) == len(pieces) and prove_le(c[0][0], runs[0][0]) and prove_le(runs[-1][3], c[-1][1]) for c in _chains(pieces)):
+        return True
+    left: list[tuple[Any, Any]] = list(pieces)
+    last: list[tuple[Any, Any]] = []
+    for run in (r for r in runs if r[0] != r[3]):
+        candidates = [last] * bool(last) + _chains(left)
+        chain = next((c for c in candidates if prove_le(c[0][0], run[0]) and prove_le(run[3], c[-1][1])), None)
+        if chain is None or (last and chain is not last and not prove_le(last[-1][1], chain[0][0])):
+            return False
+        left, last = [p for p in left if p not in chain], chain
+    return not left
 
 
 def _le(kernel: Kernel, a: Any, b: Any) -> bool:
@@ -582,18 +705,20 @@ def ends_hidden(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A loop of class full runs only over tiles that the mask's expression proves full."""
+    """A loop of class full runs only over tiles that the mask's expression proves full, or over blocks that are listed as such."""
     from attngen.passes.classify_tiles import tile_ranges
 
+    data = module.blocks is not None and module.blocks.data
     for loop in kernel.loops:
-        if loop.cls != "full":
+        if loop.cls != "full" or (data and loop.listed):
             continue
-        _, start, end, _ = tile_ranges(kernel, loop.body)
+        runs = _runs(tile_ranges(kernel, loop.body))
         for lo, hi in ((kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges):
-            if not (prove_le(start, lo) and prove_le(hi, end)):
+            if not any(prove_le(start, lo) and prove_le(hi, end) for _, start, end, _ in runs):
+                proven = ", ".join(f"{to_text(start)} .. {to_text(end)}" for _, start, end, _ in runs)
                 yield (
-                    f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)} as class full, but only {to_text(start)} .. "
-                    f"{to_text(end)} is proven to hold nothing masked or out of bounds; class partial is right for any range"
+                    f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)} as class full, but only {proven} is proven to hold "
+                    "nothing masked or out of bounds; class partial is right for any range"
                 )
 
 

@@ -1,0 +1,269 @@
+"""What a condition says of the tiles along a loop: where they may hold something visible, where they hold nothing hidden.
+
+A condition is brought to a union of terms, each a conjunction of literals (`terms`). A literal over integers is solved for the
+loop's index (`solve`), through sums, products, floor divisions, minima, maxima, absolute values and choices; over the rows of the
+program's own tile, what remains is bounded from below and above (`extremes`). Literals that cannot be solved are taken to hold
+somewhere in every tile, and everywhere in none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import sympy
+
+from attngen.ir.expr import REAL, Bool, Expr, clamp, excess, floordiv, mod, select, symbol
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
+
+MOST_TERMS = 8  # of a union; one with more is taken to be everywhere
+GREATEST = 2**31 - 1  # of an i32
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Who asks: the axis of the program's own tile, the axis of the loop, and what symbols stand for besides sizes and positions.
+
+    `rows`: integers, one for each row of the own tile; `others`: what differs along the loop, or is no integer.
+    """
+
+    own: str
+    loop: str
+    rows: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    facts: tuple[Fact, ...] = ()
+
+    @property
+    def own_idx(self) -> Expr:
+        return symbol(f"{self.own}_idx")
+
+    @property
+    def loop_idx(self) -> Expr:
+        return symbol(f"{self.loop}_idx")
+
+    def names(self, e: Any, names: frozenset[str]) -> bool:
+        return not names.isdisjoint(str(s) for s in e.free_symbols)
+
+
+class Bound(NamedTuple):
+    """A solved literal: side * loop_idx + rest <= 0, where `rest` has the own index but not the loop's; side is -1, 0 or 1."""
+
+    side: int
+    rest: Expr
+
+
+class Term(NamedTuple):
+    """A conjunction: its solved literals, and those that are not."""
+
+    solved: tuple[Bound, ...]
+    unsolved: tuple[Bool, ...]
+
+
+def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
+    """The condition as a union of conjunctions; one term that says nothing if it has too many."""
+    found = []
+    for literals in _union(_plain(where, scene), scene):
+        each = dict.fromkeys(literals)
+        solved = tuple(x for x in each if isinstance(x, Bound))
+        found.append(Term(solved, tuple(x for x in each if not isinstance(x, Bound))))
+    return tuple(dict.fromkeys(found))
+
+
+Literals = tuple[Any, ...]
+
+
+def _union(e: Bool, scene: Scene) -> list[Literals]:
+    """Disjunctive normal form over literals: bounds, and conditions that have none."""
+    if e == sympy.true:
+        return [()]
+    if e == sympy.false:
+        return []
+    if isinstance(e, sympy.Or):
+        found = [term for a in _sorted(e) for term in _union(a, scene)]
+        return found if len(found) <= MOST_TERMS else [(e,)]
+    if isinstance(e, sympy.And):
+        parts = [_union(a, scene) for a in _sorted(e)]
+        while math.prod(map(len, parts)) > MOST_TERMS:  # the largest union says nothing
+            parts[max(range(len(parts)), key=lambda i: len(parts[i]))] = [(e,)]
+        return [tuple(x for literals in choice for x in literals) for choice in product(*parts)]
+    if isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+        solved = solve(e, scene)
+        if solved is not None:
+            return [(solved,)] if isinstance(solved, Bound) else _union(_plain(solved, scene), scene)
+    return [(e,)]
+
+
+def _sorted(e: Bool) -> list[Bool]:
+    return sorted(e.args, key=sympy.default_sort_key)
+
+
+def _plain(e: Bool, scene: Scene) -> Bool:
+    """Negations only on symbols and facts' literals; equalities of integers as two comparisons."""
+    if any(e == fact.literal for fact in scene.facts):
+        return e
+    if isinstance(e, (sympy.And, sympy.Or)):
+        return e.func(*(_plain(a, scene) for a in e.args))
+    if isinstance(e, sympy.Not):
+        inner = e.args[0]
+        if any(inner == fact.literal for fact in scene.facts):
+            return e
+        if isinstance(inner, sympy.Not):
+            return _plain(inner.args[0], scene)
+        if isinstance(inner, (sympy.And, sympy.Or)):
+            other = sympy.Or if isinstance(inner, sympy.And) else sympy.And
+            return other(*(_plain(sympy.Not(a), scene) for a in inner.args))
+        return e
+    numbers = isinstance(e, (sympy.Eq, sympy.Ne)) and not any(x.is_Boolean for x in e.args if not x.is_Symbol)
+    if numbers and not scene.names(e, scene.others) and _whole(e.lhs - e.rhs):
+        join = sympy.And if isinstance(e, sympy.Eq) else sympy.Or
+        first, second = (sympy.Le, sympy.Ge) if isinstance(e, sympy.Eq) else (sympy.Lt, sympy.Gt)
+        return join(first(e.lhs, e.rhs), second(e.lhs, e.rhs))
+    return e
+
+
+def _whole(e: Expr) -> bool:
+    """Whether an expression is an integer wherever its symbols are."""
+    return not e.has(sympy.Pow, sympy.Float, *REAL) and all(n.is_Integer for n in e.atoms(sympy.Number))
+
+
+def solve(condition: Bool, scene: Scene) -> Any:
+    """A comparison as a Bound; as a condition of comparisons that may be solved in their turn; or None."""
+    difference = excess(condition)
+    if scene.names(difference, scene.others) or not _whole(difference):
+        return None
+    return _solved(sympy.expand(difference), scene)
+
+
+def _solved(e: Expr, scene: Scene) -> Any:
+    """e <= 0 over integers, solved for the loop's index."""
+    index = scene.loop_idx
+    if not e.has(index):
+        return Bound(0, e)
+    inner = [term for term in sympy.Add.make_args(e) if term.has(index)]
+    rest = sympy.Add(*(term for term in sympy.Add.make_args(e) if not term.has(index)))
+    factor = e.coeff(index)
+    if factor.is_Integer and sympy.expand(sympy.Add(*inner) - factor * index) == 0:
+        return _linear(int(factor), rest)
+    for kind in (sympy.Max, sympy.Min, sympy.Abs, clamp, select):
+        for extreme in sorted((x for x in e.atoms(kind) if x.has(index)), key=sympy.default_sort_key):
+            split = _split(e, extreme)
+            if split is not None:
+                return split
+    if len(inner) != 1:
+        return None
+    number, core = inner[0].as_coeff_Mul()
+    if not number.is_Integer or not isinstance(core, floordiv) or not _positive(core.args[1]) or core.args[1].has(index):
+        return None
+    below, by = core.args
+    if number > 0:  # floor(below / by) <= most
+        most = floordiv(sympy.expand(-rest), number)
+        return _solved(sympy.expand(below - by * most - by + 1), scene)
+    least = -floordiv(sympy.expand(-rest), -number)  # floor(below / by) >= least
+    return _solved(sympy.expand(by * least - below), scene)
+
+
+def _positive(e: Expr) -> bool:
+    """Whether a divisor is known to be positive; a number of the call that divides is (see verify's rule `names`)."""
+    return bool(e.is_positive or e.is_Symbol)
+
+
+def _linear(factor: int, rest: Expr) -> Bound:
+    """factor * index + rest <= 0, with a side of 1 or -1: divided, and rounded towards where the condition holds."""
+    if abs(factor) == 1:
+        return Bound(factor, rest)
+    if factor > 0:
+        return Bound(1, -floordiv(sympy.expand(-rest), sympy.Integer(factor)))
+    return Bound(-1, -floordiv(sympy.expand(-rest), sympy.Integer(-factor)))
+
+
+def _split(e: Expr, extreme: Expr) -> Any:
+    """e <= 0 as a condition without an extreme value in it; None if that is not in a sum of e's."""
+    mark = sympy.Dummy()
+    marked = sympy.expand(e.xreplace({extreme: mark}))
+    factor = marked.coeff(mark)
+    if not factor.is_Integer or factor == 0 or sympy.expand(marked - factor * mark).has(mark):
+        return None
+
+    def part(x: Expr) -> Bool:
+        return sympy.Le(marked.xreplace({mark: x}), 0)
+
+    if isinstance(extreme, select):
+        condition, a, b = extreme.args
+        return sympy.Or(sympy.And(condition, part(a)), sympy.And(sympy.Not(condition), part(b)))
+    if isinstance(extreme, clamp):
+        x, low, high = extreme.args
+        return part(sympy.Min(sympy.Max(x, low, evaluate=False), high, evaluate=False))
+    alternatives = (extreme.args[0], -extreme.args[0]) if isinstance(extreme, sympy.Abs) else extreme.args
+    every = (factor > 0) == (not isinstance(extreme, sympy.Min))
+    return (sympy.And if every else sympy.Or)(*(part(x) for x in alternatives))
+
+
+def extremes(e: Expr, scene: Scene) -> tuple[Expr, Expr] | None:
+    """Least and greatest value of an expression over the valid rows of the own tile, in closed form; None if unknown.
+
+    Exact where the own index occurs once; never too narrow.
+    """
+    first, last = symbol(f"{scene.own}_start"), last_row(scene.own)
+
+    def bound(e: Expr) -> tuple[Expr, Expr] | None:
+        if e == scene.own_idx:
+            return first, last
+        if e.is_Symbol and str(e) in scene.rows:
+            return least(str(e)), greatest(str(e))
+        if not e.has(scene.own_idx) and not scene.names(e, scene.rows):
+            return e, e
+        if isinstance(e, mod):
+            return sympy.Integer(0), e.args[1] - 1
+        if isinstance(e, select):
+            found = [bound(x) for x in e.args[1:]]
+            return None if None in found else (sympy.Min(*(x[0] for x in found)), sympy.Max(*(x[1] for x in found)))  # type: ignore[index]
+        parts = [bound(x) for x in e.args]
+        if any(part is None for part in parts):
+            return None
+        lows, highs = [part[0] for part in parts], [part[1] for part in parts]  # type: ignore[index]
+        if e.is_Add or isinstance(e, (sympy.Min, sympy.Max)):
+            return e.func(*lows), e.func(*highs)
+        if isinstance(e, clamp):
+            return sympy.Min(sympy.Max(lows[0], lows[1]), lows[2]), sympy.Min(sympy.Max(highs[0], highs[1]), highs[2])
+        if isinstance(e, floordiv) and _positive(e.args[1]) and lows[1] == highs[1]:
+            return floordiv(lows[0], lows[1]), floordiv(highs[0], highs[1])
+        if isinstance(e, sympy.Abs):
+            return sympy.Max(lows[0], -highs[0], 0), sympy.Max(-lows[0], highs[0])
+        if e.is_Mul:
+            number, core = e.as_coeff_Mul()
+            if number.is_Integer and number != 1:
+                low, high = bound(core) or (None, None)
+                return None if low is None else (number * low, number * high) if number > 0 else (number * high, number * low)
+        return None
+
+    return bound(sympy.expand(e))
+
+
+def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
+    """(a, c, rest) with the condition equal to a*own_idx + c*loop_idx + rest <= 0 over integers; None if not linear."""
+    if not isinstance(condition, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+        return None
+    difference = excess(condition)
+    own_idx, loop_idx = symbol(f"{own}_idx"), symbol(f"{loop}_idx")
+    a, c = difference.coeff(own_idx), difference.coeff(loop_idx)
+    rest = sympy.expand(difference - a * own_idx - c * loop_idx)
+    if not (a.is_Integer and c.is_Integer) or rest.has(own_idx, loop_idx) or not _whole(rest):
+        return None
+    return int(a), int(c), rest
+
+
+def last_row(own: str) -> Expr:
+    """The last valid row of the own tile."""
+    return sympy.Min(symbol(f"{own}_start") + symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])) - 1
+
+
+def least(name: str) -> Expr:
+    """The least of a value's rows in the own tile."""
+    return symbol(f"{name}_least")
+
+
+def greatest(name: str) -> Expr:
+    """The greatest of them."""
+    return symbol(f"{name}_greatest")
