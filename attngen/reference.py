@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import torch
 
 from attngen.masks import Mask
+from attngen.parts import Sizes
+from attngen.scores import Score
 
 
 def naive_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, weight: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    weight: torch.Tensor | None = None,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to
-    [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight). Returns
-    (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees nothing gives zeros and LSE -inf, and zero gradients.
+    [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight); modify: what
+    is done to the scores before the mask; sink [Hq]: a logit that joins every row. Returns (out [B, Hq, Nq, Dv], natural-log LSE
+    [B, Hq, Nq]). A row that sees nothing gives zeros and LSE -inf, and zero gradients.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = (q @ k.transpose(-1, -2)) * scale
+    scores = modify(scores) if modify else scores
     scores = scores.masked_fill(~mask, -torch.inf)
+    if sink is not None:  # a key of that score, and no value
+        column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        mask = torch.nn.functional.pad(mask.expand(*mask.shape[:3], scores.shape[-1] - 1), (0, 1), value=True)
+        weight = None if weight is None else torch.nn.functional.pad(weight, (0, 1))
     empty = ~mask.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     probabilities = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
     if weight is not None:
@@ -78,9 +96,29 @@ def dropout_weight(shape: tuple[int, int, int, int], p: float, seed: int, device
     return dropout_keep(shape, p, seed, device) * (65536 / (65536 - _threshold(p)))
 
 
+def sizes_of(q: torch.Tensor, k: torch.Tensor) -> Sizes:
+    """The sizes of a call."""
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
 def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mask of a call by the masks' hand-written oracles: bool, broadcastable to [B, Hq, Nq, Nk]."""
-    return mask.reference(q.shape[2], k.shape[2], q.device, inputs)
+    """The mask of a call by the masks' hand-written oracles: bool, of four dimensions, broadcastable to [B, Hq, Nq, Nk]."""
+    found = mask.reference(sizes_of(q, k), q.device, inputs)
+    return found[(None,) * (4 - found.dim())]
+
+
+def reference_scores(
+    parts: tuple[Score, ...], q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]
+) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
+    """(what modifiers do to the scores of a call, the sink's logits) by their hand-written oracles; None where there is no such."""
+    sinks = [sink for sink in (part.reference_sink(inputs) for part in parts) if sink is not None]
+
+    def modify(s: torch.Tensor) -> torch.Tensor:
+        for part in parts:
+            s = part.reference(s, sizes_of(q, k), inputs)
+        return s
+
+    return (modify if parts else None), (sinks[0] if sinks else None)
 
 
 def relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:

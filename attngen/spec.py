@@ -9,21 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import keyword
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
+import sympy
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from attngen import document
 from attngen.document import read_document, shown
 from attngen.errors import SpecError, nearest, suggest
-from attngen.masks import AllOf, Mask, registry
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Derived, Input
+from attngen.lang import LangError, Param, Read, name_problem
+from attngen.masks import AllOf, AnyOf, Mask, Not, Written, registry
+from attngen.parts import Part, unique
+from attngen.scores import Score, WrittenScore, score_registry
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 MAX_BYTES = 64 * 1024
-MASK_FORMS = "a mask: its name as in `causal`, {name: {parameter: value}}, or {all_of: [masks]}"
+ALGEBRA = ("all_of", "any_of", "not", "expr")
+MASK_FORMS = (
+    "a mask: its name as in `causal`, {name: {parameter: value}}, {expr: text}, {all_of: [masks]}, {any_of: [masks]} or {not: mask}"
+)
+SCORE_FORMS = "a score modifier: its name as in `alibi`, {name: {parameter: value}} or {expr: text}"
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -74,6 +84,15 @@ class Schedule(BaseModel):
     warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
 
 
+class Backward(BaseModel):
+    """How gradients are computed."""
+
+    model_config = _STRICT
+    deterministic: bool = Field(
+        default=True, description="every sum in a fixed order; false lets learned inputs be read anywhere, their gradients added atomically"
+    )
+
+
 def _parse_head_dim(value: Any) -> Any:
     return value if isinstance(value, (dict, HeadDim)) else {"qk": value, "v": value}
 
@@ -83,61 +102,180 @@ def _parse_dtype(value: Any) -> Any:
 
 
 def parse_mask(value: Any) -> Mask:
-    """A mask from its spec form: `name`, `{name: {parameters}}` or `{all_of: [masks]}`."""
+    """A mask from its spec form: `name`, `{name: {parameters}}`, `{expr: text, params: {...}}`, or any_of, all_of, not of masks."""
     if isinstance(value, Mask):
         return value
     if isinstance(value, str):
         value = {value: {}}
     if value is None or isinstance(value, bool):
         raise Mistakes(((), f"is {_said(value)}; expected {MASK_FORMS}; for no mask write `none`"))
+    if isinstance(value, dict) and "expr" in value:
+        return _parse_written(Written, value)
     if isinstance(value, list) and value or isinstance(value, dict) and len(value) > 1:
         raise Mistakes(((), f"is {_said(value)} of {len(value)}; expected one mask; for several at once write {{all_of: [masks]}}"))
     if not isinstance(value, dict) or not value:
         raise Mistakes(((), f"is {_said(value)}; expected {MASK_FORMS}"))
     ((name, params),) = value.items()
-    if name == "all_of":
-        return _parse_all_of(params)
-    if name not in registry():
-        raise Mistakes(((), f"is `{shown(name)}`, which is not a mask; {suggest(str(name), [*registry(), 'all_of'])}"))
-    cls = registry()[name]
+    if name in ("all_of", "any_of"):
+        return _parse_several(AllOf if name == "all_of" else AnyOf, params)
+    if name == "not":
+        try:
+            mask = parse_mask(params)
+        except Mistakes as error:
+            raise Mistakes(*((("not", *path), text) for path, text in error.found)) from None
+        if mask.blocks():
+            raise Mistakes((("not",), "holds `block_sparse`, which names blocks to visit; expected it outside, in an `all_of`"))
+        return Not(masks=(mask,))
+    known = registry()
+    if name not in known:
+        raise Mistakes(((), f"is `{shown(name)}`, which is not a mask; {suggest(str(name), [*known, *ALGEBRA])}"))
+    return _parse_named(known[name], params)
+
+
+def parse_score(value: Any) -> tuple[Score, ...]:
+    """Score modifiers from their spec form: a list of names, `{name: {parameters}}` or `{expr: text, params: {...}}`."""
+    if isinstance(value, tuple):
+        return value
+    items = value if isinstance(value, list) else [value]
+    scores: list[Score] = []
+    found: list[tuple[document.Path, str]] = []
+    for i, item in enumerate(items):
+        path: document.Path = (i,) if isinstance(value, list) else ()
+        try:
+            score = _parse_one_score(item)
+        except Mistakes as error:
+            found += [((*path, *below), text) for below, text in error.found]
+            continue
+        if any(score.name == s.name for s in scores) and score.name != "expr":
+            found.append((path, f"is `{score.describe()}` again; expected each modifier once"))
+        scores.append(score)
+    if found:
+        raise Mistakes(*found)
+    return tuple(scores)
+
+
+def _parse_one_score(value: Any) -> Score:
+    if isinstance(value, str):
+        value = {value: {}}
+    if isinstance(value, dict) and "expr" in value:
+        return _parse_written(WrittenScore, value)
+    if not isinstance(value, dict) or len(value) != 1:
+        raise Mistakes(((), f"is {_said(value)}; expected {SCORE_FORMS}"))
+    ((name, params),) = value.items()
+    known = score_registry()
+    if name not in known:
+        raise Mistakes(((), f"is `{shown(name)}`, which is no score modifier; {suggest(str(name), [*known, 'expr'])}"))
+    if known[name].short and type(params) in (int, float):
+        params = {known[name].short: params}
+    return _parse_named(known[name], params)
+
+
+SomePart = TypeVar("SomePart", bound=Part)
+
+
+def _parse_named(cls: type[SomePart], params: Any) -> SomePart:
     if params is not None and not isinstance(params, dict):
-        raise Mistakes(((name,), f"is {_said(params)}; expected its parameters, {_said_by(cls.model_json_schema())}"))
+        raise Mistakes(((cls.name,), f"is {_said(params)}; expected its parameters, {_said_by(cls.model_json_schema())}"))
     try:
         return cls.model_validate(params or {}, strict=True)
     except ValidationError as error:
         found = _mistakes(error, cls.model_json_schema(), params or {})
-        raise Mistakes(*(((name, *path), text) for path, text in found)) from None
+        raise Mistakes(*(((cls.name, *path), text) for path, text in found)) from None
 
 
-def _parse_all_of(value: Any) -> AllOf:
+def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
+    """A mask or modifier of the form {expr: text, params: {name: declaration}}."""
+    if stray := next((key for key in value if key not in ("expr", "params")), None):
+        raise Mistakes(((stray,), f"is no known key; {suggest(str(stray), ['expr', 'params'])}"))
+    text, declared = value["expr"], value.get("params") or {}
+    if not isinstance(text, str):
+        raise Mistakes((("expr",), f'is {_said(text)}; expected an expression in quotes, as in "kv_idx <= q_idx"'))
+    if not isinstance(declared, dict):
+        raise Mistakes((("params",), f"is {_said(declared)}; expected the declarations of parameters by name"))
+    params: dict[str, Param] = {}
+    found: list[tuple[document.Path, str]] = []
+    for name, declaration in declared.items():
+        try:
+            if problem := name_problem(name):
+                raise ValueError(problem)
+            params[name] = Param.model_validate(declaration)
+        except ValidationError as error:
+            found += [(("params", name, *path), text) for path, text in _mistakes(error, Param.model_json_schema(), declaration)]
+        except ValueError as error:
+            found.append((("params", name), str(error)))
+    if found:
+        raise Mistakes(*found)
+    part: Any = cls.model_validate({"expr": text, "params": params})
+    try:
+        _ = part.parsed
+    except LangError as error:
+        raise Mistakes((("expr",), f"at column {error.column} {error.reason}" if error.column else error.reason)) from None
+    made: SomePart = part
+    return made
+
+
+def _parse_several(cls: type[AllOf] | type[AnyOf], value: Any) -> Mask:
+    name = cls.name
     if not isinstance(value, list) or not value:
-        raise Mistakes((("all_of",), f"is {_said(value)}; expected a list of at least one mask, as in [causal, key_padding]"))
+        raise Mistakes(((name,), f"is {_said(value)}; expected a list of at least one mask, as in [causal, key_padding]"))
     masks: list[Mask] = []
     found: list[tuple[document.Path, str]] = []
     for i, item in enumerate(value):
         try:
             mask = parse_mask(item)
         except Mistakes as error:
-            found += [(("all_of", i, *path), text) for path, text in error.found]
+            found += [((name, i, *path), text) for path, text in error.found]
             continue
+        if mask.blocks() and name == "any_of":
+            found.append(((name, i), "names blocks to visit; expected `block_sparse` outside, in an `all_of`"))
         if mask.blocks() and any(m.blocks() for m in masks):
-            found.append((("all_of", i), "names blocks a second time; expected one `block_sparse`: combine the block masks in the call"))
+            found.append(((name, i), "names blocks a second time; expected one `block_sparse`: combine the block masks in the call"))
         if mask in masks:
-            found.append((("all_of", i), f"is `{mask.describe()}` again; expected each mask once: a repeat hides nothing more"))
+            found.append(((name, i), f"is `{mask.describe()}` again; expected each mask once: a repeat {_REPEAT[name]}"))
         masks.append(mask)
     if found:
         raise Mistakes(*found)
-    return AllOf(masks=tuple(masks))
+    return cls(masks=tuple(masks))
+
+
+_REPEAT = {"all_of": "hides nothing more", "any_of": "shows nothing more"}
 
 
 def _mask_schema() -> dict[str, Any]:
-    named: list[dict[str, Any]] = [{"enum": list(registry())}]
-    for name, cls in registry().items():
+    named = _named_schemas(registry())
+    mask = {"$ref": "#/properties/mask"}
+    every = {"type": "array", "minItems": 1, "uniqueItems": True, "items": mask}
+    for name, below in (("all_of", every), ("any_of", every), ("not", mask)):
+        named.append({"type": "object", "properties": {name: below}, "required": [name], "additionalProperties": False})
+    return {"description": "which keys a query sees", "anyOf": [*named, _written_schema()]}
+
+
+def _score_schema() -> dict[str, Any]:
+    named = _named_schemas(score_registry())
+    for name, cls in score_registry().items():
+        if cls.short:
+            short = cls.model_json_schema()["properties"][cls.short]
+            named.append({"type": "object", "properties": {name: short}, "required": [name], "additionalProperties": False})
+    one = {"anyOf": [*named, _written_schema()]}
+    return {
+        "description": "what is done to scores, in order, before the mask",
+        "default": [],
+        "anyOf": [{"type": "array", "items": one}, *one["anyOf"]],
+    }
+
+
+def _named_schemas(known: Mapping[str, type[Part]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"enum": list(known)}]
+    for name, cls in known.items():
         params = {**cls.model_json_schema(), "title": name}
-        named.append({"type": "object", "properties": {name: params}, "required": [name], "additionalProperties": False})
-    every = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"$ref": "#/properties/mask"}}
-    combined = {"type": "object", "properties": {"all_of": every}, "required": ["all_of"], "additionalProperties": False}
-    return {"description": "which keys a query sees", "anyOf": [*named, combined]}
+        found.append({"type": "object", "properties": {name: params}, "required": [name], "additionalProperties": False})
+    return found
+
+
+def _written_schema() -> dict[str, Any]:
+    params = {"type": "object", "additionalProperties": {**Param.model_json_schema(), "title": "parameter"}}
+    text = {"type": "string", "description": "an expression over q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores"}
+    return {"type": "object", "properties": {"expr": text, "params": params}, "required": ["expr"], "additionalProperties": False}
 
 
 class Spec(BaseModel):
@@ -157,7 +295,11 @@ class Spec(BaseModel):
     mask: Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)] = Field(
         default_factory=lambda: registry()["none"](), validate_default=False
     )
+    score: Annotated[tuple[SerializeAsAny[Score], ...], BeforeValidator(parse_score)] = Field(
+        default=(), description="what is done to scores, in order, before the mask"
+    )
     dropout: bool = Field(default=False, description="whether calls can drop probabilities: their `dropout_p` and `seed`")
+    backward: Backward = Backward()
     schedule: Schedule = Schedule()
 
     @field_validator("name")
@@ -182,9 +324,63 @@ class Spec(BaseModel):
             raise Mistakes((("fp32_precision",), "is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out"))
         return self
 
+    @model_validator(mode="after")
+    def _one_meaning(self) -> Spec:
+        """Inputs of one name are declared alike by the mask and the modifiers."""
+        known: dict[str, Input] = {}
+        made: dict[str, Derived] = {}
+        for key, part in (("mask", self.mask), *(("score", s) for s in self.score)):
+            for i in part.inputs():
+                if known.setdefault(i.name, i) != i:
+                    raise Mistakes(((key,), f"declares `{i.name}` again, in another way; expected one declaration, or another name"))
+            for d in part.derived():
+                for name in d.names:
+                    if made.setdefault(name, d) != d:
+                        raise Mistakes(((key,), f"computes `{name}` in two ways; expected one of the masks that need it"))
+        reads = {r.name: "mask" for r in self.mask.reads()} | {r.name: "score" for s in self.score for r in s.reads()}
+        for name in made:
+            if name in known:
+                raise Mistakes((("mask",), f"computes `{name}`, which is a parameter's name too; expected another name for the parameter"))
+        for name, key in reads.items():
+            if name in known and not known[name].shape:
+                raise Mistakes(((key,), f"reads a tensor as `{name}`, a parameter's name too; expected another name for the parameter"))
+        if self.mask.expression() == sympy.false:
+            raise Mistakes((("mask",), "hides every key from every query; expected a condition that some pairs meet"))
+        for key, part, e in (("mask", self.mask, self.mask.expression()), *(("score", s, s.expression()) for s in self.score)):
+            if isinstance(part, (Written, WrittenScore)):
+                seen = {str(s) for s in e.free_symbols} | {str(s) for r in part.reads() for x in r.index for s in x.free_symbols}
+                kept = seen | {r.tensor for r in part.reads() if r.name in seen}
+                if gone := next((i.name for i in part.inputs() if i.name not in kept), None):
+                    raise Mistakes(((key,), f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out"))
+        scored = [s for s in self.score if s.sink() is None]
+        if any(symbol("s") not in s.expression().free_symbols for s in scored):
+            raise Mistakes((("score",), "forgets the score `s`; expected an expression in it"))
+        return self
+
+    def inputs(self) -> tuple[Input, ...]:
+        """The run-time inputs of mask and modifiers."""
+        return unique(i for part in (self.mask, *self.score) for i in part.inputs())
+
+    def derived(self) -> tuple[Derived, ...]:
+        """What the wrapper computes from them."""
+        return unique(d for part in (self.mask, *self.score) for d in part.derived())
+
+    def reads(self) -> tuple[Read, ...]:
+        """How mask and modifiers read tensors; each read has a name of its own."""
+        found: dict[str, Read] = {}
+        for part in (self.mask, *self.score):
+            for read in part.reads():
+                if found.setdefault(read.name, read) != read:
+                    raise SpecError(
+                        f"{self.name}: `{read.tensor}` is read as `{read.name}` in two ways; expected another name in one of them"
+                    )
+        return tuple(found.values())
+
     def canonical(self) -> dict[str, Any]:
-        """The spec as plain data with every default filled in."""
-        return {**self.model_dump(mode="json", exclude={"mask"}), "mask": _mask_data(self.mask)}
+        """The spec as plain data with every default filled in; `score` and `backward` only where they say something."""
+        plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
+        plain |= {"score": [s.data() for s in self.score]} if self.score else {}
+        return {**plain, "mask": self.mask.data()}
 
     def hash(self) -> str:
         """A digest of the canonical form: equal specs, equal hash."""
@@ -192,16 +388,11 @@ class Spec(BaseModel):
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _mask_data(mask: Mask) -> dict[str, Any]:
-    if isinstance(mask, AllOf):
-        return {"all_of": [_mask_data(m) for m in mask.masks]}
-    return {mask.name: mask.model_dump(mode="json")}
-
-
 def json_schema() -> dict[str, Any]:
     """JSON schema of a spec, for editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
     schema["properties"]["mask"] = {**_mask_schema(), "default": "none"}
+    schema["properties"]["score"] = _score_schema()
     schema["properties"]["head_dim"] = {
         "description": "width of a head: one number, or one for q and k and one for v",
         "anyOf": [{"type": "integer", "minimum": 16, "maximum": 256, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
@@ -370,7 +561,7 @@ def _dotted(path: document.Path) -> str:
 
 def starter(name: str) -> str:
     """A commented spec to start from."""
-    masks = ", ".join(registry())
+    masks, modifiers = ", ".join(registry()), ", ".join(score_registry())
     return f"""\
 # {name}: an attention variant. `attngen build specs/{name}.yaml` compiles it, `attngen schema` describes every key.
 name: {name}
@@ -385,8 +576,12 @@ head_dim: 64
 dtype: [bf16, fp16]
 
 # Which keys a query sees. Masks: {masks}. `attngen list` says what each does.
-# With parameters: {{sliding_window: {{left: 1023, right: 0}}}}. Several at once: {{all_of: [causal, key_padding]}}.
+# With parameters: {{sliding_window: {{left: 1023, right: 0}}}}. Several at once: {{all_of: [causal, key_padding]}},
+# any_of, not. Or an expression: {{expr: "kv_idx <= q_idx + extra", params: {{extra: {{scalar: int}}}}}}.
 mask: causal
+
+# What is done to scores, in order, before the mask: {modifiers}, or an expression.
+# score: [{{softcap: 30.0}}, {{expr: "s - 0.1 * abs(q_idx - kv_idx)"}}]
 
 # Dropout on the attention weights: calls take dropout_p and seed. Without it, leave this out.
 # dropout: true

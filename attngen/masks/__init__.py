@@ -1,53 +1,30 @@
 """Masks, one file each. A new mask is a new file here: it is found by discovery, with no other edit.
 
 A mask file holds one subclass of `Mask`: its parameters (pydantic fields), its run-time inputs, its expression over
-`q_idx`, `kv_idx`, `Nq`, `Nk` and the inputs' names, and a hand-written eager oracle for the tests.
+`q_idx`, `kv_idx`, `Nq`, `Nk`, `b`, `h` and the inputs' names, and a hand-written eager oracle for the tests.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
-from pydantic import BaseModel, ConfigDict
-from sympy.core.relational import Relational
 
-from attngen.ir.expr import Bool, conjuncts, symbol
+from attngen.ir.expr import Bool
 from attngen.ir.graph import Blocks, Derived, Input
+from attngen.ir.ops import Fact
+from attngen.lang import Expression, Read, parse_mask
+from attngen.parts import KV, MAX_OFFSET, NK, NQ, Part, Q, Sizes, WrittenPart, discover, evaluated, unique
 
 if TYPE_CHECKING:
     import torch
 
-Q, KV, NQ, NK = symbol("q_idx"), symbol("kv_idx"), symbol("Nq"), symbol("Nk")
-
-# The largest parameter that an expression may add to positions: kernels sum it, a position and a length in 32 bits, and calls
-# keep positions and lengths below 2**29.
-MAX_OFFSET = 2**30 - 1
+__all__ = ["KV", "MAX_OFFSET", "NK", "NQ", "AllOf", "AnyOf", "Mask", "Not", "Q", "Sizes", "Written", "registry"]
 
 
-def is_linear(expression: Bool) -> bool:
-    """Whether the expression is a conjunction of comparisons: what classify-tiles can bound."""
-    return all(isinstance(c, Relational) for c in conjuncts(expression))
-
-
-class Mask(BaseModel):
+class Mask(Part):
     """Base of every mask. Fields of the subclass are the parameters that a spec may give."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    name: ClassVar[str]
-    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()  # those that `derived` names; generated modules hold their source
-
-    def inputs(self) -> tuple[Input, ...]:
-        """Run-time tensors the mask reads; in the expression their names stand for the element at (b, h, q, kv)."""
-        return ()
-
-    def derived(self) -> tuple[Derived, ...]:
-        """Scalars per sequence that one of `functions` computes from an input before the kernels run, for `needs` and `enough`."""
-        return ()
 
     def blocks(self) -> Blocks | None:
         """Whole blocks of the score matrix that count, if the mask names them; the expression holds inside them."""
@@ -57,70 +34,124 @@ class Mask(BaseModel):
         """True where query q_idx may attend to key kv_idx."""
         raise NotImplementedError
 
-    def needs(self) -> Bool:
-        """A linear condition that holds wherever the parts of the expression that are not linear do."""
-        return sympy.true
+    def by_key(self) -> Bool:
+        """The same, as kernels that own keys test it: by what belongs to keys, where the mask has that."""
+        return self.expression()
 
-    def enough(self) -> Bool:
-        """A linear condition under which the parts of the expression that are not linear hold; false if none is known."""
-        return sympy.true if is_linear(self.expression()) else sympy.false
+    def facts(self) -> tuple[Fact, ...]:
+        """What bounds the parts of the expression that depend on data: without a fact, their tiles are all visited and masked."""
+        return ()
 
-    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         """The oracle: a bool tensor that broadcasts to [B, H, n_q, n_kv], written by hand, apart from `expression`."""
         raise NotImplementedError
 
-    def describe(self) -> str:
-        """One line for docs: the name, and the parameters that differ from their defaults."""
-        given = self.model_dump(exclude_defaults=True)
-        return f"{self.name}({', '.join(f'{k}={v}' for k, v in given.items())})" if given else self.name
+
+class Written(WrittenPart, Mask):
+    """A mask that a spec writes out: an expression, and its parameters."""
+
+    @cached_property
+    def parsed(self) -> Expression:
+        return parse_mask(self.expr, self.params)
+
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        return evaluated(self.parsed, sizes, device, inputs)
 
 
-class AllOf(Mask):
-    """Several masks at once: visible where every one of them says so."""
+class Compound(Mask):
+    """Several masks as one."""
 
-    name: ClassVar[str] = "all_of"
     masks: tuple[Mask, ...]
 
     def inputs(self) -> tuple[Input, ...]:
-        return tuple({i.name: i for m in self.masks for i in m.inputs()}.values())
+        return unique(i for m in self.masks for i in m.inputs())
 
     def derived(self) -> tuple[Derived, ...]:
-        return tuple({d.names: d for m in self.masks for d in m.derived()}.values())
+        return unique(d for m in self.masks for d in m.derived())
+
+    def reads(self) -> tuple[Read, ...]:
+        return unique(r for m in self.masks for r in m.reads())
 
     def blocks(self) -> Blocks | None:
         return next((m.blocks() for m in self.masks if m.blocks()), None)
 
+    def facts(self) -> tuple[Fact, ...]:
+        return unique(f for m in self.masks for f in m.facts())
+
+    def sample(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
+        return {name: value for m in self.masks for name, value in m.sample(sizes, generator).items()}
+
+    def _wrapped(self, m: Mask) -> str:
+        return f"({m.describe()})" if isinstance(m, (AllOf, AnyOf)) else m.describe()
+
+    def data(self) -> Any:
+        return {self.name: [m.data() for m in self.masks]}
+
+
+class AllOf(Compound):
+    """Several masks at once: visible where every one of them says so."""
+
+    name: ClassVar[str] = "all_of"
+
     def expression(self) -> Bool:
         return sympy.And(*(m.expression() for m in self.masks))
 
-    def needs(self) -> Bool:
-        return sympy.And(*(m.needs() for m in self.masks))
+    def by_key(self) -> Bool:
+        return sympy.And(*(m.by_key() for m in self.masks))
 
-    def enough(self) -> Bool:
-        return sympy.And(*(m.enough() for m in self.masks))
-
-    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
-        first, *rest = (m.reference(n_q, n_kv, device, inputs) for m in self.masks)
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        first, *rest = (m.reference(sizes, device, inputs) for m in self.masks)
         for mask in rest:
             first = first & mask
         return first
 
     def describe(self) -> str:
-        return " and ".join(m.describe() for m in self.masks)
+        return " and ".join(map(self._wrapped, self.masks))
+
+
+class AnyOf(Compound):
+    """Visible where one of the masks says so."""
+
+    name: ClassVar[str] = "any_of"
+
+    def expression(self) -> Bool:
+        return sympy.Or(*(m.expression() for m in self.masks))
+
+    def by_key(self) -> Bool:
+        return sympy.Or(*(m.by_key() for m in self.masks))
+
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        first, *rest = (m.reference(sizes, device, inputs) for m in self.masks)
+        for mask in rest:
+            first = first | mask
+        return first
+
+    def describe(self) -> str:
+        return " or ".join(map(self._wrapped, self.masks))
+
+
+class Not(Compound):
+    """Visible where the mask says no."""
+
+    name: ClassVar[str] = "not"
+
+    def expression(self) -> Bool:
+        return sympy.Not(self.masks[0].expression())
+
+    def by_key(self) -> Bool:
+        return sympy.Not(self.masks[0].by_key())
+
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        return ~self.masks[0].reference(sizes, device, inputs)
+
+    def describe(self) -> str:
+        return f"not {self._wrapped(self.masks[0])}"
+
+    def data(self) -> Any:
+        return {self.name: self.masks[0].data()}
 
 
 @cache
 def registry() -> dict[str, type[Mask]]:
-    """Every mask by name, from the files of this folder."""
-    found: dict[str, type[Mask]] = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        for cls in vars(module).values():
-            if isinstance(cls, type) and issubclass(cls, Mask) and cls.__module__ == module.__name__:
-                found[cls.name] = cls
-    return dict(sorted(found.items()))
-
-
-def derive_functions() -> dict[str, Callable[..., Any]]:
-    """Every function that a mask declares, by name."""
-    return {f.__name__: f for mask in registry().values() for f in mask.functions}
+    """Every named mask by name, from the files of this folder."""
+    return discover(__name__, __path__, Mask)

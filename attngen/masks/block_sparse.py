@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from attngen.ir.expr import Bool
 from attngen.ir.graph import Blocks
-from attngen.masks import Mask
+from attngen.masks import Mask, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -63,17 +63,17 @@ class BlockSparse(Mask):
     def expression(self) -> Bool:
         return sympy.true
 
-    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        rows, columns = -(-n_q // self.block), -(-n_kv // self.block)
+        rows, columns = -(-sizes.n_q // self.block), -(-sizes.n_kv // self.block)
         blocks = inputs.get("block_mask")
         if blocks is None:
             counts = [[self._counts(i, j, columns - rows) for j in range(columns)] for i in range(rows)]
             blocks = torch.tensor(counts, dtype=torch.bool, device=device).reshape(rows, columns)
         blocks = blocks.reshape((1,) * (4 - blocks.dim()) + tuple(blocks.shape))
         scores: torch.Tensor = blocks.repeat_interleave(self.block, 2).repeat_interleave(self.block, 3)
-        return scores[:, :, :n_q, :n_kv]
+        return scores[:, :, : sizes.n_q, : sizes.n_kv]
 
     def _counts(self, i: int, j: int, shift: int) -> bool:
         if self.pattern == "butterfly":

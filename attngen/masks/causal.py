@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attngen.ir.expr import Bool
-from attngen.masks import KV, NK, NQ, Mask, Q
+from attngen.masks import KV, NK, NQ, Mask, Q, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ class Causal(Mask):
     def expression(self) -> Bool:
         return Q + position_offset(self.align) >= KV
 
-    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        diagonal = n_kv - n_q if self.align == "bottom_right" else 0
-        return torch.ones(n_q, n_kv, dtype=torch.bool, device=device).tril(diagonal)[None, None]
+        diagonal = sizes.n_kv - sizes.n_q if self.align == "bottom_right" else 0
+        return torch.ones(sizes.n_q, sizes.n_kv, dtype=torch.bool, device=device).tril(diagonal)[None, None]

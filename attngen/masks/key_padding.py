@@ -9,7 +9,8 @@ import sympy
 
 from attngen.ir.expr import Bool, symbol
 from attngen.ir.graph import Derived, Input
-from attngen.masks import KV, Mask
+from attngen.ir.ops import Fact
+from attngen.masks import KV, Mask, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -44,22 +45,19 @@ class KeyPadding(Mask):
         return (Input("key_padding", "b1", ("B", "Nk"), "True where a key may be attended to"),)
 
     def derived(self) -> tuple[Derived, ...]:
-        return () if self.lengths else (Derived(SPAN, key_span.__name__, "key_padding"),)
+        return () if self.lengths else (Derived(SPAN, (("B",),) * 3, key_span.__name__, ("key_padding",)),)
 
-    def needs(self) -> Bool:
-        first, _, end = map(symbol, SPAN)
-        return sympy.true if self.lengths else sympy.And(first <= KV, end > KV)
-
-    def enough(self) -> Bool:
-        first, run, _ = map(symbol, SPAN)
-        return sympy.true if self.lengths else sympy.And(first <= KV, run > KV)
+    def facts(self) -> tuple[Fact, ...]:
+        first, run, end = map(symbol, SPAN)
+        needs, enough = sympy.And(first <= KV, end > KV), sympy.And(first <= KV, run > KV)
+        return () if self.lengths else (Fact(symbol("key_padding"), needs, enough),)
 
     def expression(self) -> Bool:
         return symbol("kv_lengths") > KV if self.lengths else symbol("key_padding")
 
-    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        positions = torch.arange(n_kv, device=device)[None, :]
+        positions = torch.arange(sizes.n_kv, device=device)[None, :]
         visible: torch.Tensor = positions < inputs["kv_lengths"][:, None] if self.lengths else inputs["key_padding"]
         return visible[:, None, None, :]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 
 from attngen.ir.expr import Bool
-from attngen.masks import Mask
+from attngen.masks import Mask, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ class NoMask(Mask):
     def expression(self) -> Bool:
         return sympy.true
 
-    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        return torch.ones(1, 1, n_q, n_kv, dtype=torch.bool, device=device)
+        return torch.ones(1, 1, sizes.n_q, sizes.n_kv, dtype=torch.bool, device=device)

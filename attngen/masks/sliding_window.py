@@ -8,7 +8,7 @@ import sympy
 from pydantic import Field, model_validator
 
 from attngen.ir.expr import Bool
-from attngen.masks import KV, MAX_OFFSET, Mask, Q
+from attngen.masks import KV, MAX_OFFSET, Mask, Q, Sizes
 from attngen.masks.causal import Align, position_offset
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class SlidingWindow(Mask):
         right = sympy.true if self.right is None else KV - position <= self.right
         return sympy.And(left, right)
 
-    def reference(self, n_q: int, n_kv: int, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        shift = n_kv - n_q if self.align == "bottom_right" else 0
-        distance = torch.arange(n_q, device=device)[:, None] + shift - torch.arange(n_kv, device=device)[None, :]
+        shift = sizes.n_kv - sizes.n_q if self.align == "bottom_right" else 0
+        distance = torch.arange(sizes.n_q, device=device)[:, None] + shift - torch.arange(sizes.n_kv, device=device)[None, :]
         visible = torch.ones_like(distance, dtype=torch.bool)
         if self.left is not None:
             visible &= distance <= self.left

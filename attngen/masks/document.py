@@ -1,0 +1,183 @@
+"""Document: a query sees the keys of its own document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import sympy
+from pydantic import Field, model_validator
+
+from attngen.ir.expr import Bool, symbol
+from attngen.ir.graph import Derived, Input
+from attngen.ir.ops import Fact
+from attngen.masks import KV, Mask, Q, Sizes
+
+if TYPE_CHECKING:
+    import torch
+if TYPE_CHECKING:
+    import torch
+
+
+def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
+    """What bounds documents, from ids [B, Nk] in any order, int32; the queries are the last n_q positions.
+
+    Numbers of the documents of queries [B, n_q] (-1: before the first key) and of keys [B, Nk]. Then four that rise along the queries
+    [B, n_q]: this query and those after it see no key before the first; this and those before it none from the second on; keys from
+    the third to the fourth are of the document of this one and all before it, and of this one and all after it. Then the same of keys.
+    """
+    document_ids = document_ids.contiguous()
+    n = document_ids.shape[1]
+    shift = n - n_q
+    position = torch.arange(n, device=document_ids.device, dtype=torch.int32).expand_as(document_ids)
+    ordered, at = torch.sort(document_ids, dim=1, stable=True)
+    number = torch.searchsorted(ordered, document_ids)
+    last = torch.searchsorted(ordered, document_ids, right=True) - 1
+    first, end = at.gather(1, number), at.gather(1, last) + 1
+    starts = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    breaks = torch.cat([torch.where(starts, position, n)[:, 1:], torch.full_like(position[:, :1], n)], 1)  # the next start, if one is next
+    low, high = torch.stack([breaks, breaks]), torch.stack([end, first]).int()
+    if n:
+        run = breaks.flip(1).cummin(1).values.flip(1).gather(1, first)
+        low = torch.stack([first.int(), run]).flip(2).cummin(2).values.flip(2)
+        high = high.cummax(2).values
+    spans = torch.stack([low[0], high[0], high[1], low[1]])
+    of_query, of_key = torch.nn.functional.pad(spans, (-shift, 0)), (spans - shift).clamp(min=0)
+    return torch.nn.functional.pad(number.int(), (-shift, 0), value=-1), number.int(), *of_query, *of_key
+
+
+def sorted_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
+    """Of each query [B, n_q] the first key of its document and the end of the last, of each key [B, Nk] the same of queries; int32.
+
+    Ids [B, Nk] never fall along a sequence; the queries are the last n_q positions.
+    """
+    document_ids = document_ids.contiguous()
+    shift = document_ids.shape[1] - n_q
+    first = torch.searchsorted(document_ids, document_ids, out_int32=True)
+    end = torch.searchsorted(document_ids, document_ids, right=True, out_int32=True)
+    spans = torch.stack([first, end])
+    return *torch.nn.functional.pad(spans, (-shift, 0)), *(spans - shift).clamp(min=0)
+
+
+def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int) -> tuple[torch.Tensor, ...]:
+    """Of each query [n_q] the first key that it sees and the end of the last, of each key [n_kv] the same of queries; int32.
+
+    Document d has the queries cu_seqlens_q[d] .. cu_seqlens_q[d + 1] and the keys cu_seqlens_kv[d] .. cu_seqlens_kv[d + 1]; with
+    `causal` its last query meets its last key.
+    """
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape or not cu_seqlens_q.numel():
+        shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_kv.shape)}"
+        raise ValueError(f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents in both")
+    spans = []
+    for own, other, n, side in ((cu_seqlens_q, cu_seqlens_kv, n_q, 1), (cu_seqlens_kv, cu_seqlens_q, n_kv, -1)):
+        position = torch.arange(n, device=own.device, dtype=torch.int32)
+        document = torch.searchsorted(own, position, right=True) - 1
+        inside = (document >= 0) & (document < own.shape[0] - 1)
+        document = document.clamp(0, max(0, own.shape[0] - 2))
+        last = (document + 1).clamp(max=own.shape[0] - 1)
+        first, end = other[document], other[last]
+        meets = position + end - own[last]  # where the other's position is level with this one
+        if causal and side > 0:
+            end = torch.minimum(end, meets + 1)
+        elif causal:
+            first = torch.maximum(first, meets)
+        rest = n_kv if side > 0 else n_q  # what is in no document sees nothing, after all others
+        spans += [torch.where(inside, x, rest).int() for x in (first, torch.maximum(first, end))]
+    return tuple(spans)
+
+
+OF_QUERY = ("document_first", "document_end", "document_full_first", "document_full_end")
+OF_KEY = ("document_q_first", "document_q_end", "document_q_full_first", "document_q_full_end")
+IDS = ("document_q", "document_kv", *OF_QUERY, *OF_KEY)
+PACKED = ("document_first", "document_end", "document_q_first", "document_q_end")
+
+
+class Document(Mask):
+    """Queries see keys of their own document: `document_ids` (int32 [B, Nk], in any order; the queries are the last Nq positions).
+    With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load no ids of keys.
+
+    With `packed`, sequences lie one after the other: `cu_seqlens_q` and `cu_seqlens_kv` (int32 [documents + 1]) say where each
+    starts, and `causal` is inside each, its last query level with its last key. Ids are made causal by `all_of: [causal, document]`.
+    """
+
+    name: ClassVar[str] = "document"
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = (document_spans, sorted_spans, packed_spans)
+    sorted: bool = Field(default=False, description="of ids: they never fall along a sequence, which is faster; it is not checked")
+    packed: bool = False
+    causal: bool = Field(default=False, description="of packed documents: a query sees no later key of its own")
+
+    @model_validator(mode="after")
+    def _causal_is_packed(self) -> Document:
+        if self.causal and not self.packed:
+            raise ValueError("has `causal` without `packed`; for ids write {all_of: [causal, document]}")
+        if self.sorted and self.packed:
+            raise ValueError("has `sorted` and `packed`; packed documents have no ids, and are in order")
+        return self
+
+    def inputs(self) -> tuple[Input, ...]:
+        if self.packed:
+            help = "where each document starts, and the end of the last, among the"
+            return tuple(Input(f"cu_seqlens_{x}", "i32", ("*",), f"{help} {what}") for x, what in (("q", "queries"), ("kv", "keys")))
+        return (Input("document_ids", "i32", ("B", "Nk"), "the document of each key; queries are the last Nq positions"),)
+
+    def derived(self) -> tuple[Derived, ...]:
+        q, kv = ("B", "Nq"), ("B", "Nk")
+        if self.packed:
+            shapes = (q[1:], q[1:], kv[1:], kv[1:])
+            sources = ("cu_seqlens_q", "cu_seqlens_kv", "Nq", "Nk", str(int(self.causal)))
+            return (Derived(PACKED, shapes, packed_spans.__name__, sources, rising=PACKED),)
+        if self.sorted:
+            return (Derived(PACKED, (q, q, kv, kv), sorted_spans.__name__, ("document_ids", "Nq"), rising=PACKED),)
+        return (Derived(IDS, (q, kv, *(q,) * 4, *(kv,) * 4), document_spans.__name__, ("document_ids", "Nq"), rising=IDS[2:]),)
+
+    def expression(self) -> Bool:
+        if self.packed or self.sorted:
+            first, end = map(symbol, PACKED[:2])
+            return sympy.And(first <= KV, end > KV)
+        return sympy.Eq(symbol("document_q"), symbol("document_kv"))
+
+    def by_key(self) -> Bool:
+        if self.packed or self.sorted:
+            first, end = map(symbol, PACKED[2:])
+            return sympy.And(first <= Q, end > Q)
+        return self.expression()
+
+    def facts(self) -> tuple[Fact, ...]:
+        if self.packed or self.sorted:
+            return ()
+        first, end, full_first, full_end, q_first, q_end, q_full_first, q_full_end = map(symbol, IDS[2:])
+        needs = sympy.And(first <= KV, end > KV, q_first <= Q, q_end > Q)
+        enough = sympy.Or(sympy.And(full_first <= KV, full_end > KV), sympy.And(q_full_first <= Q, q_full_end > Q))
+        return (Fact(self.expression(), needs, enough),)
+
+    def sample(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
+        import torch
+
+        if not self.packed:  # rising in the first sequence, in any order in the others
+            ids = torch.randint(0, 4, (sizes.batch, sizes.n_kv), generator=generator, dtype=torch.int32)
+            rows = sizes.batch if self.sorted else 1
+            ids[:rows] = ids[:rows].sort(1).values
+            return {"document_ids": ids}
+        cuts = (torch.randint(0, n + 1, (3,), generator=generator).sort().values for n in (sizes.n_q, sizes.n_kv))
+        return {
+            f"cu_seqlens_{x}": torch.tensor([0, *cut.tolist(), n], dtype=torch.int32)
+            for x, cut, n in zip(("q", "kv"), cuts, (sizes.n_q, sizes.n_kv))
+        }
+
+    def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
+        import torch
+
+        if not self.packed:
+            ids = inputs["document_ids"]
+            mask = torch.zeros(sizes.batch, 1, sizes.n_q, sizes.n_kv, dtype=torch.bool, device=device)
+            for q in range(sizes.n_q):
+                if q + sizes.n_kv - sizes.n_q >= 0:
+                    mask[:, 0, q] = ids == ids[:, q + sizes.n_kv - sizes.n_q, None]
+            return mask
+        mask = torch.zeros(1, 1, sizes.n_q, sizes.n_kv, dtype=torch.bool, device=device)
+        q_ends, kv_ends = inputs["cu_seqlens_q"].tolist(), inputs["cu_seqlens_kv"].tolist()
+        for q_start, q_end, kv_start, kv_end in zip(q_ends, q_ends[1:], kv_ends, kv_ends[1:]):
+            n_q, n_kv = q_end - q_start, kv_end - kv_start
+            inside = torch.ones(n_q, n_kv, dtype=torch.bool, device=device)
+            mask[0, 0, q_start:q_end, kv_start:kv_end] = inside.tril(n_kv - n_q) if self.causal else inside
+        return mask

@@ -1,0 +1,44 @@
+"""Relative bias: a table of numbers added to scores, by distance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from attngen.ir.expr import Expr, clamp, symbol
+from attngen.ir.graph import Input
+from attngen.lang import Read
+from attngen.scores import KV, NK, NQ, Q, S, Score, Sizes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RelativeBias(Score):
+    """s + table[h, distance + max_distance], distance = query - key within +-max_distance (T5, Raffel et al. 2020, without its buckets).
+
+    `relative_bias` is fp32 [Hq, 2 max_distance + 1]; the queries are the last positions. T5's buckets: index a small table into it.
+    """
+
+    name: ClassVar[str] = "relative_bias"
+    max_distance: int = Field(ge=1, le=2**20, description="farther keys count as this far")
+    learnable: bool = True
+
+    def inputs(self) -> tuple[Input, ...]:
+        shape = ("Hq", str(2 * self.max_distance + 1))
+        return (Input("relative_bias", "f32", shape, "what is added, by head and distance", ("grad",) * self.learnable),)
+
+    def reads(self) -> tuple[Read, ...]:
+        distance = clamp(Q + NK - NQ - KV, -self.max_distance, self.max_distance)
+        return (Read("relative_bias", "relative_bias", (symbol("h"), distance + self.max_distance)),)
+
+    def expression(self) -> Expr:
+        return S + symbol("relative_bias")
+
+    def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
+        import torch
+
+        q, kv = torch.arange(sizes.n_q, device=s.device) + sizes.n_kv - sizes.n_q, torch.arange(sizes.n_kv, device=s.device)
+        distance = (q[:, None] - kv).clamp(-self.max_distance, self.max_distance)
+        return s + inputs["relative_bias"].to(s.dtype)[:, distance + self.max_distance]
