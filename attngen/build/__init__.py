@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from attngen import __version__
-from attngen.build.backward import build_delta, build_dkdv, build_dq
+from attngen.build.backward import build_delta, build_dkdv, build_dq, learned
+from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward
+from attngen.build.semantics import listed_blocks
 from attngen.ir.graph import Module
 from attngen.spec import Spec
 
 
 def build_module(spec: Spec) -> Module:
-    """The logical module of a spec: forward, and the three kernels of the backward."""
+    """The logical module of a spec: forward, the three kernels of the backward, and `blocks` where data says which tiles to visit."""
+    blocks = listed_blocks(spec)
+    kernels = build_forward(spec), build_delta(spec), build_dkdv(spec), build_dq(spec)
     return Module(
         name=spec.name,
         version=__version__,
@@ -23,9 +27,11 @@ def build_module(spec: Spec) -> Module:
         dtypes=spec.dtype,
         precision=spec.fp32_precision,
         mask=spec.mask.describe(),
-        blocks=spec.mask.blocks(),
+        score=", ".join(s.describe() for s in spec.score) or "none",
+        blocks=blocks,
         dropout=spec.dropout,
-        inputs=spec.mask.inputs(),
-        derived=spec.mask.derived(),
-        kernels=(build_forward(spec), build_delta(spec), build_dkdv(spec), build_dq(spec)),
+        inputs=spec.inputs(),
+        derived=spec.derived(),
+        learned=learned(spec),
+        kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
     )

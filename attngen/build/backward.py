@@ -6,10 +6,14 @@ from typing import Any
 
 import sympy
 
-from attngen.build.common import KernelBuilder, in_bounds, kv_head
-from attngen.ir.expr import cdiv, exp2, select, symbol
-from attngen.ir.graph import Kernel
-from attngen.ir.ops import Yield
+from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
+from attngen.build.semantics import S, derivative, modified, singular, varies
+from attngen.errors import SpecError
+from attngen.ir.expr import cdiv, clamp, exp2, floordiv, mod, select, symbol, to_text
+from attngen.ir.graph import Kernel, Learned
+from attngen.ir.ops import Access, Store, Yield
+from attngen.lang import Read
+from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
 
 
@@ -19,7 +23,7 @@ def build_delta(spec: Spec) -> Kernel:
     An empty row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0.
     """
     b = KernelBuilder(spec, "delta")
-    b.tensors(masked=False)
+    b.tensors()
     for name in ("Hq", "Nq", *(("keep_scale",) if spec.dropout else ())):
         b.scalar(name)
     rows = ("b", "h", "q")
@@ -37,32 +41,112 @@ def build_delta(spec: Spec) -> Kernel:
     return b.kernel()
 
 
-def _probabilities(b: KernelBuilder, where: Any, reads: dict[str, str], a: str, c: str) -> None:
-    """p = 2^(score - lse2), recomputed from the tiles of a and c, whose order gives S or its transpose."""
+def learned(spec: Spec) -> tuple[Learned, ...]:
+    """The gradients of inputs that the dQ kernel sums, one for each way in which modifiers read the input."""
+    if derivative(modified(spec), S) == 0:
+        raise SpecError(
+            f"{spec.name}: the score changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`"
+        )
+    grads = {i.name: i.shape for i in spec.inputs() if i.grad}
+    letters = {natural: {"q_idx": "q", "kv_idx": "kv"}.get(str(natural), str(natural)) for natural in NATURAL.values()}
+    found = []
+    for read in spec.reads():
+        if read.tensor not in grads:
+            continue
+        if any(s.sink() == symbol(read.name) for s in spec.score):  # from what delta holds already
+            found.append(Learned(read.tensor, ("h",), "DELTA"))
+            continue
+        index: list[str | None] = []
+        for dim, e in zip(grads[read.tensor], read.index):
+            if dim.isdigit() and e.is_Integer:
+                index.append(str(e % int(dim)))
+            else:
+                index.append(letters.get(e, str(e)) if e == NATURAL.get(dim) else _by_distance(e))
+        if derivative(modified(spec), symbol(read.name)) == 0:
+            raise SpecError(
+                f"{spec.name}: `{read.tensor}` has `grad: true`, and the score does not change with it but in steps; expected no `grad`"
+            )
+        if not _summed_in_order(index):
+            if spec.backward.deterministic:
+                raise SpecError(f"{spec.name}: {_LEARNED.format(read.tensor, ', '.join(map(to_text, read.index)))}")
+            index = []
+        found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))
+    return tuple(found)
+
+
+def _summed_in_order(index: list[str | None]) -> bool:
+    """Whether a gradient that is read there has parts: rows, scores, or distances of some sequences and heads."""
+    distances = [e for e in index if e and "distance" in e]
+    if distances:
+        return len(distances) == 1 and [e for e in index if e not in distances] in ([], ["b"], ["h"], ["b", "h"])
+    return None not in index and {"q", "kv"} & set(index) != {"kv"}
+
+
+def _parts(read: Read) -> str:
+    """The tensor that holds the parts of a read's gradient."""
+    return f"d{read.name.upper()}"
+
+
+_LEARNED = (
+    "`{}` has `grad: true` and is read at `{}`; sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_idx, numbers, or a distance "
+    "kv_idx - q_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
+)
+
+
+def _by_distance(e: Any) -> str | None:
+    """An index as an expression in `distance`, kv_idx - q_idx, if it is one."""
+    made = sympy.expand(e.xreplace({Q: KV - symbol("distance")}))
+    made = made.replace(lambda x: isinstance(x, clamp), lambda x: clamp(sympy.expand(x.args[0]), *x.args[1:]))
+    known = (sympy.Add, sympy.Mul, sympy.Integer, sympy.Symbol, sympy.Abs, clamp, floordiv, mod)
+    names = {str(s) for s in made.free_symbols}
+    if (
+        not names <= {"distance", "Nq", "Nk"}
+        or "distance" not in names
+        or not all(isinstance(x, known) for x in sympy.preorder_traversal(made))
+    ):
+        return None
+    return to_text(made)
+
+
+def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
+    """p = 2^(score - lse2), recomputed from the tiles of a and c, whose order gives S or its transpose; other expressions of the score."""
     b.dot("s", a, c, "D_QK", "step")
-    b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
-    masked = b.mask("masked", "score", where, reads, "step")
-    b.map("p", exp2(symbol("x") - symbol("lse2")), "step", x=masked, lse2="lse2")
+    rest = scores(b, *more)
+    where = sympy.And(b.where, in_bounds("kv")) if b.own_axis == "q" else b.where
+    if b.own_axis == "kv" and singular(b.spec, b.score):  # queries past the end, too
+        where = sympy.And(where, in_bounds("q"))
+    masked = b.mask("masked", "score", where, "step")
+    b.compute("p", exp2(symbol(masked) - symbol("lse2")))
+    return rest
 
 
-def _score_gradients(b: KernelBuilder, kept: str) -> None:
+def _score_gradients(b: KernelBuilder, kept: str, factor: Any) -> None:
     """dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, applied at the end.
 
     With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention, Appendix B.4).
     Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The factor is applied at the end.
+    Modifiers multiply it by the derivative of the score that the softmax sees, `factor`: dscore is the gradient of that score.
     """
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", "delta"))
+    name = "ds" if factor == 1 else "dscore"
     if b.spec.dropout:
-        b.map("ds", p_kept * dp - p * delta, "step", p="p", p_kept=kept, dp="dp", delta="delta")
+        b.map(name, p_kept * dp - p * delta, "step", p="p", p_kept=kept, dp="dp", delta="delta")
     else:
-        b.map("ds", p * (dp - delta), "step", p="p", dp="dp", delta="delta")
+        b.map(name, p * (dp - delta), "step", p="p", dp="dp", delta="delta")
+    if factor != 1:
+        b.compute("ds", _where_seen(b, symbol("dscore") * factor))
 
 
-def _scaled(b: KernelBuilder, name: str, value: str, *factors: str) -> None:
+def _where_seen(b: KernelBuilder, e: Any) -> Any:
+    """A gradient by score, zero for scores that weigh nothing: past the end, say, where a derivative may be infinite."""
+    return select(symbol("p") > 0, e, sympy.Integer(0)) if singular(b.spec, b.score) else e
+
+
+def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str = "T") -> None:
     """A gradient times the factors left to the end, as it is stored."""
     field = value.rpartition(".")[2]
     uses = {field: value} | {f: f for f in factors if f != "keep_scale" or b.spec.dropout}
-    b.map(name, sympy.Mul(*map(symbol, uses)), "entry", "T", False, **uses)
+    b.map(name, sympy.Mul(*map(symbol, uses)), "entry", dtype, False, **uses)
 
 
 def build_dkdv(spec: Spec) -> Kernel:
@@ -73,7 +157,8 @@ def build_dkdv(spec: Spec) -> Kernel:
     (docs/perf-log.md).
     """
     shared = spec.heads.sharing != "mha"
-    b = KernelBuilder(spec, "dkdv")
+    factor = derivative(modified(spec), S)
+    b = KernelBuilder(spec, "dkdv", [factor])
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -82,10 +167,10 @@ def build_dkdv(spec: Spec) -> Kernel:
     group, g = symbol("group"), symbol("g")
     kv = {"mha": "h", "mqa": sympy.Integer(0), "gqa": "hkv"}[spec.heads.sharing]
     head = {"mha": symbol("h"), "mqa": g, "gqa": symbol("hkv") * group + g}[spec.heads.sharing]
-    b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
+    b.scale()
     b.load("k", "K", ("b", kv, "kv", "d_qk"))
     b.load("v", "V", ("b", kv, "kv", "d_v"))
-    reads = b.reads("step")
+    b.reads()
     starts = {"dk": b.init("dk_init", 0, "BLOCK_KV", "D_QK"), "dv": b.init("dv_init", 0, "BLOCK_KV", "D_V")}
     q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
     if shared:
@@ -104,9 +189,9 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.load("delta", "DELTA", ("b", head, "q"), "step")
     b.draw(head, "BLOCK_KV", "BLOCK_Q")
     b.dot("dp", "v", "do", "D_V", "step")
-    _probabilities(b, spec.mask.expression(), reads, "k", "q")
+    (factor,) = _probabilities(b, "k", "q", factor)
     p = b.dropped("p")
-    _score_gradients(b, p)
+    _score_gradients(b, p, factor)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
@@ -120,32 +205,68 @@ def build_dkdv(spec: Spec) -> Kernel:
 
 def build_dq(spec: Spec) -> Kernel:
     """dQ (FlashAttention-2, Algorithm 2, with the loop order of the forward): one program per query tile."""
-    b = KernelBuilder(spec, "dq")
-    b.tensors()
+    gradients = tuple(x for x in learned(spec) if x.by != "row")
+    reads = {_parts(read): read for read in spec.reads()}
+    slopes = [derivative(modified(spec), by) for by in (S, *(symbol(reads[x.parts].name) for x in gradients))]
+    b = KernelBuilder(spec, "dq", [*slopes, *(e for x in gradients if x.by == "element" for e in reads[x.parts].index)])
+    b.tensors(gradients)
     b.scalar("scale")
     b.sizes()
     b.seed()
 
     rows = ("b", "h", "q")
-    b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
+    b.scale()
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("do", "dO", (*rows, "d_v"))
     b.load("lse2", "LSE2", rows, other=sympy.oo)
     b.load("delta", "DELTA", rows)
     starts = {"dq": b.init("dq_init", 0, "BLOCK_Q", "D_QK")}
-    reads = b.reads("step")
+    by_row = [x for x in gradients if x.by == "query" or (x.by == "element" and not varies(spec, reads[x.parts], KV))]
+    summed = {x.parts: f"{x.parts.lower()}_sum" for x in by_row}
+    starts |= {field: b.init(f"{field}_init", 0, "BLOCK_Q") for field in summed.values()}
+    b.reads()
     b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
-    _probabilities(b, sympy.And(spec.mask.expression(), in_bounds("kv")), reads, "q", "k")
+    factor, *slopes = _probabilities(b, "q", "k", *slopes)
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.dot("dp", "do", "v", "D_V", "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
-    _score_gradients(b, b.dropped("p"))
+    _score_gradients(b, b.dropped("p"), factor)
+    dscore = symbol("ds" if factor == 1 else "dscore")
+
+    def gradient(name: str, slope: Any) -> str:
+        """The gradient of what is read, of each score."""
+        return b.compute(name, _where_seen(b, dscore * slope)) if slope != 1 else str(dscore)
+
+    kept = symbol("keep_scale") if spec.dropout else 1
+    for x, slope in zip(gradients, slopes):
+        name = x.parts.lower()
+        if x.by == "distance":
+            b.add(Store(f"{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"), "step")
+            continue
+        if x.by == "element" and x.parts not in summed:
+            b.scatter(reads[x.parts], x.parts, gradient(name, slope * kept), "step")
+            continue
+        if x.parts not in summed:  # an element for each score: it is stored as it is
+            b.compute(name, _where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
+            b.store(x.parts, (*rows, "kv"), name, "step")
+            continue
+        b.reduce_sum(f"{name}_rows", gradient(name, slope), "BLOCK_KV", "step")
+        field = summed[x.parts]
+        b.map(
+            f"{name}_next", symbol(field) + symbol(f"{name}_rows"), "step", "f32", False, **{field: field, f"{name}_rows": f"{name}_rows"}
+        )
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
-    b.add(Yield("yield_step", (("dq", "dq_next"),)), "step")
+    b.add(Yield("yield_step", (("dq", "dq_next"), *((field, f"{parts.lower()}_next") for parts, field in summed.items()))), "step")
 
     _scaled(b, "dq_out", "keys.dq", "scale", "keep_scale")
     b.store("dQ", (*rows, "d_qk"), "dq_out")
+    for parts, field in summed.items():
+        _scaled(b, f"{parts.lower()}_out", f"keys.{field}", "keep_scale", dtype="f32")
+        if any(x.by == "element" for x in by_row if x.parts == parts):
+            b.scatter(reads[parts], parts, f"{parts.lower()}_out")
+        else:
+            b.store(parts, rows, f"{parts.lower()}_out")
     return b.kernel()

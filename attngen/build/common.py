@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
 
-from attngen.ir.expr import Bool, floordiv, symbol
-from attngen.ir.graph import Block, Kernel
-from attngen.ir.interface import DROPOUT_SCALARS, SCALARS, SIGNATURES, grid, mask_tensors, tensor_args
+from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
+from attngen.errors import SpecError
+from attngen.ir.expr import Bool, floordiv, prove_le, select, span, symbol, to_text
+from attngen.ir.graph import Block, Kernel, Learned
+from attngen.ir.interface import BESIDE, DROPOUT_SCALARS, SCALARS, SIGNATURES, grid, input_tensors, parts_of, tensor_args
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -17,6 +20,8 @@ from attngen.ir.ops import (
     Checks,
     Dot,
     Dropout,
+    Fact,
+    Gather,
     Init,
     Keep,
     Load,
@@ -25,61 +30,87 @@ from attngen.ir.ops import (
     Mask,
     Op,
     Reduce,
+    Scatter,
     Seed,
     Store,
     Type,
 )
-from attngen.masks import is_linear
+from attngen.lang import Read
+from attngen.parts import NATURAL
 from attngen.spec import Spec
 
-INPUT_AXES = {"B": "b", "Hq": "h", "Nq": "q", "Nk": "kv"}  # dimension of a mask input -> how it is indexed
+POSITIONS = {"Nq": "q", "Nk": "kv"}  # dimensions that are walked in tiles
+AXIS_OF = {dim: axis for axis, dim in AXIS_DIM.items()}
 
 
 class KernelBuilder:
     """Collects the ops of one kernel, giving each value its type."""
 
-    def __init__(self, spec: Spec, name: str) -> None:
+    def __init__(self, spec: Spec, name: str, wants: Iterable[Any] = ()) -> None:
+        """`wants`: what the kernel computes besides the score; with it and the mask, this says which inputs it reads."""
         self.spec, self.name = spec, name
         own = SIGNATURES[name].own
-        self.loop_axis = "kv" if own == "q" else "q"
+        self.own_axis, self.loop_axis = own, "kv" if own == "q" else "q"
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
         self.grid = grid(own, spec.heads.sharing)
-        self.masked = mask_tensors(spec.mask.inputs(), spec.mask.derived())
+        self.heads = _heads(spec, own)
+        self.score = modified(spec)
+        self.tensor_types = input_tensors(spec.inputs(), spec.derived())
+        self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
+        along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
+        self.where = spec.mask.expression() if own == "q" else spec.mask.by_key()
+        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)] if name != "delta" else []
+        self.facts = tuple(_usable(fact, along) for fact in facts)
+        of_scores = () if name in BESIDE else (self.score, *wants)
+        of_mask = () if name == "delta" else (self.where, *(e for f in self.facts for e in f))
+        needed = {str(s) for s in _symbols((*of_mask, *of_scores))}
+        for read in reversed(spec.reads()):
+            needed |= {str(s) for s in _symbols(read.index)} if read.name in needed else set()
+        self.needed = tuple(read for read in spec.reads() if read.name in needed)
+        self.needed_numbers = tuple(name for name in self.numbers if name in needed)
 
     def add(self, op: Op, block: str = "entry") -> str:
         self.ops.setdefault(block, []).append(op)
         self.types.update({f"{op.name}.{f}".rstrip("."): t for f, t in op.results().items()})
         return op.name
 
-    def tensors(self, masked: bool = True) -> None:
-        """Declare what the kernel reads and writes, and, if it masks, what its mask reads."""
-        for arg in tensor_args(self.name, self.masked if masked else {}, self.spec.mask.blocks() is not None, self.spec.dropout):
+    def tensors(self, learned: Iterable[Learned] = ()) -> None:
+        """Declare what the kernel reads and writes, mask and modifiers too."""
+        read = {read.tensor: self.tensor_types[read.tensor] for read in self.needed}
+        outs = parts_of(learned, self.spec.inputs())
+        for arg in tensor_args(self.name, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
 
     def scalar(self, name: str) -> None:
-        self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS}[name])))
+        self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.numbers}[name])))
 
     def sizes(self) -> None:
-        """The sizes every kernel needs, and a scalar for each that indexing by head needs."""
+        """The sizes every kernel needs, a scalar for each that indexing by head needs, and the numbers of mask and modifiers."""
         names = [str(a.extent) for a in self.grid[1:-1]]
-        if self.spec.heads.sharing == "gqa" or (self.spec.heads.sharing == "mqa" and self.name == "dkdv"):
+        shared = self.spec.heads.sharing == "gqa" and (self.name != "blocks" or self.where.has(symbol("hkv")))
+        if shared or (self.spec.heads.sharing == "mqa" and self.name == "dkdv"):
             names.append("group")
-        for name in (*names, "Nq", "Nk"):
+        places = (self._inside(read) for read in self.needed)
+        bounds = {str(s) for at, where in places for s in _symbols((*at, where))} & {"B", "Hq", "Hkv"}
+        for name in dict.fromkeys((*names, *sorted(bounds), "Nq", "Nk", *self.needed_numbers)):
             self.scalar(name)
 
     def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0) -> str:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
         access = _access(tensor, index)
         dims = tuple(AXIS_DIM[a] for a in access.axes())
-        when = "always" if block == "entry" else "partial"
-        check: Checks = tuple((a, when) for a in access.axes() if a in ("q", "kv"))
+        if set(access.axes()) == {"q", "kv"}:  # as the scores lie
+            dims = (AXIS_DIM[self.own_axis], AXIS_DIM[self.loop_axis])
+        always = (self.own_axis, *(("q", "kv") if block == "entry" else ()))
+        check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ("q", "kv"))
         return self.add(Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other)), block)
 
-    def store(self, tensor: str, index: tuple[Any, ...], value: str) -> None:
+    def store(self, tensor: str, index: tuple[Any, ...], value: str, block: str = "entry") -> None:
         access = _access(tensor, index)
-        check: Checks = tuple((a, "always") for a in access.axes() if a in ("q", "kv"))
-        self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check))
+        own = self.own_axis
+        check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ("q", "kv"))
+        self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
     def init(self, name: str, value: Any, *dims: str) -> str:
         return self.add(Init(name, sympy.sympify(value), Type("f32", dims)))
@@ -107,22 +138,95 @@ class KernelBuilder:
         dims = tuple(d for d in self.types[value].dims if d != over)
         return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
 
-    def reads(self, block: str) -> dict[str, str]:
-        """Loads of the mask's inputs: in the loop body where they vary along the loop, before the loop elsewhere."""
-        found = {}
-        for name, type_ in self.masked.items():
-            index = tuple(INPUT_AXES[d] for d in type_.dims)
-            found[name] = self.load(name, name.upper(), index, block if self.loop_axis in index else "entry")
-        return found
+    def reads(self) -> None:
+        """Loads of what mask and modifiers read: in the loop body where it varies along the loop or with its head, before elsewhere."""
+        for read in self.needed:
+            self._read(read, self._home([e for _, e, _ in self._natural(read)]))
 
-    def mask(self, name: str, value: str, where: Bool, reads: dict[str, str], block: str) -> str:
-        """Apply the mask; a condition that is always true leaves the value as it is."""
+    def _home(self, index: Iterable[Any]) -> str:
+        names = _symbols(index)
+        homes = {block for block, ops in self.ops.items() if {op.name for op in ops} & {str(s) for s in names}}
+        if symbol(f"{self.loop_axis}_idx") in names or "step" in homes:
+            return "step"
+        return "group" if symbol("g") in names or "group" in homes else "entry"
+
+    def _read(self, read: Read, block: str) -> None:
+        tensor = read.tensor.upper()
+        plain = self._natural(read)
+        rows = [d in POSITIONS for d, _, _ in plain]
+        if all(e == natural for _, e, natural in plain) and rows == sorted(rows):
+            self.load(read.name, tensor, tuple(POSITIONS.get(d, e) for d, e, _ in plain), block)
+            return
+        at, inside = self._inside(read)
+        value = Type(self.tensor_types[read.tensor].dtype, self._dims(_symbols((*at, inside))))
+        self.add(Gather(read.name, Access(tensor, at), self._uses((*at, inside)), value, inside), block)
+
+    def scatter(self, read: Read, tensor: str, value: str, block: str = "entry") -> None:
+        """Add a value to `tensor` where `read` reads, after a sum over the dimensions that the places do not depend on."""
+        at, inside = self._inside(read)
+        dims = self._dims(_symbols((*at, inside)))
+        for over in [d for d in self.types[value].dims if d not in dims]:
+            value = self.reduce_sum(f"{tensor.lower()}_{AXIS_OF[over]}_sum", value, over, block)
+        name = f"scatter_{sum(map(len, self.ops.values()))}"
+        self.add(Scatter(name, Access(tensor, at), value, self._uses((*at, inside)), inside), block)
+
+    def _natural(self, read: Read) -> list[tuple[str, Any, Any]]:
+        """Of each dimension that is read: its name, its index in this kernel, and how it is indexed if nothing else is said."""
+        dims = zip(self.tensor_types[read.tensor].dims, read.index)
+        return [(d, e.xreplace(self.heads), NATURAL[d].xreplace(self.heads) if d in NATURAL else None) for d, e in dims]
+
+    def _inside(self, read: Read) -> tuple[tuple[Any, ...], Bool]:
+        """The places of a read, negative ones counted from the end, and the condition under which they are in the tensor."""
+        inside: list[Any] = []
+        at = []
+        for dim, e, natural in self._natural(read):
+            extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+            low, high = span(e)
+            if e != natural and low < 0:  # from the end
+                e = select(e < 0, e + extent, e)
+                if not prove_le(-extent, low):
+                    inside.append(e >= 0)
+            if not (prove_le(high, extent - 1) or (e == natural and dim not in POSITIONS)):
+                inside.append(e < extent)
+            at.append(e)
+        where = sympy.And(*inside)
+        if where == sympy.false:
+            places = ", ".join(map(to_text, read.index))
+            raise SpecError(f"{self.spec.name}: `{read.tensor}` is read at `{places}`, which is outside of it; expected places inside")
+        return tuple(at), where
+
+    def _uses(self, expressions: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+        """The values that expressions name."""
+        names = sorted(str(s) for s in _symbols(expressions))
+        return tuple((n, n) for n in names if n in self.types)
+
+    def _dims(self, symbols: Iterable[Any]) -> tuple[str, ...]:
+        """Dimensions of an expression in these symbols, in the order of the scores."""
+        names = {str(s) for s in symbols}
+        found = {d for n in names & self.types.keys() for d in self.types[n].dims}
+        found |= {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in names}
+        scores = (AXIS_DIM[self.own_axis], AXIS_DIM[self.loop_axis])
+        return tuple(d for d in scores if d in found)
+
+    def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:
+        """An expression in values of the kernel and positions, of as many dimensions as these have."""
+        e = e.xreplace(self.heads)
+        return self.add(Map(name, e, self._uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
+
+    def mask(self, name: str, value: str, where: Bool, block: str) -> str:
+        """Apply a condition; one that is always true leaves the value as it is."""
         if where == sympy.true:
             return value
-        names = {str(s) for s in where.free_symbols}
-        uses = tuple((n, r) for n, r in reads.items() if n in names)
-        known = {} if is_linear(where) else {"needs": self.spec.mask.needs(), "enough": self.spec.mask.enough()}
-        return self.add(Mask(name, value, where, uses, self.types[value], **known), block)
+        where = where.xreplace(self.heads)
+        used = _symbols((where,))
+        uses = tuple((read.name, read.name) for read in self.needed if symbol(read.name) in used)
+        facts = tuple(Fact(*(e.xreplace(self.heads) for e in fact)) for fact in self.facts)
+        return self.add(Mask(name, value, where, uses, self.types[value], facts), block)
+
+    def scale(self) -> None:
+        """The factor of scores in base 2, where nothing else modifies them."""
+        if self.score == S:
+            self.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
 
     def seed(self) -> None:
         """What dropout needs, if the spec has it: scalars, and the key of its random numbers."""
@@ -144,8 +248,49 @@ class KernelBuilder:
         return Kernel(self.name, self.grid, tuple(Block(n, tuple(ops)) for n, ops in self.ops.items()))
 
 
+def _symbols(expressions: Iterable[Any]) -> set[Any]:
+    return {s for e in expressions for s in e.free_symbols}
+
+
+def _usable(fact: Fact, along: set[str]) -> Fact:
+    """What is known of a condition without what differs along the loop."""
+
+    def usable(e: Bool) -> bool:
+        return along.isdisjoint(str(s) for s in e.free_symbols)
+
+    return Fact(
+        fact.literal,
+        sympy.And(*(part for part in sympy.And.make_args(fact.needs) if usable(part))),
+        sympy.Or(*(part for part in sympy.Or.make_args(fact.enough) if usable(part))),
+    )
+
+
+def _heads(spec: Spec, own: str) -> dict[Any, Any]:
+    """The query head and the key head, by the names that expressions have for them, in a kernel that owns tiles of an axis."""
+    h, hkv = symbol("h"), symbol("hkv")
+    if own == "q":
+        return {hkv: kv_head(spec)}
+    return {
+        "mha": {hkv: h},
+        "mqa": {h: symbol("g"), hkv: sympy.Integer(0)},
+        "gqa": {h: hkv * symbol("group") + symbol("g")},
+    }[spec.heads.sharing]
+
+
 def _access(tensor: str, index: tuple[Any, ...]) -> Access:
     return Access(tensor, tuple(symbol(i) if isinstance(i, str) else i for i in index))
+
+
+def scores(b: KernelBuilder, *more: Any) -> list[Any]:
+    """The score of the softmax, in base 2, from the product `s`, and other expressions in what it has computed."""
+    if b.score == S:
+        b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
+        return list(more)
+    made, (first, *rest) = shared(*(whole_numbers(of_product(e)) for e in (b.score, *more)))
+    for name, e in made:
+        b.compute(name, e)
+    b.compute("score", sympy.Add(*(symbol("LOG2E") * term for term in sympy.Add.make_args(first))), score=True)
+    return rest
 
 
 def kv_head(spec: Spec) -> Any:

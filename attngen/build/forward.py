@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sympy
 
-from attngen.build.common import KernelBuilder, in_bounds, kv_head
-from attngen.ir.expr import cdiv, log2, select, symbol
+from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
+from attngen.build.semantics import unbounded
+from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import SoftmaxStep, Type, Yield
 from attngen.spec import Spec
@@ -17,30 +18,31 @@ def build_forward(spec: Spec) -> Kernel:
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
     """
-    b = KernelBuilder(spec, "fwd")
+    sink = next((s.sink() for s in spec.score if s.sink() is not None), None)
+    b = KernelBuilder(spec, "fwd", [] if sink is None else [sink])
     b.tensors()
     b.scalar("scale")
     b.sizes()
     b.seed()
 
-    b.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
+    b.scale()
     b.load("q", "Q", ("b", "h", "q", "d_qk"))
     starts = {
         "m": b.init("m_init", -sympy.oo, "BLOCK_Q"),
         "l": b.init("l_init", 0, "BLOCK_Q"),
         "acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"),
     }
-    reads = b.reads("step")
+    b.reads()
     b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     b.dot("s", "q", "k", "D_QK", "step")
-    b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
-    where = sympy.And(spec.mask.expression(), in_bounds("kv"))
-    b.mask("masked", "score", where, reads, "step")
-    b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV"))), "step")
+    scores(b)
+    b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
+    guard = "always" if unbounded(spec) else "partial"
+    b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     p = b.dropped("soft.p")
@@ -50,13 +52,29 @@ def build_forward(spec: Spec) -> Kernel:
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), ("acc", "acc_next"))), "step")
 
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
-    b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
+    if sink is not None:
+        _join_sink(b, sink)
+    else:
+        b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
     if spec.dropout:  # what is kept makes up for what is dropped
         b.map("inv_l_kept", inv_l * symbol("keep_scale"), inv_l="inv_l", keep_scale="keep_scale")
         b.map("o", acc * symbol("inv_l_kept"), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
     else:
         b.map("o", acc * inv_l, dtype="T", acc="keys.acc", inv_l="inv_l")
     b.store("O", ("b", "h", "q", "d_v"), "o")
-    b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m="keys.m", l="keys.l")
+    if sink is not None:
+        b.map("lse", (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), m_all="m_all", l_all="l_all")
+    else:
+        b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m="keys.m", l="keys.l")
     b.store("LSE", ("b", "h", "q"), "lse")
     return b.kernel()
+
+
+def _join_sink(b: KernelBuilder, sink: Expr) -> None:
+    """One more logit in every row's softmax: the sums so far shrink to the new maximum. No row is empty then."""
+    m, l, m_all, sink2 = map(symbol, ("m", "l", "m_all", "sink2"))  # noqa: E741
+    b.compute("sink2", sink * symbol("LOG2E"), "entry")
+    b.map("m_all", sympy.Max(m, sink2), m="keys.m", sink2="sink2")
+    b.map("shrunk", exp2(m - m_all), m="keys.m", m_all="m_all")
+    b.map("l_all", l * symbol("shrunk") + exp2(sink2 - m_all), l="keys.l", shrunk="shrunk", sink2="sink2", m_all="m_all")
+    b.map("inv_l", symbol("shrunk") / symbol("l_all"), shrunk="shrunk", l_all="l_all")

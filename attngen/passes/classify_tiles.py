@@ -3,26 +3,35 @@
 before:  %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) ...
 after:   the same, with tiles(visible start; full start; full end; visible end), in tiles, in closed form
 
-Each linear inequality of the conjunction is bounded over the box of (this program's tile) x (tile j of the loop): its
-least value says where tiles may hold something visible, its greatest where they hold nothing hidden. A condition that
-is not linear in the indices (a tensor of booleans, say) is bounded by what the mask says of it (`needs`, `enough`); with
-nothing known, its tiles are partial.
+The mask is a union of conjunctions of literals; each linear inequality is bounded over the box of (this program's tile) x
+(tile j of the loop): its least value says where tiles may hold something visible, its greatest where they hold nothing hidden.
+A union (a window, or the first tokens) gives several runs, four bounds each, in rising order, no tile in two. A literal that
+cannot be solved (a tensor of booleans, say) is bounded by what the mask says of it (`known`); with nothing known, its tiles
+are partial. What `known` says of each row of the own tile becomes a scalar, the least or greatest over the rows:
+
+after:   %first_least = load %FIRST[b, q_start] : i32[]                     # of one that rises along the rows
+after:   %first_rows = map expr(select(q_idx < Nq, first, 2147483647)) ... ; %first_least = reduce min %first_rows over(BLOCK_Q)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from itertools import permutations
+from typing import ClassVar
 
 import sympy
 
-from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, floordiv, prove_le, select, symbol, with_rows
+from attngen.analysis.bounds import GREATEST, Scene, Term, extremes, greatest, last_row, least, terms
+from attngen.ir.expr import Bool, Expr, cdiv, floordiv, prove_le, select, symbol, to_text, with_rows
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask, Op
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Load, Loop, Map, Mask, Op, Reduce, Type
 from attngen.passes.base import Pass
 
-Tiles = tuple[Expr, Expr, Expr, Expr]
+Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
+MOST_RUNS = 3
+MOST_NODES = 300  # of the bounds of two runs whose order is known at run time alone
 
 
 @dataclass(frozen=True)
@@ -31,55 +40,141 @@ class ClassifyTiles(Pass):
     phase: ClassVar[str] = "logical"
 
     def run(self, module: Module) -> Module:
-        def change(kernel: Kernel, op: Op) -> Op:
-            if isinstance(op, Loop) and op.cls == "unknown":
-                return replace(op, tiles=tile_ranges(kernel, op.body))
-            return op
-
-        return module.map_kernels(lambda k: k.rewrite(lambda _, op: [change(k, op)]))
+        rising = {name for d in module.derived for name in d.rising}
+        return module.map_kernels(lambda kernel: _classified(kernel, rising))
 
 
-def tile_ranges(kernel: Kernel, body: str) -> Tiles:
-    """Visible start, full start, full end, visible end of the loops over `body`, in tiles, from the mask in it."""
-    masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
-    where, needs, enough = (sympy.And(*(getattr(m, f) for m in masks)) for f in ("where", "needs", "enough"))
+def _classified(kernel: Kernel, rising: set[str]) -> Kernel:
+    def change(_: str, op: Op) -> list[Op]:
+        if not isinstance(op, Loop) or op.cls != "unknown":
+            return [op]
+        tiles = tile_ranges(kernel, op.body)
+        used = {str(s) for e in tiles for s in e.free_symbols}
+        return [*_extreme_rows(kernel, op.body, used, rising), replace(op, tiles=tiles)]
+
+    return kernel.rewrite(change)
+
+
+def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -> Iterator[Op]:
+    """The least and greatest over the valid rows of the own tile of values that bounds name: of rising ones the first and the last."""
     own = kernel.own_axis
-    return classify(where, own=own, loop="kv" if own == "q" else "q", needs=needs, enough=enough)
+    ends = {least: symbol(f"{own}_start"), greatest: last_row(own)}
+    inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])
+    for name in sorted(_scene(kernel, body).rows):
+        load = kernel.op(name)
+        for which, op, other in ((least, "min", GREATEST), (greatest, "max", -GREATEST)):
+            made = which(name)
+            if str(made) not in used or str(made) in kernel.graph:
+                continue
+            if name in rising and isinstance(load, Load):
+                index = tuple(ends[which] if str(e) == own else e for e in load.src.index)
+                yield Load(str(made), Access(load.src.tensor, index), Type("i32"))
+            else:
+                rows = Map(
+                    f"{made}_rows", select(inside, symbol(name), sympy.Integer(other)), ((name, name),), Type("i32", (AXIS_DIM[own],))
+                )
+                yield rows
+                yield Reduce(str(made), rows.name, op, AXIS_DIM[own], Type("i32"))
+
+
+def _scene(kernel: Kernel, body: str) -> Scene:
+    """What the symbols of the masks in a loop body stand for."""
+    masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
+    own = kernel.own_axis
+    rows, others = set(), set()
+    values = {k: r for m in masks for k, r in m.uses}
+    names = {str(s) for m in masks for e in (m.where, *(e for fact in m.known for e in fact[1:])) for s in e.free_symbols} | values.keys()
+    for name in names:
+        ref = values.get(name, name)
+        if ref.split(".")[0] not in kernel.graph:
+            continue
+        type_ = kernel.type_of(ref)
+        if type_.dtype != "i32" or set(type_.dims) - {AXIS_DIM[own]}:
+            others.add(name)
+        elif type_.dims:
+            rows.add(name)
+    facts = tuple(fact for m in masks for fact in m.known)
+    return Scene(own, "kv" if own == "q" else "q", frozenset(rows), frozenset(others), facts)
+
+
+def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
+    """Visible start, full start, full end, visible end of each run of the loops over `body`, in tiles, from the masks in it."""
+    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
+    return classify(where, _scene(kernel, body))
+
+
+def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
+    """One sentence for each part of the masks in a loop body that is not solved for the loop's index: why, and what it costs.
+
+    `listed`: a kernel evaluates the mask and lists blocks.
+    """
+    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
+    scene = _scene(kernel, body)
+    for literal in dict.fromkeys(x for term in terms(where, scene) for x in term.unsolved):
+        fact = next((f for f in scene.facts if f.literal == literal), None)
+        why = "is data" if scene.names(literal, scene.others) else f"is not solved for {scene.loop}_idx"
+        cost = (
+            f"visited where {to_text(fact.needs)}, taken as full where {to_text(fact.enough)}"
+            if fact
+            else "visited in blocks that @blocks finds to hold something visible, and masked in those that hold something hidden"
+            if listed
+            else "all visited that the rest of the mask leaves, and masked"
+        )
+        yield f"`{to_text(literal)}` {why}: tiles are {cost}"
 
 
 @cache
-def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough: Bool = sympy.false) -> Tiles:
-    """Bounds of tiles j along the axis `loop`, for the program that owns the tile of `own` at `own`_start.
+def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
+    """Bounds of tiles j along the loop's axis, for the program that owns the tile at {own}_start: four for each run of tiles.
 
-    `needs` holds wherever the parts of `where` that are not linear do; they all hold wherever `enough` does.
-
-    Sound: every tile with a visible in-bounds pair is in [visible start, visible end), and a tile in [full start, full end)
-    holds no hidden or out-of-bounds pair among valid rows. visible start <= full start <= full end <= visible end.
+    Sound: every tile with a visible in-bounds pair is in [visible start, visible end) of one run, and a tile in
+    [full start, full end) holds no hidden or out-of-bounds pair among valid rows. In each run visible start <= full start <=
+    full end <= visible end, and each run ends before the next starts.
     """
-    block, extent = symbol(AXIS_DIM[loop]), symbol(AXIS_EXTENT[loop])
+    runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
+    bounds = [e for run in _in_order(_merged(runs), scene) for e in run]
+    for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # they rise; so that this is plain to see, too
+        if not prove_le(with_rows(before, scene.own), with_rows(after, scene.own)):
+            bounds[i + 1] = sympy.Max(before, after)
+    return tuple(bounds)
+
+
+def _run(term: Term, scene: Scene) -> Run:
+    """The tiles of one conjunction."""
+    block, extent = symbol(AXIS_DIM[scene.loop]), symbol(AXIS_EXTENT[scene.loop])
     lows: list[Expr] = [sympy.Integer(0)]
     highs: list[Expr] = [extent]
     full_lows: list[Expr] = [sympy.Integer(0)]
     full_highs: list[Expr] = [extent]
     shown: list[Bool] = []  # conditions on the program's own tile alone: without them it has no visible tile,
     full: list[Bool] = []  # and no full one
-    linear, others = _linear(where, own, loop)
-    if others:  # they hold nowhere outside `needs`, and everywhere inside `enough`
-        known, unknown = _linear(enough, own, loop)
-        full_highs += [sympy.Integer(0)] * len(unknown)
-    else:
-        known = []
-    needed = _linear(needs, own, loop)[0]
-    for a, c, rest in [*linear, *needed]:  # the condition is a*own + c*loop + rest <= 0
-        _bound(c, rest + _extremes(a, own)[0], lows, highs, shown)
-    for a, c, rest in [x for x in needed if x[1]]:  # where nothing is visible, `enough` may start beyond the visible end
-        _bound(c, rest + _extremes(a, own)[0], full_lows, full_highs, full)
-    for a, c, rest in [*linear, *known]:
-        _bound(c, rest + _extremes(a, own)[1], full_lows, full_highs, full)
+
+    def bound(side: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
+        """Positions x with side * x + rest <= 0, as a lower or an upper (exclusive) bound; as a condition where x does not matter."""
+        if side > 0:
+            highs.append(1 - rest)
+        elif side < 0:
+            lows.append(rest)
+        else:
+            conditions.append(_condition(rest))
+
+    needs, enough = _known(term, scene)
+    for of, (visible, everywhere) in ((term, (True, True)), (needs, (True, False)), (enough, (False, True))):
+        for side, rest in of.solved:
+            found = extremes(rest, scene)
+            if visible and found:
+                bound(side, found[0], lows, highs, shown)
+            if of is needs and side and found:  # where nothing is visible, `enough` may start beyond the visible end
+                bound(side, found[0], full_lows, full_highs, full)
+            if everywhere and found:
+                bound(side, found[1], full_lows, full_highs, full)
+            elif everywhere:
+                full_highs.append(sympy.Integer(0))
+    full_highs += [sympy.Integer(0)] * len(enough.unsolved)
 
     def at_most(e: Expr, end: Expr) -> Expr:
-        """Cut at the end unless proven never to pass it: `needs` and `enough` are data, which nothing relates."""
-        return e if prove_le(with_rows(e, own), with_rows(end, own)) else sympy.Min(e, end)
+        """Cut at the end unless proven never to pass it: what is known of data is data, which nothing relates."""
+        return e if prove_le(with_rows(e, scene.own), with_rows(end, scene.own)) else sympy.Min(e, end)
 
     last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
     end = _where(shown, last)
@@ -89,6 +184,23 @@ def classify(where: Bool, own: str, loop: str, needs: Bool = sympy.true, enough:
     return start, full_start, at_most(full_end, end), end
 
 
+def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
+    """Of the literals of a term that are not solved: what holds wherever they do, and where they all hold, as single terms."""
+    needs: list[Bool] = []
+    enough: list[Bool] = []
+    for literal in term.unsolved:
+        fact = next((f for f in scene.facts if f.literal == literal), None)
+        needs.append(fact.needs if fact else sympy.true)
+        enough.append(fact.enough if fact else literal)
+    return _single(sympy.And(*needs), scene), _single(sympy.And(*enough), scene)
+
+
+def _single(e: Bool, scene: Scene) -> Term:
+    """A condition that is one conjunction."""
+    found = terms(e, replace(scene, facts=()))
+    return found[0] if len(found) == 1 else Term((), (e,))
+
+
 def _where(conditions: list[Bool], tile: Expr) -> Expr:
     """The tile where all conditions hold, 0 elsewhere."""
     for condition in conditions:
@@ -96,49 +208,69 @@ def _where(conditions: list[Bool], tile: Expr) -> Expr:
     return tile
 
 
-def _bound(c: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
-    """Positions x with c*x + rest <= 0, as a lower or an upper (exclusive) bound; as a condition where x does not matter."""
-    if c > 0:
-        highs.append(1 - rest if c == 1 else floordiv(sympy.Max(0, c - rest), sympy.Integer(c)))
-    elif c < 0:
-        lows.append(rest if c == -1 else cdiv(sympy.Max(0, rest), sympy.Integer(-c)))
-    else:
-        conditions.append(_condition(rest))
-
-
 def _condition(rest: Expr) -> Bool:
     """rest <= 0 over integers, with every term on the side where it is positive."""
-    terms = sympy.Add.make_args(sympy.expand(rest))
-    right = sympy.Add(*(-t for t in terms if t.could_extract_minus_sign()))
+    parts = sympy.Add.make_args(sympy.expand(rest))
+    right = sympy.Add(*(-t for t in parts if t.could_extract_minus_sign()))
     left = sympy.expand(rest + right)
     return left - 1 < right if left.as_coeff_Add()[0] >= 1 else left <= right
 
 
-def _extremes(a: int, own: str) -> tuple[Expr, Expr]:
-    """Least and greatest a*x over the program's valid rows x."""
-    first = symbol(f"{own}_start")
-    last = sympy.Min(first + symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])) - 1
-    return (a * first, a * last) if a >= 0 else (a * last, a * first)
+def _merged(runs: list[Run]) -> list[Run]:
+    """Runs that start at the same tile, full ones too, as one; and those that end so."""
+    kept: list[Run] = []
+    for run in dict.fromkeys(runs):
+        for i, other in enumerate(kept):
+            if run[:2] == other[:2]:
+                kept[i] = (*run[:2], sympy.Max(run[2], other[2]), sympy.Max(run[3], other[3]))
+                break
+            if run[2:] == other[2:]:
+                kept[i] = (sympy.Min(run[0], other[0]), sympy.Min(run[1], other[1]), *run[2:])
+                break
+        else:
+            kept.append(run)
+    return kept
 
 
-def _linear(where: Bool, own: str, loop: str) -> tuple[list[tuple[int, int, Expr]], list[Bool]]:
-    """The linear parts of a conjunction, and the parts that are not."""
-    found = [(part, linear_parts(part, own, loop)) for part in conjuncts(where)]
-    return [x for _, x in found if x is not None], [part for part, x in found if x is None]
+def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int, int] | None:
+    """Two runs to take as one, full where the first of them is: too many, or too much of their order is known at run time alone."""
+    pairs = [(i, j) for j in range(len(runs)) for i in range(j)]
+    unknown = [(i, j) for i, j in pairs if not rises(runs[i][0], runs[j][0]) and not rises(runs[j][0], runs[i][0])]
+    large = any(sum(1 for e in (*runs[i], *runs[j]) for _ in sympy.preorder_traversal(e)) > MOST_NODES for i, j in unknown)
+    if len(unknown) > 1 or large:
+        return unknown[-1]
+    return (len(runs) - 2, len(runs) - 1) if len(runs) > MOST_RUNS else None
 
 
-def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
-    """(a, c, rest) with the condition equal to a*own_idx + c*loop_idx + rest <= 0 over integers; None if not linear."""
-    if not isinstance(condition, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
-        return None
-    difference: Any = condition.lts - condition.gts
-    if isinstance(condition, (sympy.Lt, sympy.Gt)):
-        difference = difference + 1
-    own_idx, loop_idx = symbol(f"{own}_idx"), symbol(f"{loop}_idx")
-    a, c = difference.coeff(own_idx), difference.coeff(loop_idx)
-    rest = sympy.expand(difference - a * own_idx - c * loop_idx)
-    if not (a.is_Integer and c.is_Integer) or rest.has(own_idx, loop_idx):
-        return None
-    if rest.has(sympy.Pow) or not all(n.is_Integer for n in rest.atoms(sympy.Number)):  # may not be an integer
-        return None
-    return int(a), int(c), rest
+def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
+    """Runs in rising order, each cut to start where the one before it ends."""
+
+    def rises(a: Expr, b: Expr) -> bool:
+        return prove_le(with_rows(a, scene.own), with_rows(b, scene.own))
+
+    for inner, outer in permutations(runs, 2):  # tiles that are full by one run, inside another that has none
+        if inner in runs and outer in runs and outer[1] == outer[2] and rises(outer[0], inner[0]) and rises(inner[3], outer[3]):
+            runs = [(outer[0], *inner[1:3], outer[3]) if run == outer else run for run in runs if run != inner]
+    while found := _to_merge(runs, rises):
+        i, j = found
+        (a, b, c, d), (e, _, _, f) = runs[i], runs[j]
+        runs = [*runs[:i], (sympy.Min(a, e), b, c, sympy.Max(d, f)), *runs[i + 1 : j], *runs[j + 1 :]]
+    for end in range(len(runs) - 1, 0, -1):  # by their starts, which may be known at run time alone
+        for i in range(end):
+            first, second = runs[i], runs[i + 1]
+            if rises(first[0], second[0]):
+                continue
+            if rises(second[0], first[0]):
+                runs[i], runs[i + 1] = second, first
+                continue
+            ahead = first[0] <= second[0]
+            runs[i] = tuple(select(ahead, x, y) for x, y in zip(first, second))  # type: ignore[assignment]
+            runs[i + 1] = tuple(select(ahead, y, x) for x, y in zip(first, second))  # type: ignore[assignment]
+    ordered = runs[:1]
+    for run in runs[1:]:
+        done = ordered[-1][3]
+        if rises(run[3], done):  # nothing is left of it
+            continue
+        cut = (e if rises(done, e) else sympy.Max(e, done) for e in run)
+        ordered.append(tuple(cut))
+    return ordered

@@ -3,7 +3,7 @@
 before:  %score = map expr(qk_scale*s) ...          # folded into the softmax, read by nothing
 after:   (gone)
 
-Of a loop, what is carried goes field by field. Arguments of the kernel stay.
+Of a loop, what is carried goes field by field; one whose body stores stays. Arguments of the kernel stay.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Loop, Mask, Op, Position, Store, Yield
+from attngen.ir.ops import Arg, Loop, Mask, Op, Position, Scatter, Store, Yield
 from attngen.passes.base import Pass
 
 
@@ -34,9 +34,9 @@ def prune(kernel: Kernel) -> Kernel:
     def change(block: str, op: Op) -> list[Op]:
         if isinstance(op, Yield):
             return [replace(op, values=tuple(pair for pair in op.values if pair[0] in fields[block]))]
-        if isinstance(op, Loop) and op.name in names:
+        if isinstance(op, Loop) and (op.name in names or op.body in kernel.storing):
             return [replace(op, carry=tuple(pair for pair in op.carry if pair[0] in fields[op.body]))]
-        kept = isinstance(op, Store) or (isinstance(op, Arg) and op.role != "carry") or op.name in names
+        kept = isinstance(op, (Scatter, Store)) or (isinstance(op, Arg) and op.role != "carry") or op.name in names
         return [op] if kept else []
 
     return kernel.rewrite(change)
@@ -45,7 +45,10 @@ def prune(kernel: Kernel) -> Kernel:
 def _live(kernel: Kernel) -> set[str]:
     """References that the stores depend on: of a loop, its fields."""
     found: set[str] = set()
-    todo = [ref for op in kernel.ops() if isinstance(op, Store) for ref in op.operands()]
+    todo = [ref for op in kernel.ops() if isinstance(op, (Scatter, Store)) for ref in op.operands()]
+    for loop in (loop for loop in kernel.loops if loop.body in kernel.storing):
+        todo += [str(s) for e in _expressions(loop) for s in e.free_symbols if str(s) in kernel.graph]
+        todo += [loop.listed] if loop.listed else []
     while todo:
         ref = todo.pop()
         if ref in found:
@@ -67,5 +70,7 @@ def _expressions(op: Op) -> list[Any]:
     if isinstance(op, Loop):
         return [e for pair in (*op.ranges, op.tiles) for e in pair]
     if isinstance(op, Mask):
-        return [op.needs, op.enough]
+        return [e for fact in op.known for e in fact[1:]]
+    if isinstance(op, Scatter):
+        return [*op.dst.index, op.where]
     return [op.tile] if isinstance(op, Position) else []

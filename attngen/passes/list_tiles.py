@@ -7,6 +7,15 @@ after:   %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[]
          %keys_full = loop kv ranges(0 .. kv_full_end_at) ... listed(%KV_LIST_row)
 
 The lists are sorted, so the tiles between two bounds are a run of positions, and what was proven of the ranges still holds.
+
+Where data says which blocks count, those with nothing to mask come first in a list: a full loop over these, then a partial one over
+the others, both between the ends of what was to be visited.
+
+after:   %kv_end_full_at = position %KV_FULL_RANK_row tile(kv_end) : i32[]
+         %keys_full = loop kv ranges(0 .. kv_end_full_at) ... cls(full) listed(%KV_LIST_row)
+         %kv_0_at = position %KV_RANK_row tile(0) : i32[]
+         %kv_end_at = position %KV_RANK_row tile(kv_end) : i32[]
+         %keys_partial = loop kv ranges(kv_0_at .. kv_end_at) ... cls(partial) listed(%KV_LIST_row)
 """
 
 from __future__ import annotations
@@ -17,8 +26,8 @@ from typing import ClassVar
 import sympy
 
 from attngen.ir.expr import Expr, floordiv, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import BLOCK_LISTS
+from attngen.ir.graph import Blocks, Kernel, Module
+from attngen.ir.interface import BESIDE, FULL_RANKS, block_lists
 from attngen.ir.ops import Access, Base, Load, Loop, Op, Position, Type
 from attngen.passes.base import Pass
 
@@ -29,36 +38,63 @@ class ListTiles(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        if module.blocks is None:
+        blocks = module.blocks
+        if blocks is None:
             return module
-        size = module.blocks.size
-        return module.map_kernels(lambda k: _listed(k, size))
+        return module.map_kernels(lambda kernel: _listed(kernel, blocks) if kernel.name not in BESIDE else kernel)
 
 
-def _listed(kernel: Kernel, size: int) -> Kernel:
+def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
     own = kernel.own_axis
-    rank, listed = BLOCK_LISTS[own]
+    *full_rank, rank, listed = block_lists(blocks, own)
     made: set[str] = set()
+    renamed: dict[str, str] = {}
 
     def change(_: str, op: Op) -> list[Op]:
         if not isinstance(op, Loop) or op.cls == "all":
-            return [op]
+            return [op.with_operands(renamed)]
         new: list[Op] = []
         if not made:
-            index = (symbol("b"), _head(kernel), floordiv(symbol(f"{own}_start"), sympy.Integer(size)))
-            new += [Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (rank, listed)]
+            index = (symbol("b"), _head(kernel), floordiv(symbol(f"{own}_start"), sympy.Integer(blocks.size)))
+            new += [Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (*full_rank, rank, listed)]
             made.add(f"{rank}_row")
-        ranges = tuple((_position(lo, rank, made, new), _position(hi, rank, made, new)) for lo, hi in op.ranges)
-        return [*new, replace(op, ranges=ranges, listed=f"{listed}_row")]
+        loops = [op]
+        if blocks.data:
+            group = [loop for loop in kernel.loops if loop.body == op.body]
+            if op != group[0]:
+                return []
+            loops = _by_class(group)
+            renamed.update({f"{loop.name}.{f}": f"{loops[-1].name}.{f}" for loop in group for f, _ in loop.carry})
+        for loop in loops:
+            of = (full_rank or [rank])[0] if loop.cls == "full" else rank
+            ends = (_position(e, loop.var, of, blocks, made, new) for pair in loop.ranges for e in pair)
+            new.append(replace(loop, ranges=tuple(zip(ends, ends)), listed=f"{listed}_row"))
+        return new
 
     return kernel.rewrite(change)
 
 
-def _position(e: Expr, rank: str, made: set[str], new: list[Op]) -> Expr:
+def _by_class(group: list[Loop]) -> list[Loop]:
+    """A full loop and a partial one, each over all that loops over one body visit."""
+    pieces = dict(pair for loop in reversed(group) for pair in loop.ranges)
+    ranges = []
+    for lo in pieces.keys() - pieces.values():
+        hi = pieces[lo]
+        while hi in pieces:
+            hi = pieces[hi]
+        ranges.append((lo, hi))
+    ranges.sort(key=lambda pair: list(pieces).index(pair[0]))
+    full = replace(group[0], name=f"{group[0].name.rpartition('_')[0]}_full", cls="full", ranges=tuple(ranges))
+    carried = tuple((f, f"{full.name}.{f}") for f, _ in full.carry)
+    return [full, replace(full, name=f"{group[0].name.rpartition('_')[0]}_partial", cls="partial", carry=carried)]
+
+
+def _position(e: Expr, var: str, rank: str, blocks: Blocks, made: set[str], new: list[Op]) -> Expr:
     """The position of a bound, as a named scalar that is made once."""
-    if e == 0:
+    first = rank in FULL_RANKS.values() or not blocks.data  # of what comes first in a list
+    if e == 0 and first:
         return e
-    name = f"{e}_at"
+    name = f"{f'{var}_{e}' if e.is_Integer else e}{'_full' if first and blocks.data else ''}_at"
     if name not in made:
         made.add(name)
         new.append(Position(name, f"{rank}_row", e, Type("i32")))

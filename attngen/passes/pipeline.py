@@ -9,8 +9,10 @@ from attngen.errors import SpecError, suggest
 from attngen.ir.graph import Module
 from attngen.ir.verify import verify
 from attngen.passes.base import Pass
+from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.dce import Dce
+from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
 from attngen.passes.legalize_triton import LegalizeTriton
 from attngen.passes.list_tiles import ListTiles
@@ -29,6 +31,8 @@ def passes(spec: Spec) -> tuple[Pass, ...]:
     return (
         SplitGradients(),
         InlineScores(),
+        BaseTwo(),
+        HoistScalars(),
         ClassifyTiles(),
         SplitLoops(),
         ListTiles(),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Dot, Load, Op
+from attngen.ir.ops import Arg, Load, Op
 from attngen.passes.base import Pass
 
 
@@ -26,7 +26,7 @@ class PlaceMemory(Pass):
 
 
 def _place(kernel: Kernel) -> Kernel:
-    operands = {ref for op in kernel.ops() if isinstance(op, Dot) for ref in (op.a, op.b)}
+    operands = {ref for op in kernel.dots for ref in (op.a, op.b)}
 
     def change(_: str, op: Op) -> list[Op]:
         if not hasattr(op, "type"):

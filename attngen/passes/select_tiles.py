@@ -71,6 +71,8 @@ class SelectTiles(Pass):
         warps = (self.num_warps,) if self.num_warps else WARPS
         if not tile_loops(kernel):
             return Row(device, elem, limit, 64, 64, 4, 1)
+        if kernel.name == "blocks":  # each is a tile
+            return Row(device, elem, limit, most, most, WARPS[-1], 1)
         rows = list(candidates(given_q, given_kv, warps))
 
         def price(row: Row) -> float:

@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.analysis.bounds import linear_parts
 from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_EXTENT, Load, Mask, Op, SoftmaxStep
 from attngen.passes.base import Pass
-from attngen.passes.classify_tiles import linear_parts
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class Simplify(Pass):
 def _simplify(kernel: Kernel) -> Kernel:
     own = kernel.own_axis
     loop = "kv" if own == "q" else "q"
+    reals = frozenset(op.name for op in kernel.ops() for t in [op.results().get("")] if t and t.dtype == "f32")
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
 
     def change(block: str, op: Op) -> list[Op]:
         always = block != "entry" and block not in with_full
         if isinstance(op, Mask):
-            where = simplify_condition(op.where, own, loop)
+            where = simplify_condition(op.where, own, loop, reals)
             if where == sympy.true:
                 return []
             used = {str(s) for s in where.free_symbols}
@@ -53,15 +54,16 @@ def _simplify(kernel: Kernel) -> Kernel:
     return kernel.rewrite(change)
 
 
-def simplify_condition(where: Bool, own: str, loop: str) -> Bool:
-    """The conjunction without what the rest implies for valid rows, each part solved for the loop's index."""
-    parts = conjuncts(where)
+def simplify_condition(where: Bool, own: str, loop: str, reals: frozenset[str] = frozenset()) -> Bool:
+    """The conjunction without what the rest implies for valid rows, each part of integers solved for the loop's index."""
+    fixed = [p for p in conjuncts(where) if not reals.isdisjoint(str(s) for s in p.free_symbols)]
+    parts = [p for p in conjuncts(where) if p not in fixed]
     kept = list(parts)
     for part in parts:
         others = [p for p in kept if p is not part]
         if any(implies(p, part, own, loop) for p in others):
             kept = others
-    return sympy.And(*(_solved(p, own, loop) for p in kept))
+    return sympy.And(*fixed, *(_solved(p, own, loop) for p in kept))
 
 
 def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:

@@ -5,9 +5,9 @@ after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %k
          %keys_full = loop kv ranges(kv_full_first .. kv_full_end) body(@step) cls(full)
          %keys_partial = loop kv ranges(kv_first .. kv_full_first, kv_full_end .. kv_end) body(@step) cls(partial)
 
-Empty tiles are in neither. A range that is provably empty is left out, and so is a loop without ranges. Both loops run
-the same body, in which what is marked `partial` applies in the second alone. Order does not matter to online softmax
-or to sums of gradients.
+Of several runs of tiles, both loops go through theirs one after the other. Empty tiles are in neither. A range that is provably empty
+is left out, and so is a loop without ranges. Both loops run the same body, in which what is marked `partial` applies in the second
+alone. Order does not matter to online softmax or to sums of gradients.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ def _split(kernel: Kernel) -> Kernel:
         op = op.with_operands(renamed)
         if not isinstance(op, Loop) or not op.tiles:
             return [op]
-        bounds, (a, b, c, d) = _name_bounds(kernel, op)
+        bounds, ends = _name_bounds(kernel, op)
         loops: list[Op] = [*bounds]
         carry = op.carry
-        for cls, pairs in (("full", ((b, c),)), ("partial", ((a, b), (c, d)))):
+        runs = [ends[i : i + 4] for i in range(0, len(ends), 4)]
+        full = [(b, c) for _, b, c, _ in runs]
+        partial = [pair for a, b, c, d in runs for pair in ((a, b), (c, d))]
+        for cls, pairs in (("full", full), ("partial", partial)):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
             if ranges:
                 loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())
@@ -55,16 +58,17 @@ def _split(kernel: Kernel) -> Kernel:
 
 def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
     """The boundaries as named scalars, each in terms of those before it; and the names (or constants), in loop order."""
-    start, full_start, full_end, end = loop.tiles
     names: dict[Expr, Expr] = {}
     bounds: list[Map] = []
-    for e, word in ((end, "end"), (start, "first"), (full_start, "full_first"), (full_end, "full_end")):
-        if e in names or e.is_Integer:
-            continue
-        short = e.xreplace(names)
-        uses = tuple((str(s), str(s)) for s in sorted(short.free_symbols, key=str) if _is_value(kernel, str(s), bounds))
-        bounds.append(Map(f"{loop.var}_{word}", short, uses, Type("i32")))
-        names[e] = symbol(bounds[-1].name)
+    for i in range(0, len(loop.tiles), 4):
+        start, full_start, full_end, end = loop.tiles[i : i + 4]
+        for e, word in ((end, "end"), (start, "first"), (full_start, "full_first"), (full_end, "full_end")):
+            if e in names or e.is_Integer:
+                continue
+            short = e.xreplace(names)
+            uses = tuple((str(s), str(s)) for s in sorted(short.free_symbols, key=str) if _is_value(kernel, str(s), bounds))
+            bounds.append(Map(f"{loop.var}_{word}{f'_{i // 4 + 1}' if i else ''}", short, uses, Type("i32")))
+            names[e] = symbol(bounds[-1].name)
     return bounds, [names.get(e, e) for e in loop.tiles]
 
 

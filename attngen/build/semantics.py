@@ -1,0 +1,141 @@
+"""What a spec's modifiers do to scores, and their derivatives: sympy in, sympy out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from attngen.analysis.bounds import Scene, terms
+from attngen.ir.expr import Expr, clamp, log, select, sigmoid, sqrt, symbol
+from attngen.ir.graph import Blocks
+from attngen.ir.interface import input_tensors
+from attngen.lang import Read
+from attngen.parts import KV, Q
+from attngen.spec import Spec
+
+S, SCALE = symbol("s"), symbol("scale")
+LISTED = 128  # rows of the blocks that data lists: the largest tile
+SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, sympy.Pow)  # what is worth computing once
+
+
+def modified(spec: Spec) -> Expr:
+    """The score that the softmax sees, in units of the natural exponent, of the scaled score `s`."""
+    score: Expr = S
+    for part in spec.score:
+        score = part.expression().xreplace({S: score})
+    return score
+
+
+def varies(spec: Spec, read: Read, position: Expr) -> bool:
+    """Whether the place that is read depends on a position, also by what is read there."""
+    names = {s for e in read.index for s in e.free_symbols}
+    return position in names or any(varies(spec, other, position) for other in spec.reads() if symbol(other.name) in names)
+
+
+def _per_score(spec: Spec) -> set[Expr]:
+    """The symbols whose values differ inside a tile."""
+    return {S, Q, KV, *(symbol(r.name) for r in spec.reads() if varies(spec, r, Q) or varies(spec, r, KV))}
+
+
+def listed_blocks(spec: Spec) -> Blocks | None:
+    """The blocks that a mask names; or those that its data says, where a condition on data bounds no loop."""
+    return spec.mask.blocks() or (Blocks(LISTED, data=True) if any(_by_data(spec, own) for own in ("q", "kv")) else None)
+
+
+def _by_data(spec: Spec, own: str) -> bool:
+    """Whether a part of the mask is data that gives kernels with tiles of an axis no bounds of their loops."""
+    loop = "kv" if own == "q" else "q"
+    types = input_tensors(spec.inputs(), spec.derived())
+    along, rows = ({r.name for r in spec.reads() if varies(spec, r, symbol(f"{axis}_idx"))} for axis in (loop, own))
+    others = along | {r.name for r in spec.reads() if r.name in rows and types[r.tensor].dtype != "i32"}
+    scene = Scene(own, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
+    known = {fact.literal for fact in scene.facts}
+    where = spec.mask.expression() if own == "q" else spec.mask.by_key()
+    return any(scene.names(x, scene.others) for term in terms(where, scene) for x in term.unsolved if x not in known)
+
+
+def singular(spec: Spec, e: Expr) -> bool:
+    """Whether an expression of a score, or its derivative, may be infinite or undefined in places, as where tiles pass the ends."""
+    inside = _per_score(spec)
+    return any(
+        isinstance(f, (log, sqrt)) or (f.is_Pow and not (f.exp.is_Integer and f.exp > 0))
+        for f in sympy.preorder_traversal(e)
+        if f.args and inside & f.args[0].free_symbols
+    )
+
+
+def unbounded(spec: Spec) -> bool:
+    """Whether scores may be -inf without a mask, as a bias for each of them may make them."""
+    score = modified(spec)
+    kinds = {i.name: i.dtype for i in spec.inputs()}
+    read = {symbol(r.name) for r in spec.reads() if kinds.get(r.tensor) in ("f32", "T")}
+    return singular(spec, score) or bool(read & _per_score(spec) & score.free_symbols)
+
+
+def of_product(e: Expr) -> Expr:
+    """An expression in the scaled score as one in the product q k^T, which is named `s` in kernels."""
+    return e.xreplace({S: S * SCALE})
+
+
+def whole_numbers(e: Expr) -> Expr:
+    """Floats that are whole as integers: 1.0 x is x."""
+    found = {x: sympy.Integer(int(x)) for x in e.atoms(sympy.Float) if x == int(x) and abs(x) < 2**24}
+    return e.xreplace(found)
+
+
+def derivative(e: Expr, by: Expr) -> Expr:
+    """The derivative by `sympy.diff`, with PyTorch's conventions where there is none.
+
+    abs has 0 at 0; min and max of equals give each half; clamp lets through at its bounds; conditions, `//` and `%` have none.
+    """
+    return sympy.diff(_branches(e), by)
+
+
+def _branches(e: Any) -> Any:
+    """Extreme values as choices, whose derivative is that of what is chosen."""
+    if not e.args or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
+        return e
+    args = [_branches(a) for a in e.args]
+    if isinstance(e, sympy.Abs):
+        (x,) = args
+        return select(x > 0, x, select(x < 0, -x, sympy.Integer(0)))
+    if isinstance(e, clamp):
+        x, low, high = args
+        return select(sympy.Or(x > high, low > high), high, select(x < low, low, x))
+    if isinstance(e, (sympy.Min, sympy.Max)):
+        first, *rest = sorted(args, key=sympy.default_sort_key)
+        for other in rest:
+            ahead, behind = (first < other, other < first) if isinstance(e, sympy.Min) else (first > other, other > first)
+            first = select(ahead, first, select(behind, other, (first + other) / 2))
+        return first
+    return e.func(*args)
+
+
+def shared(*expressions: Expr) -> tuple[list[tuple[str, Expr]], list[Expr]]:
+    """Functions that occur in several of the expressions, or several times, as named values; and the expressions in them.
+
+    Named `t1`, `t2`, ..., each in terms of those before it.
+    """
+    counts: dict[Expr, int] = {}
+    for e in expressions:
+        for sub in sympy.preorder_traversal(e):
+            if isinstance(sub, SHARED) and sub.free_symbols and not (sub.is_Pow and sub.exp.is_Integer):
+                counts[sub] = counts.get(sub, 0) + 1
+    found = sorted((e for e, n in counts.items() if n > 1), key=lambda e: (e.count_ops(), sympy.default_sort_key(e)))
+    names: dict[Expr, Expr] = {}
+    made: list[tuple[str, Expr]] = []
+    for e in found:
+        made.append((f"t{len(made) + 1}", _replaced(e, names)))
+        names[e] = symbol(made[-1][0])
+    return made, [_replaced(e, names) for e in expressions]
+
+
+def _replaced(e: Any, names: dict[Expr, Expr]) -> Any:
+    """The expression with the largest known parts replaced by their names."""
+    if e in names:
+        return names[e]
+    if not e.args:
+        return e
+    args = [_replaced(a, names) for a in e.args]
+    return e if all(a is b for a, b in zip(args, e.args)) else e.func(*args)

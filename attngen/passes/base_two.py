@@ -1,0 +1,54 @@
+"""base-two: exponentials, logarithms and what is made of them, by the base-2 ones that the hardware has.
+
+before:  %t1 = map expr(tanh(s*scale/30.0)) ...
+after:   %t1 = map expr(1 - 2/(exp2(2*LOG2E*s*scale/30.0) + 1)) ...
+
+None of the forms overflows into NaN: where exp2 gives infinity or zero, they give the function's limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import sympy
+
+from attngen.ir.expr import exp2, log, log2, sigmoid, symbol
+from attngen.ir.graph import Module
+from attngen.ir.ops import Fact, Map, Mask, Op
+from attngen.passes.base import Pass
+
+LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
+
+
+@dataclass(frozen=True)
+class BaseTwo(Pass):
+    name: ClassVar[str] = "base-two"
+    phase: ClassVar[str] = "logical"
+
+    def run(self, module: Module) -> Module:
+        def change(_: str, op: Op) -> list[Op]:
+            if isinstance(op, Mask):
+                known = tuple(Fact(*map(in_base_two, fact)) for fact in op.known)
+                return [replace(op, where=in_base_two(op.where), known=known)]
+            return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, Map) else [op]
+
+        return module.map_kernels(lambda k: k.rewrite(change))
+
+
+def in_base_two(e: Any) -> Any:
+    """The expression without natural exponentials and logarithms."""
+    if not e.args or not e.has(sympy.exp, log, sympy.tanh, sigmoid, sympy.Pow):
+        return e
+    args = [in_base_two(a) for a in e.args]
+    if isinstance(e, sympy.exp):
+        return exp2(LOG2E * args[0])
+    if isinstance(e, log):
+        return LN2 * log2(args[0])
+    if isinstance(e, sympy.tanh):  # exact to a rounding of 1, in which scores near 0 lose digits that the softmax does not see
+        return 1 - 2 / (1 + exp2(2 * LOG2E * args[0]))
+    if isinstance(e, sigmoid):
+        return 1 / (1 + exp2(-LOG2E * args[0]))
+    if e.is_Pow and e.base.is_number and not e.exp.is_number:
+        return exp2(sympy.Float(sympy.log(e.base, 2)) * args[1]) if e.base != 2 else exp2(args[1])
+    return e.func(*args)
