@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +20,7 @@ from attngen.devices import CLASSES, FALLBACK_CUDA
 from attngen.errors import AttngenError, FitError, SpecError, VerifyError, suggest
 
 if TYPE_CHECKING:
+    from attngen.analysis.roofline import Problem
     from attngen.ir.graph import Module
     from attngen.spec import Spec
 
@@ -36,6 +39,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False)]
 SPECS, GENERATED = Path("specs"), Path("generated")
+FEW = 4  # specs that one process compiles sooner than another would start
 UNLIMITED = 10_000  # columns, where nobody's terminal limits them
 
 
@@ -76,9 +80,7 @@ def build(
     attngen build specs/causal_mqa.yaml --out build   writes build/causal_mqa/
     attngen build --all --check                       for CI: is generated/ what specs/ give?
     """
-    from attngen.certify.certificate import keep
     from attngen.emit.files import diff_module, write_module
-    from attngen.emit.render import render
     from attngen.spec import load_spec
 
     paths = _given(specs, every, "build")
@@ -87,12 +89,7 @@ def build(
     for path, spec in loaded:
         if names.count(spec.name) > 1:
             raise SpecError(f"{path}: another spec of this build is named `{spec.name}` too; names must differ")
-    modules = []
-    with err.status("compiling") as status:
-        for path, spec in loaded:
-            status.update(f"compiling {path}")
-            module = _lower(path, spec)
-            modules.append((module, keep(render(module), out_dir / module.name)))
+    modules = list(_modules(loaded, out_dir))
     if check:
         diffs = [diff_module(files, out_dir / module.name) for module, files in modules]
         stale = sorted(p.name for p in out_dir.iterdir() if (p / "schedule.ir").is_file()) if every and out_dir.is_dir() else []
@@ -122,13 +119,45 @@ def _given(specs: list[Path] | None, every: bool, command: str) -> list[Path]:
     return paths
 
 
+def _modules(loaded: Sequence[tuple[Path, Spec]], out_dir: Path, workers: int | None = None) -> Iterator[tuple[Module, dict[str, str]]]:
+    """The modules of specs and their files, with the readings that `out_dir` has of them; many are made by as many processes as cores."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    workers = min(workers or len(os.sched_getaffinity(0)), len(loaded) // FEW)
+    with err.status("compiling") as status, ExitStack() as stack:
+        each: Callable[..., Iterator[tuple[Module, dict[str, str]]]] = map
+        if workers > 1:
+            each = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
+        made = each(_module, *zip(*loaded), repeat(out_dir))
+        for path, _ in loaded:
+            status.update(f"compiling {path}")
+            yield next(made)
+
+
+def _module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str, str]]:
+    from attngen.certify.certificate import keep
+    from attngen.emit.render import render
+
+    module = _lower(path, spec)
+    return module, keep(render(module), out_dir / module.name)
+
+
 def _lower(path: Path, spec: Spec, after: str | None = None) -> Module:
     """The module of a spec that was read from a file, which errors name."""
     from attngen.passes.pipeline import lower
+
+    with _naming(path):
+        return lower(spec, after)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What does not fit is an error that names the spec's file, and the line."""
     from attngen.spec import place
 
     try:
-        return lower(spec, after)
+        yield
     except FitError as error:
         raise SpecError(f"{place(path, error.key)}: {error}") from error
 
@@ -180,18 +209,17 @@ def verify_fit(
     import time
 
     from attngen.analysis.sram import sram_bytes
-    from attngen.certify.certificate import Found, chosen, keep, percent, reason, record, stale, violations
+    from attngen.certify.certificate import Found, chosen, percent, reason, record, stale, violations
     from attngen.certify.compiler import Reading, compile_all, job
     from attngen.emit.files import write_module
-    from attngen.emit.render import render
     from attngen.spec import load_spec
 
     targets = target or [name for name in CLASSES if name != FALLBACK_CUDA]
     for name in targets:
         if name not in CLASSES:
             raise typer.BadParameter(f"`{name}` is not a target; {suggest(name, CLASSES)}", param_hint="--target")
-    modules = [_lower(path, load_spec(path)) for path in _given(specs, every, "verify")]
-    files = {module.name: keep(render(module), out_dir / module.name) for module in modules}
+    made = list(_modules([(path, load_spec(path)) for path in _given(specs, every, "verify")], out_dir, jobs))
+    modules, files = [module for module, _ in made], {module.name: texts for module, texts in made}
     work = [(module, kernel, row) for module in modules for kernel, row in chosen(module, targets, rows)]
     found: dict[str, Found] = {module.name: {} for module in modules}
     wrong: list[str] = []
@@ -268,15 +296,18 @@ def explain(
     kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")] = None,
     theory: Annotated[bool, typer.Option("--theory", help="theorems instead: closed forms, orders, limits")] = False,
     model: Annotated[str | None, typer.Option(help="with --theory, for a layer of this model, as in llama-70b")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="write a page to this .html file instead")] = None,
 ) -> None:
     """Show formulas, SRAM fit, bytes, FLOPs, roofline and tiles.
 
-    For every device that attngen knows, at the problem size that the options give.
+    For every device that attngen knows, at the problem size that the options give. The page of --html has charts and maps of
+    tiles too, the IR after each pass, and the generated code; it is one file that loads nothing.
 
     \b
     attngen explain specs/causal_mqa.yaml
     attngen explain specs/causal_gqa.yaml --seq 4096 --heads 32 --kv-heads 8
     attngen explain specs/causal_gqa.yaml --theory --model llama-70b --seq 131072
+    attngen explain specs/causal_mqa.yaml --html causal_mqa.html
     """
     from attngen.analysis.models import find_model
     from attngen.analysis.roofline import Problem
@@ -290,6 +321,8 @@ def explain(
     sharing, dim = loaded.heads.sharing, loaded.head_dim
     if kv_heads is not None and sharing != "gqa":
         raise AttngenError(f"--kv-heads is for gqa; {spec} says {sharing}, whose number of K/V heads is fixed")
+    if html is not None and theory:
+        raise AttngenError("--html is a page of what `explain` shows without --theory; expected one of them")
     if model is not None and not theory:
         raise AttngenError("--model is for the numbers of --theory; expected both or neither")
     sizes = find_model(model) if model is not None else None
@@ -305,7 +338,11 @@ def explain(
     shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]
     if heads % shared:
         raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
-    module, problem = _lower(spec, loaded), Problem(batch, heads, shared, n, n)
+    problem = Problem(batch, heads, shared, n, n)
+    if html is not None:
+        _write_page(spec, loaded, problem, html)
+        return
+    module = _lower(spec, loaded)
     if theory:
         parts = explain_theory(module, problem, sizes)
     else:
@@ -313,6 +350,20 @@ def explain(
         parts = explanation(module, problem, report)
     for part in parts:
         out.print(part)
+
+
+def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
+    from attngen.certify.certificate import keep
+    from attngen.emit.page import check_path, page, write_page
+    from attngen.emit.render import render
+    from attngen.passes.pipeline import stages
+
+    check_path(html)
+    with _naming(path):
+        steps = list(stages(spec))
+    files = keep(render(steps[-1][1]), GENERATED / spec.name)
+    write_page(page(spec, path.read_text(encoding="utf-8-sig"), steps, files, problem), html)
+    print(html)
 
 
 @app.command()

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from attngen.reference import dropout_weight, naive_attention, reference_mask, relative_error
+from attngen.parts import Sizes
+from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
 from attngen.spec import Spec
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,12 +69,12 @@ class Result:
     @property
     def worst(self) -> str:
         """The key of a whole tensor with the largest ratio; a NaN is the largest of all."""
-        return self._largest(KEYS)
+        return self._largest(tuple(k for k in self.ours if not k.endswith(" row")))
 
     @property
     def worst_row(self) -> str:
         """The same among the worst rows."""
-        return self._largest(tuple(f"{k} row" for k in KEYS))
+        return self._largest(tuple(k for k in self.ours if k.endswith(" row")))
 
     def _largest(self, keys: tuple[str, ...]) -> str:
         return max(keys, key=lambda k: (self.ratio(k) != self.ratio(k), self.ratio(k)))
@@ -130,14 +131,12 @@ def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: i
         q, k, v = (p.view(*p.shape[:2], h, w).transpose(1, 2) for p, h, w in zip(parts, heads, widths))
     else:
         q, k, v = (tensor(h, n, w) for h, n, w in zip(heads, (case.n_q, case.n_kv, case.n_kv), widths))
-    extents = {"B": case.batch, "Hq": case.q_heads, "Nq": case.n_q, "Nk": case.n_kv}
-    inputs: dict[str, torch.Tensor] = {}
-    for i in spec.mask.inputs():
-        shape = [extents[d] for d in i.shape]
-        if i.dtype == "b1":
-            inputs[i.name] = (torch.rand(shape, generator=generator) < 0.7).to(device)
-        else:
-            inputs[i.name] = torch.randint(0, case.n_kv + 1, shape, generator=generator, dtype=torch.int32).to(device)
+    counts = Sizes(case.batch, case.q_heads, case.kv_heads, case.n_q, case.n_kv)
+    own = {i.name for i in spec.inputs() if i.dtype == "T"}
+    inputs: dict[str, Any] = {}
+    for part in (spec.mask, *spec.score):
+        for name, value in part.sample(counts, generator).items():
+            inputs[name] = value.to(device, dtype if name in own else value.dtype) if isinstance(value, torch.Tensor) else value
     blocks = spec.mask.blocks()
     if blocks and not blocks.pattern:
         shape = [case.batch, case.q_heads, -(-case.n_q // blocks.size), -(-case.n_kv // blocks.size)]
@@ -196,20 +195,31 @@ def run_case(
     drawn.update(inputs or {})
     grads = make_gradients(spec, case, torch_dtype, device, seed)
     mask = reference_mask(spec.mask, q, k, drawn)
+    learned = {i.name: drawn[i.name] for i in spec.inputs() if i.grad}
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
     weight = dropout_weight((*q.shape[:3], k.shape[2]), dropout_p, SEED, device) if spec.dropout else None
     factor = scale if scale is not None else spec.head_dim.qk**-0.5
     tf32 = dtype == "fp32" and spec.fp32_precision == "tf32"
 
-    def ours(*x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = module.attention(*x, **drawn, **dropout, scale=scale, return_lse=True)
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given = {**drawn, **dict(zip(learned, x))}
+        out, lse = module.attention(q, k, v, **given, **dropout, scale=scale, return_lse=True)
         return out, lse
 
-    truth, *rounded = _exact(q, k, v, mask, factor, grads, weight)
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor | None, *x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        modify, sink = reference_scores(spec.score, q, k, {**drawn, **dict(zip(learned, x))})
+        return naive_attention(q, k, v, mask, factor, weight, modify, sink)
+
+    leaves = (q, k, v, *learned.values())
+    names = (*KEYS, *(f"d{name}" for name in learned))
+    truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, whole=bool(spec.score))
     with _matmul_precision("high" if tf32 else "highest"):
-        naive = _errors(_gradients(lambda *x: naive_attention(x[0], x[1], x[2], mask, factor, weight), (q, k, v), grads), truth)
-    found = _errors(_gradients(ours, (q, k, v), grads), truth)
-    stored = {key: x.to(torch.float32 if key == "lse" else torch_dtype) for key, x in truth.items()}
+        naive = _errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), leaves, grads, names), truth)
+    found = _errors(_gradients(ours, leaves, grads, names), truth)
+    fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
+    stored = {key: x.to(torch.float32 if key in fp32 else torch_dtype) for key, x in truth.items()}
     least = torch.finfo(torch.float16).eps / 4 if tf32 else torch.finfo(torch.float32).eps  # tf32 has as many bits as fp16
     rounding = {key: max(e, least) for key, e in _errors(stored, truth).items()}
     for change in rounded:
@@ -221,66 +231,71 @@ def run_case(
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def _gradients(attend: Attend, qkv: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """The results of `attend` and the gradients of q, k and v, under KEYS."""
-    leaves = [x.detach().requires_grad_() for x in qkv]
+def _gradients(
+    attend: Attend, inputs: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """The results of `attend` and the gradients of q, k, v and learned inputs, under their names."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
     results = attend(*leaves)
     found: Any = [torch.zeros_like(x) for x in leaves]
     if results[0].requires_grad:  # naive attention over no key at all has no graph
         found = torch.autograd.grad(results, leaves, [g.to(r.dtype) for g, r in zip(grads, results)])
-    return dict(zip(KEYS, (*(r.detach() for r in results), *found)))
+    return dict(zip(names, (*(r.detach() for r in results), *found)))
 
 
 def _exact(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    attend: Attend,
+    inputs: tuple[torch.Tensor, ...],
     mask: torch.Tensor,
-    scale: float,
     grads: tuple[torch.Tensor, ...],
     weight: torch.Tensor | None,
+    names: tuple[str, ...],
+    whole: bool,
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Naive attention and its gradients in fp64, and what two roundings of a fused backward alone add to the gradients.
 
     dS = P (dP - delta) with delta = rowsum(O dO), which a fused backward computes from the stored O, apart from dP: where a query
-    sees few keys the two cancel, and the rounding of delta stays. And it makes P anew from the stored LSE: half a unit in the last
-    place of an fp32 LSE is a factor on its whole row. Some query rows at a time, so that large cases fit.
+    sees few keys the two cancel, and the rounding of delta stays. And it makes P anew, from the stored LSE and from a product of its
+    own: half a unit in the last place of each, in fp32, is a factor. Some query rows at a time, so that large cases fit; all at once
+    if `whole`.
     """
     single = torch.finfo(torch.float32).eps
-    k, v = k.double().requires_grad_(), v.double().requires_grad_()
-    rows = max(1, TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    q, *others = inputs
+    rest = [x.double().requires_grad_() for x in others]
+    rows = max(1, q.shape[2] if whole else TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * rest[0].shape[2]))
     parts: dict[str, list[torch.Tensor]] = {"out": [], "lse": []}
-    gradients: list[list[Any]] = [[[], 0.0, 0.0] for _ in range(3)]  # dq by rows, dk, dv: exact, through delta, through the LSE
+    gradients: list[list[Any]] = [[[], *([0.0] * len(rest))] for _ in range(3)]  # dq by rows, the others: exact, by delta, by the LSE
     for start in range(0, max(1, q.shape[2]), rows):
         at = slice(start, start + rows)
         grad_out, grad_lse = (g[:, :, at].double() for g in grads)
         part = q[:, :, at].double().requires_grad_()
         part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
-        out, lse = naive_attention(part, k, v, part_mask, scale, part_weight)
+        out, lse = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
         terms = out.detach() * grad_out
         delta = (out.detach().to(q.dtype) * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
-        half = single / 2 * lse.detach().abs().nan_to_num(posinf=0.0)
+        unit = single * lse.detach().abs().nan_to_num(posinf=0.0)
         upstream = (
             (grad_out, grad_lse),
             (torch.zeros_like(grad_out), delta),
-            (grad_out * half[..., None], grad_lse * half),
+            (grad_out * unit[..., None], grad_lse * unit),
         )
         for sums, flowing in zip(gradients, upstream):
-            found = [torch.zeros_like(x) for x in (part, k, v)]
+            found = [torch.zeros_like(x) for x in (part, *rest)]
             if out.requires_grad:  # attention over no key at all has no graph
-                found = list(torch.autograd.grad((out, lse), (part, k, v), flowing, retain_graph=True))
+                made = torch.autograd.grad((out, lse), (part, *rest), flowing, retain_graph=True, allow_unused=True)
+                found = [zero if x is None else x for zero, x in zip(found, made)]
             sums[0].append(found[0])
             sums[1:] = [total + x for total, x in zip(sums[1:], found[1:])]
         parts["out"].append(out.detach())
         parts["lse"].append(lse.detach())
-    exact, *rounded = ({"dq": torch.cat(dq, 2), "dk": dk, "dv": dv} for dq, dk, dv in gradients)
+    exact, *rounded = (dict(zip(names[2:], (torch.cat(dq, 2), *more))) for dq, *more in gradients)
     return {**{key: torch.cat(x, 2) for key, x in parts.items()}, **exact}, *rounded
 
 
 def _errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
     """Errors under the keys of Result."""
     errors = {}
-    for key in KEYS:
+    for key in truth:
         x, ref = found[key].double(), truth[key].detach()
         if key == "lse":  # -inf where it should be is no error; anywhere else it stays, and fails
             both = (x == -torch.inf) & (ref == -torch.inf)

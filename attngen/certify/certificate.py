@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,27 +10,12 @@ from typing import Any
 from attngen.analysis.cost import schedule_key
 from attngen.analysis.report import schedule
 from attngen.analysis.sram import elem_sizes, slack, sram_bytes
-from attngen.certify.compiler import Reading
+from attngen.certify.compiler import Reading, source_digest
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import SIGNATURES
 
 TOLERANCE = 1.1  # of a prediction over its reading, without a reason
 Found = dict[tuple[str, Row], Reading]  # by kernel and schedule row
-
-
-def source_digest(kernels: str, name: str) -> str:
-    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest."""
-    tree, lines, parts = ast.parse(kernels), kernels.splitlines(), []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name in SIGNATURES and node.name != name:
-            continue
-        if isinstance(node, ast.FunctionDef):
-            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            parts += lines[start - 1 : node.end_lineno]
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):  # constants; tables of schedules are not calls
-            parts += lines[node.lineno - 1 : node.end_lineno]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def chosen(module: Module, targets: Sequence[str], every: bool) -> list[tuple[Kernel, Row]]:

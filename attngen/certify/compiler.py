@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import hashlib
 import importlib.util
 import io
 import multiprocessing
@@ -15,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +26,7 @@ from typing import Any
 from attngen.analysis.sram import aligned
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.interface import SIGNATURES
 
 _TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}
 _EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
@@ -53,6 +56,7 @@ class Job:
     arch: int | str
     warp_size: int
     aligned_rows: bool  # strides of rows are multiples of 16
+    source: str = ""  # the digest of what is compiled
 
 
 def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | None = None) -> Job:
@@ -75,19 +79,37 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
         device.arch if arch is None else arch,
         device.threads_per_warp,
         aligned(module),
+        source_digest(file.read_text(encoding="utf-8"), kernel.name),
     )
+
+
+def source_digest(kernels: str, name: str) -> str:
+    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest."""
+    tree, lines, parts = ast.parse(kernels), kernels.splitlines(), []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in SIGNATURES and node.name != name:
+            continue
+        if isinstance(node, ast.FunctionDef):
+            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            parts += lines[start - 1 : node.end_lineno]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):  # constants; tables of schedules are not calls
+            parts += lines[node.lineno - 1 : node.end_lineno]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[Reading | str]:
     """The readings of jobs, in order: by as many processes as there are cores, or `workers`.
 
-    The processes never interpret, see no cache, and need no GPU. A kernel that does not compile gives the sentence on why.
+    The processes never interpret, see no cache, and need no GPU. A kernel that several modules have (`delta`, say) is compiled once.
+    One that does not compile gives the sentence on why.
     """
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
     with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
         spawn = multiprocessing.get_context("spawn")  # a forked one would keep this process's Triton, which may interpret
         with ProcessPoolExecutor(workers, spawn, _prepare, (folder,)) as pool:
-            for future in [pool.submit(_compile, j) for j in jobs]:
+            alike = [replace(j, file=Path()) for j in jobs]
+            started = {key: pool.submit(_compile, j) for key, j in reversed([*zip(alike, jobs)])}
+            for future in (started[key] for key in alike):
                 try:
                     yield future.result()
                 except BrokenProcessPool:

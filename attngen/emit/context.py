@@ -10,8 +10,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
+
 from attngen.emit.printer import to_triton
-from attngen.ir.expr import Expr
+from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -19,8 +21,10 @@ from attngen.ir.ops import (
     KIND,
     Access,
     Arg,
+    Base,
     Dot,
     Dropout,
+    Gather,
     Init,
     Keep,
     Load,
@@ -30,13 +34,14 @@ from attngen.ir.ops import (
     Op,
     Position,
     Reduce,
+    Scatter,
     Seed,
     SoftmaxStep,
     Store,
     Yield,
 )
 
-LETTERS = {"B": "b", "Hq": "h", "Hkv": "h", "Nq": "n", "Nk": "n", "Tq": "t", "Tk": "t"}  # how strides are named
+LETTERS = {"B": "b", "Hq": "h", "Hkv": "h", "Nq": "n", "Nk": "n", "Tq": "t", "Tk": "t"}  # how strides are named; others by number
 
 
 @dataclass
@@ -57,9 +62,11 @@ class KernelView:
     params: list[str]
     tiles: list[str]
     dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
+    learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
     not_specialized: list[str]
     prologue: list[str]
     nodes: list[Node]
+    words: set[str]  # that occur in it
 
 
 class KernelContext:
@@ -120,7 +127,16 @@ class KernelContext:
         return look
 
     def scalar(self, e: Any) -> str:
-        return to_triton(e, self._lookup({}))
+        return self._text(e, {})
+
+    def _text(self, e: Any, uses: dict[str, str], tile: tuple[str, ...] = (), fp32: bool = False) -> str:
+        """The source of an expression; its symbols are integers where the IR's types say so."""
+        refs = {s: uses.get(str(s), str(s)) for s in e.free_symbols}
+        whole = {s: sympy.Symbol(str(s), integer=True) for s, ref in refs.items() if s.is_integer is None and self._is_whole(ref)}
+        return to_triton(e.xreplace(whole), self._lookup(uses, fp32), tile)
+
+    def _is_whole(self, ref: str) -> bool:
+        return ref.split(".")[0] in self.kernel.graph and self.kernel.type_of(ref).dtype == "i32"
 
     # ------------------------------------------------------------------ kernels
 
@@ -140,9 +156,11 @@ class KernelContext:
             params=[*(a.name for a in tensors), *sizes, *strides],
             tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
             dropout=kernel.draws,
+            learns=any(a.role == "out" and self._learned(a.name) for a in args),
             not_specialized=[s for s in sizes if s in ("Nq", "Nk", "dropout_threshold")],
             prologue=prologue,
             nodes=nodes,
+            words=words,
         )
 
     def _prologue(self, used: set[str]) -> list[str]:
@@ -196,6 +214,10 @@ class KernelContext:
         """A mask that loops of this class do not apply, or a value in the same body that only such a mask reads."""
         if isinstance(op, Mask):
             return not _applies(op.when, cls)
+        graph = self.kernel.graph
+        read = graph.successors(op.name) if isinstance(op, Base) else (op.name,) if isinstance(op, (Gather, Load)) else ()
+        if read and all(isinstance(self.kernel.op(n), (Gather, Load)) and not graph.out_degree(n) for n in read):
+            return True  # facts alone name it, of which bounds took what they need
         nodes = self.kernel.graph.nodes
         users = [nodes[n] for n in self.kernel.graph.successors(op.name)]
         masks = [u["op"] for u in users if isinstance(u["op"], Mask) and u["block"] == nodes[op.name]["block"]]
@@ -253,21 +275,21 @@ class KernelContext:
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)
         assert isinstance(tensor, Arg)
-        terms = [op.src.tensor]
-        for index, stride in zip(op.src.index, stride_names(tensor)):
-            if index != 0:
-                text = self.scalar(index)
-                terms.append(f"tl.cast({text}, tl.int64) * {stride}")
-        return {"var": op.name, "expr": " + ".join(terms)}
+        return {"var": op.name, "expr": self._start(op.src, tensor)}
 
-    def _pointer(self, access: Access) -> str:
+    def _start(self, access: Access, tensor: Arg) -> str:
+        """Where the rows of one (batch, head) of a tensor start, in 64 bits."""
+        indices = ((i, stride) for i, stride in zip(access.index, stride_names(tensor)) if i != 0)
+        return " + ".join([access.tensor, *(f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in indices)])
+
+    def _pointer(self, access: Access, tile: tuple[str, ...] = ()) -> str:
         """Address of a tile: 64-bit scalar start of its rows, 32-bit offsets inside it."""
         source = self.kernel.op(access.tensor)
         tensor = source if isinstance(source, Arg) else self.kernel.op(source.src.tensor)  # type: ignore[attr-defined]
         assert isinstance(tensor, Arg)
         strides = [*stride_names(tensor), ""][-len(access.index) :]
         scalars, tiles = [access.tensor], []
-        dims = tuple(AXIS_DIM[a] for a in access.axes())
+        dims = _as_tile(access, tile)
         for index, stride in zip(access.index, strides):
             axis = str(index)
             times = f" * {stride}" if stride else ""
@@ -283,8 +305,8 @@ class KernelContext:
         inner = " + ".join(tiles)
         return " + ".join([*scalars, f"({inner})" if len(tiles) > 1 else inner] if tiles else scalars)
 
-    def _check(self, checks: Any, access: Access, cls: str) -> str:
-        dims = tuple(AXIS_DIM[a] for a in access.axes())
+    def _check(self, checks: Any, access: Access, cls: str, tile: tuple[str, ...] = ()) -> str:
+        dims = _as_tile(access, tile)
         conditions = []
         for axis, when in checks:
             if _applies(when, cls):
@@ -296,15 +318,64 @@ class KernelContext:
         return " & ".join(conditions)
 
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
-        check = self._check(op.check, op.src, cls)
+        check = self._check(op.check, op.src, cls, op.type.dims)
         other = "False" if op.type.dtype == "b1" else self._constant(op.other)
-        return {"var": self.var(op.name), "ptr": self._pointer(op.src), "check": check, "other": other}
+        return {"var": self.var(op.name), "ptr": self._pointer(op.src, op.type.dims), "check": check, "other": other}
+
+    def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
+        pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)
+        return {"var": self.var(op.name), "ptr": pointer, "check": condition, "other": "False" if op.type.dtype == "b1" else "0"}
+
+    def _scatter(self, op: Scatter, cls: str) -> dict[str, Any]:
+        pointer, condition = self._places(op.dst, op.where, dict(op.uses), self.kernel.type_of(op.value).dims)
+        return {"ptr": pointer, "value": self.var(op.value), "check": condition}
+
+    def _places(self, access: Access, where: Bool, uses: dict[str, str], tile: tuple[str, ...]) -> tuple[str, str]:
+        """Address of each element: heads and sequences in 64 bits, offsets in the last dimension in 32; and the condition, if any."""
+        tensor = self.kernel.op(access.tensor)
+        assert isinstance(tensor, Arg)
+        terms, offset = [access.tensor], ""
+        for index, stride in zip(access.index, [*stride_names(tensor), ""]):
+            if index == 0:
+                continue
+            text = self._text(index, uses, tile)
+            spread = self._spread(index.free_symbols, uses, tile)
+            text = f"({text}){spread}" if spread else text
+            if stride:
+                terms.append(
+                    f"({text}).to(tl.int64) * {stride}" if tile and spread is not None else f"tl.cast({text}, tl.int64) * {stride}"
+                )
+            else:
+                offset = text
+        condition = "" if where == sympy.true else self._text(where, uses, tile)
+        spread = self._spread(where.free_symbols, uses, tile) if condition else None
+        return " + ".join([*terms, offset] if offset else terms), f"({condition}){spread}" if spread else condition
+
+    def _spread(self, symbols: Any, uses: dict[str, str], tile: tuple[str, ...]) -> str | None:
+        """How a row or column of numbers is spread over a tile: None for a number, empty where nothing is needed."""
+        names = {str(s) for s in symbols}
+        present = {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in names}
+        present |= {d for n in names & uses.keys() for d in self.kernel.type_of(uses[n]).dims}
+        if not present:
+            return None
+        return "" if len(tile) == len(present) else "[" + ", ".join(":" if d in present else "None" for d in tile) + "]"
 
     def _constant(self, e: Expr) -> str:
         return "0.0" if e == 0 else self.scalar(e)
 
+    def _learned(self, tensor: str) -> bool:
+        return tensor.removesuffix("_head") in {x.parts for x in self.module.learned if x.by != "row"}
+
     def _store(self, op: Store, cls: str) -> dict[str, Any]:
-        return {"ptr": self._pointer(op.dst), "value": self.var(op.value), "check": self._check(op.check, op.dst, cls)}
+        learned = self._learned(op.dst.tensor)
+        if op.by:
+            tensor = self.kernel.op(op.dst.tensor)
+            assert isinstance(tensor, Arg)
+            args = [self._start(op.dst, tensor), self.var(op.value), "q_start", "kv_start", "Nq", "Nk", "BLOCK_Q", "BLOCK_KV"]
+            return {"learned": learned, "distances": args}
+        tile = self.kernel.type_of(op.value).dims
+        check = self._check(op.check, op.dst, cls, tile)
+        return {"learned": learned, "distances": (), "ptr": self._pointer(op.dst, tile), "value": self.var(op.value), "check": check}
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "shape": ", ".join(op.type.dims), "value": self._constant(op.value)}
@@ -319,17 +390,17 @@ class KernelContext:
     def _map(self, op: Map, cls: str) -> dict[str, Any]:
         uses = dict(op.uses)
         casting = op.type.dtype == "T"
-        text = to_triton(op.expr, self._lookup(uses, fp32=not casting), op.type.dims)
+        text = self._text(op.expr, uses, op.type.dims, fp32=not casting)
+        if op.type.dtype == "i32" and "tl.int64" in text:
+            text = f"tl.cast({text}, tl.int32)"
         if casting:
             text = f"{text}.to(dtype)" if re.fullmatch(r"\w+", text) else f"({text}).to(dtype)"
         return {"var": self.var(op.name), "expr": text}
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
-        condition = to_triton(op.where, self._lookup(dict(op.uses)), op.type.dims)
-        present = {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in condition}
-        present |= {d for _, r in op.uses for d in self.kernel.type_of(r).dims}
-        if len(present) == 1:  # one row or one column of conditions
-            condition = f"({condition})[{', '.join(':' if d in present else 'None' for d in op.type.dims)}]"
+        condition = self._text(op.where, dict(op.uses), op.type.dims)
+        spread = self._spread(op.where.free_symbols, dict(op.uses), op.type.dims)
+        condition = f"({condition}){spread}" if spread else condition
         return {"var": self.var(op.name), "condition": condition}
 
     def _softmax_step(self, op: SoftmaxStep, cls: str) -> dict[str, Any]:
@@ -352,6 +423,7 @@ LOOP_COMMENTS = {
 }
 SUMMARIES = {
     "fwd": "Forward: online softmax over key tiles, one program per query tile.",
+    "blocks": "Before all: the greatest and the least score of each block, if scores were 0 before the mask.",
     "delta": "Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).",
     "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
     "dk": "Backward, dK: one program per key tile, over query tiles; scores are transposed.",
@@ -362,7 +434,14 @@ SUMMARIES = {
 
 def stride_names(arg: Arg) -> list[str]:
     """Stride parameters of a tensor: every dimension but the last, which is contiguous."""
-    return [f"stride_{arg.name.lower()}_{LETTERS[d]}" for d in arg.type.dims[:-1]]
+    letters = [LETTERS.get(d, str(at)) for at, d in enumerate(arg.type.dims[:-1])]
+    return [f"stride_{arg.name.lower()}_{c if letters.count(c) == 1 else at}" for at, c in enumerate(letters)]
+
+
+def _as_tile(access: Access, tile: tuple[str, ...]) -> tuple[str, ...]:
+    """The dimensions of an access, in the order of the tile where that is a transposed tile of scores."""
+    dims = tuple(AXIS_DIM[a] for a in access.axes())
+    return tile if tile == dims[::-1] else dims
 
 
 def _applies(when: str, cls: str) -> bool:

@@ -18,8 +18,9 @@ from attngen.analysis.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS, kernels_of
+from attngen.ir.interface import BESIDE, DIRECTIONS, kernels_of
 from attngen.ir.ops import Mask
+from attngen.passes.classify_tiles import inexact
 
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
@@ -32,11 +33,14 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         for loop in tile_loops(kernel):
             ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in loop.ranges)
             yield _line(f"@{kernel.name} {loop.cls}: {ranges}")
-        for name, bound in _bounds(kernel):
+        for name, bound in bounds(kernel):
             yield _line(f"  {name} = {to_text(bound)}")
         for op in kernel.ops():
             if isinstance(op, Mask):
                 yield _line(f"@{kernel.name} mask: {to_text(op.where)}")
+        listed = module.blocks is not None and module.blocks.data and kernel.name not in BESIDE
+        for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
+            yield from (_line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
     yield Text("\nFormulas", style="bold")
     for direction in DIRECTIONS:
         yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
@@ -85,7 +89,7 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield _line("Nothing is reported: `attngen verify --write` was not run on these kernels.")
 
 
-def _bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
+def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
     """The named scalars that the loops over tiles run between, in closed form; each may use those before it."""
     used = {s for loop in tile_loops(kernel) for pair in loop.ranges for bound in pair for s in bound.free_symbols}
     for name, value in reversed(kernel.named):

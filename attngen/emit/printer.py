@@ -1,18 +1,31 @@
-"""Expressions as Triton source: broadcasts made explicit, terms of one axis gathered before they are broadcast."""
+"""Expressions as Triton source: broadcasts made explicit, terms of one axis gathered before they are broadcast.
+
+Integers become fp32 as rows and columns, before they are broadcast: positions are exact there up to 2**24. Divisions of integers
+round down, as Python's: `floor_div` and `floor_mod` are functions of the generated module. Integers are of 32 bits where a call's
+positions and parameters cannot make them larger, of 64 elsewhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import cdiv, exp2, floordiv, log2, select, to_text
+from attngen.ir.expr import REAL, cdiv, clamp, exp2, floordiv, log2, mod, select, span, sqrt, to_text
 
 # (source text, dimensions, binding strength: 3 atom, 2 product, 1 sum, 0 comparison)
 Piece = tuple[str, tuple[str, ...], int]
 Lookup = Callable[[str], tuple[str, tuple[str, ...]]]
+
+LARGEST = {  # of the symbols that are no parameters: calls keep lengths below 2**29
+    **dict.fromkeys(("q_idx", "kv_idx", "q_start", "kv_start", "Nq", "Nk"), 2**29 - 1),
+    **dict.fromkeys(("b", "h", "hkv", "g", "group"), 2**15 - 1),
+    **dict.fromkeys(("BLOCK_Q", "BLOCK_KV"), 2**10),
+}
+PARAMETERS = (-(2**30), 2**30 - 1)  # what calls keep numbers within, and are told to keep tensors within
 
 
 def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
@@ -20,27 +33,81 @@ def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
     return _Printer(lookup, dims).print(e)[0]
 
 
+@cache
+def _range(e: Any) -> tuple[int, int]:
+    """Numbers that an integer expression, and any sum of some of its terms, is never below and never above."""
+    if e.is_Integer:
+        return int(e), int(e)
+    if e.is_Symbol:
+        return (0, LARGEST[str(e)]) if str(e) in LARGEST else PARAMETERS
+    parts = [_range(a) for a in (e.args[1:] if isinstance(e, select) else e.args)]
+    lows, highs = [low for low, _ in parts], [high for _, high in parts]
+    if e.is_Add:
+        return sum(min(0, low) for low in lows), sum(max(0, high) for high in highs)
+    if isinstance(e, mod):
+        return 0, max(abs(x) for x in parts[1])
+    if isinstance(e, clamp):
+        return min(lows[1:]), max(highs[1:])
+    if e.is_Mul or e.is_Pow:
+        ends = [1]
+        for part in parts if e.is_Mul else parts[:1] * int(e.exp):
+            products = [x * y for x in ends for y in part]
+            ends = [min(products), max(products)]
+        return ends[0], ends[-1]
+    if isinstance(e, (floordiv, cdiv, sympy.Abs)):
+        largest = max(abs(x) for x in parts[0])
+        by = max(1, min(parts[1])) if isinstance(e, floordiv) else 1
+        largest = -(-largest // by)
+        return -largest, largest
+    return min(lows), max(highs)
+
+
+def _is_wide(e: Any) -> bool:
+    """Whether an integer may pass 32 bits."""
+    low, high = _range(e)
+    return not -(2**31) <= low <= high < 2**31
+
+
 class _Printer:
     def __init__(self, lookup: Lookup, dims: tuple[str, ...]) -> None:
         self.lookup, self.dims = lookup, dims
+        self.wide = False  # the symbols are wanted in 64 bits
 
-    def print(self, e: Any) -> Piece:
+    def print(self, e: Any, real: bool = False) -> Piece:
+        """`real`: the value is wanted in fp32; an integer tile is made of rows and columns in fp32."""
         if e.is_Symbol:
             text, dims = self.lookup(str(e))
+            if self.wide and e.is_integer:
+                text = f"{text}.to(tl.int64)" if dims else f"tl.cast({text}, tl.int64)"
             return text, dims, 3
         if e in (sympy.oo, -sympy.oo):
             return f'float("{"" if e > 0 else "-"}inf")', (), 3
         if e.is_Integer or e.is_Float:
             return (str(int(e)) if e.is_Integer else repr(float(e))), (), 3 if e >= 0 else 1
+        if e.is_Rational:
+            return repr(float(e)), (), 3 if e >= 0 else 1
+        if e.is_integer and not self.wide and _is_wide(e):
+            self.wide = True
+            piece = self.print(e, real)
+            self.wide = False
+            return piece
+        real = real or not e.is_integer
         if e.is_Add:
-            return self._sum(e)
-        if e.is_Mul or (e.is_Pow and e.exp == -1):
-            return self._product(e)
+            return self._sum(e, real)
+        if e.is_Pow:
+            return self._power(e)
+        if e.is_Mul:
+            return self._product(e, real)
         if e.is_Relational:
-            return self._join(f" {e.rel_op} ", [self.print(e.lhs), self.print(e.rhs)], 0)
+            real = not (e.lhs.is_integer and e.rhs.is_integer) and any(x.is_integer is False or x.has(sympy.Float) for x in e.args)
+            e = e.reversed if e.lhs.is_number and not isinstance(e, (sympy.Eq, sympy.Ne)) else e  # what varies first
+            return self._join(f" {e.rel_op} ", [self.print(e.lhs, real), self.print(e.rhs, real)], 0)
         if isinstance(e, (sympy.And, sympy.Or)):
             pieces = [self.print(a) for a in sorted(e.args, key=sympy.default_sort_key)]
             return self._join(" & " if isinstance(e, sympy.And) else " | ", pieces, 0)
+        if isinstance(e, sympy.Not):
+            text, dims, strength = self.print(e.args[0])
+            return f"~{self._wrap((text, dims, strength), 3)}", dims, 2
         calls: dict[Any, str] = {
             select: "tl.where",
             exp2: "tl.exp2",
@@ -48,38 +115,68 @@ class _Printer:
             cdiv: "tl.cdiv",
             sympy.Min: "tl.minimum",
             sympy.Max: "tl.maximum",
+            sympy.Abs: "tl.abs",
+            sqrt: "tl.sqrt",
         }
         for kind, name in calls.items():
             if isinstance(e, kind):
-                return self._call(name, e)
-        if isinstance(e, floordiv):
-            if not e.args[0].is_nonnegative:
-                raise AttngenError(f"`{to_text(e)}` divides a number that may be negative, which Triton rounds towards zero")
-            return self._join(" // ", [self.print(a) for a in e.args], 2)
+                return self._call(name, e, real)
+        if isinstance(e, clamp):
+            x, low, high = e.args
+            return self.print(sympy.Min(sympy.Max(x, low, evaluate=False), high, evaluate=False), real)
+        if isinstance(e, (floordiv, mod)):
+            if span(e.args[0])[0] >= 0 or e.args[0].is_nonnegative:
+                left, right = (self.print(a) for a in e.args)
+                return self._join(" // " if isinstance(e, floordiv) else " % ", [left, self._atom(right)], 2)
+            return self._call("floor_div" if isinstance(e, floordiv) else "floor_mod", e, False)
         raise AttngenError(f"`{to_text(e)}` has no Triton form")
 
-    def _call(self, name: str, e: Any) -> Piece:
+    def _power(self, e: Any) -> Piece:
+        """Whole powers as products; of a negative power, one over it."""
+        if e.exp.is_number and e.exp < 0:
+            if e.exp == -1:
+                return self._product(e, True)
+            return self._product(sympy.Pow(sympy.Pow(e.base, -e.exp, evaluate=False), -1, evaluate=False), True)
+        if e.exp.is_Integer:
+            return self._join(" * ", [self._atom(self.print(e.base, not e.base.is_integer))] * int(e.exp), 2)
+        raise AttngenError(f"`{to_text(e)}` has no Triton form")
+
+    def _call(self, name: str, e: Any, real: bool) -> Piece:
         symmetric = isinstance(e, (sympy.Min, sympy.Max))
-        pieces = [self.print(a) for a in (sorted(e.args, key=sympy.default_sort_key) if symmetric else e.args)]
+        pieces = [self.print(a, real) for a in (sorted(e.args, key=sympy.default_sort_key) if symmetric else e.args)]
+        if isinstance(e, REAL) and e.args[0].is_integer:
+            pieces = [(f"tl.cast({pieces[0][0]}, tl.float32)", pieces[0][1], 3)]
         dims = self._union(pieces)
         texts = [self._broadcast(p, dims)[0] for p in pieces]
         while len(texts) > 2 and symmetric:  # two operands at a time
             texts = [f"{name}({texts[0]}, {texts[1]})", *texts[2:]]
         return f"{name}({', '.join(texts)})", dims, 3
 
-    def _sum(self, e: Any) -> Piece:
-        """Positive terms first, tiles before rows before scalars."""
+    def _sum(self, e: Any, real: bool) -> Piece:
+        """Positive terms first, tiles before rows before scalars; in a real sum, integers apart."""
+        if real and not e.is_integer:
+            whole = [a for a in e.args if a.is_integer and not a.is_number]
+            if len(whole) > 1 and len(self.print(sympy.Add(*whole))[1]) > 1:
+                return self._sums([*(a for a in e.args if a not in whole), sympy.Add(*whole, evaluate=False)], True)
+        return self._sums(e.args, real)
+
+    def _sums(self, args: Any, real: bool) -> Piece:
         terms = []
-        for term in e.args:
-            negative = term.could_extract_minus_sign()
-            terms.append((negative, self.print(-term if negative else term)))
+        for term in args:
+            negative = term.could_extract_minus_sign() and not term.is_Add
+            terms.append((negative, self.print(-term if negative else term, real)))
+        whole = real and all(a.is_integer for a in args) and len({p[1] for _, p in terms if p[1]}) > 1
         groups: dict[tuple[str, ...], list[tuple[bool, Piece]]] = {}
         for negative, piece in sorted(terms, key=lambda t: (-len(t[1][1]), t[0])):
             dims = piece[1] or next(iter(groups), ())  # a scalar joins the first group
             if not piece[1] and groups:
                 dims = min(groups, key=len)
             groups.setdefault(dims, []).append((negative, piece))
+        for group in groups.values():
+            group.sort(key=lambda term: term[0])
         sums = [(group[0][0], self._signed_sum(dims, group)) for dims, group in groups.items()]
+        if whole:  # rows and columns of integers
+            sums = [(n, (f"{self._wrap(p, 3)}.to(tl.float32)", p[1], 3) if len(p[1]) == 1 else p) for n, p in sums]
         if len(sums) == 1:
             return sums[0][1] if not sums[0][0] else self._negated(sums[0][1])
         union = self._union([p for _, p in sums])
@@ -91,7 +188,7 @@ class _Printer:
         return text, union, 1
 
     def _signed_sum(self, dims: tuple[str, ...], group: list[tuple[bool, Piece]]) -> Piece:
-        """The group's terms; when its first is negative, the negated sum."""
+        """The group's terms, a positive one first; when there is none, the negated sum."""
         flip = group[0][0]
         text = ""
         for negative, piece in group:
@@ -103,17 +200,24 @@ class _Printer:
     def _negated(self, piece: Piece) -> Piece:
         return f"-{self._wrap(piece, 2)}", piece[1], 1
 
-    def _product(self, e: Any) -> Piece:
+    def _product(self, e: Any, real: bool) -> Piece:
         factors = e.args if e.is_Mul else (e,)
         over = [1 / f for f in factors if f.is_Pow and f.exp == -1]
-        pieces = [self.print(f) for f in factors if not (f.is_Pow and f.exp == -1)]
+        before, self.wide = self.wide, self.wide or (real and _is_wide(sympy.Mul(*(f for f in factors if f.is_integer))))
+        pieces = [self._factor(f, real) for f in factors if not (f.is_Pow and f.exp == -1)]
+        self.wide = before
         if e.is_Mul and factors[0] == -1:
-            return self._negated(self.print(-e))
+            return self._negated(self.print(-e, real))
         pieces.sort(key=lambda p: -len(p[1]))  # tiles before scalars
         joined = self._join(" * ", pieces, 2) if pieces else ("1.0", (), 3)
         for divisor in over:
-            joined = self._join(" / ", [joined, self._atom(self.print(divisor))], 2)
+            joined = self._join(" / ", [joined, self._atom(self.print(divisor, True))], 2)
         return joined
+
+    def _factor(self, e: Any, real: bool) -> Piece:
+        """A factor of a product: a quotient that is rounded down stays one."""
+        piece = self.print(e, real)
+        return self._atom(piece) if isinstance(e, (floordiv, mod)) else piece
 
     def _atom(self, piece: Piece) -> Piece:
         return (piece[0], piece[1], 3) if piece[2] == 3 else (f"({piece[0]})", piece[1], 3)

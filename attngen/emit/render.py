@@ -10,18 +10,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import sympy
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.emit.context import KernelContext, KernelView, stride_names
 from attngen.errors import AttngenError, suggest
-from attngen.ir.graph import Blocks, Kernel, Module, Unfit
-from attngen.ir.interface import BLOCK_LISTS, DROPOUT_SCALARS, verify_interface
+from attngen.ir.expr import clamp, floordiv, mod, parse, symbol
+from attngen.ir.graph import Blocks, Input, Kernel, Module, Unfit
+from attngen.ir.interface import DROPOUT_SCALARS, block_lists, verify_interface
+from attngen.ir.ops import Base, Gather, Load, Map, Mask
 from attngen.ir.text import print_module
-from attngen.masks import derive_functions
+from attngen.scores import derive_functions
 
 WIDTH = 100
 LONGEST = 120  # of an assignment, without its indentation
-_TORCH = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32"}
+_NUMBERS = {"i32": "int", "f32": "float"}
+_TORCH = {
+    "f32": "torch.float32",
+    "bf16": "torch.bfloat16",
+    "fp16": "torch.float16",
+    "fp32": "torch.float32",
+    "b1": "torch.bool",
+    "i32": "torch.int32",
+}
 
 
 class _Sharing(NamedTuple):
@@ -70,6 +81,8 @@ def render(module: Module) -> dict[str, str]:
     )
     env.globals["call"] = _call
     env.globals["assign"] = _assign
+    env.globals["fold"] = lambda text: _broken(text, LONGEST)
+    env.globals["unpack"] = _unpack
     env.globals["launch"] = lambda name: _launch(module.kernel(name), views[name])
     env.globals["key_kernels"] = [kernel.name for kernel in module.kernels if kernel.own_axis == "kv"]
     env.filters["fill"] = _fill
@@ -102,6 +115,8 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
         "interpreted": _interpreted(module, sizes[0]),
         "device_classes": device_classes,
         "kernels": list(views.values()),
+        "distances": any(x.by == "distance" for x in module.learned),
+        "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
     }
@@ -130,19 +145,33 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
 
 
 def _module_context(module: Module) -> dict[str, Any]:
-    given = [i.name for i in module.inputs]
-    lists = [name.lower() for own in BLOCK_LISTS.values() for name in own] if module.blocks else []
+    read = {a.name.lower() for kernel in module.kernels for a in kernel.args}
+    given = [i.name for i in module.inputs if i.shape and i.name in read]
+    planned = _planned(module)
+    fields = [n for n in planned if n in given] + [n for d in module.derived for n in d.names if set(d.sources) & set(planned)]
+    numbers = [i for i in module.inputs if not i.shape]
+    data = module.blocks is not None and module.blocks.data
+    listed = {own: [name.lower() for name in block_lists(module.blocks, own)] if module.blocks else [] for own in ("q", "kv")}
+    lists = listed["q"] + listed["kv"]
     tensors = given + [name for d in module.derived for name in d.names] + lists + ["seed"] * module.dropout
-    scalars = list(DROPOUT_SCALARS) if module.dropout else []
-    keywords = [f"{name}: torch.Tensor" for name in given]
-    if module.blocks:
+    scalars = [i.name for i in numbers] + (list(DROPOUT_SCALARS) if module.dropout else [])
+    keywords = [f"{i.name}: {_given_type(i, planned)}" for i in module.inputs]
+    keywords += ["plan: Plan | None = None"] if planned or data else []
+    if module.blocks and not data:
         keywords.append("block_mask: torch.Tensor | BlockPlan" + (" | None = None" if module.blocks.pattern else ""))
     if module.dropout:
         keywords += ["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"]
     dropping = ["dropout_p=self.dropout_p if self.training else 0.0"] if module.dropout else []
     passed = [k.partition(":")[0] for k in keywords if not k.startswith("dropout_p")]
     kinds = {"seed": "Tensor?", "dropout_threshold": "int", "keep_scale": "float", "scale": "float"}
+    kinds |= {i.name: {"i32": "SymInt", "f32": "float"}[i.dtype] for i in numbers}
+    by_data = _data(module, planned, fields, kinds) if data else None
+    of_data = by_data.inputs if by_data else []
     qk, v = module.head_dim_qk, module.head_dim_v
+    own_dtype = ["q", "k", "v", *(i.name for i in module.inputs if i.dtype == "T")]
+    learned = [i.name for i in module.inputs if i.grad]
+    unordered = [i.name for i in module.inputs if any(x.input == i.name and x.by == "element" for x in module.learned)]
+    sink = any(x.by == "row" for x in module.learned) or any(op.name == "m_all" for op in module.kernel("fwd").ops())
     return {
         "module": module,
         "sharing": _SHARING[module.sharing],
@@ -150,21 +179,228 @@ def _module_context(module: Module) -> dict[str, Any]:
         "dtype_help": ", ".join(module.dtypes) + (f" (fp32 products in {module.precision})" if "fp32" in module.dtypes else ""),
         "interpreted_in_fp32": _TORCH["bf16"] if "bf16" in module.dtypes else "",
         "torch_dtypes": _tuple([_TORCH[d] for d in module.dtypes]),
-        "input_types": {i.name: _TORCH[i.dtype] for i in module.inputs},
-        "input_shapes": {i.name: ", ".join(_SIZES[d] for d in i.shape) for i in module.inputs},
-        "input_args": "".join(f", {n}" for n in given),
+        "differentiable": " and ".join(filter(None, [", ".join(["q", "k", "v", *learned][:-1]), ["q", "k", "v", *learned][-1]])),
+        "sink_help": " and its sink" if sink else "",
+        "empty_lse": "its sink" if sink else "-inf",
+        "own_dtype": own_dtype,
+        "input_help": {i.name: _input_help(i) + ", in no fixed order" * (i.name in unordered) for i in module.inputs},
+        "input_shapes": {i.name: ", ".join(_size(d) for d in i.shape) for i in module.inputs},
+        "input_checks": [_input_check(i) for i in module.inputs if i.name not in planned],
+        "planned": planned,
+        "plan_fields": fields,
+        "plan_checks": [_input_check(i) for i in module.inputs if i.name in planned],
+        "plan_sizes": [size for n, size in (("Nq", "n_q"), ("Nk", "n_kv")) if _plan_takes(module, n)],
+        "plan_field_checks": _plan_field_checks(module, fields),
+        "plan_values": _plan_values(module, planned, fields),
+        "plan_call": f"make_plan({', '.join([*planned, *(_SIZES[n] for n in ('Nq', 'Nk') if _plan_takes(module, n))])})",
+        "data": by_data,
+        "data_args": "".join(f", {i.name}={i.name}" for i in of_data),
+        "data_params": "".join(f", {i.name}: {'torch.Tensor' if i.shape else _NUMBERS[i.dtype]}" for i in of_data),
+        "listed": listed,
+        "lists": lists,
+        "loose": data or any(i.broadcast or "*" in i.shape for i in module.inputs),
+        "input_tensors": [i.name for i in module.inputs if i.shape],
+        "numbers": numbers,
+        "derive_calls": [
+            (list(d.names), f"{d.function}({', '.join(map(_source_size, d.sources))})")
+            for d in module.derived
+            if not set(d.sources) & set(planned)
+        ],
+        "gradients": {name: tensors.index(name) for name in learned},
+        "parts": _parts(module),
+        "sums": [_summed(module, name) for name in learned],
+        "distances": any(x.by == "distance" for x in module.learned),
+        "unordered": unordered,
+        "places": any(part.isdigit() for x in module.learned for part in x.index),
+        "input_args": "".join(f", {i.name}" for i in module.inputs) + ", plan" * bool(planned or data),
         "keywords": keywords,
         "keyword_args": [f"{n}={n}" for n in passed] + dropping + ["scale=self.scale", "return_lse=return_lse"],
         "tensors": tensors,
         "scalars": scalars,
         "operands": tensors + scalars,
-        "operands_in": [f"blocks.{n}" if n in lists else n for n in tensors + scalars],
+        "operands_in": [
+            f"plan.{n}" if n in fields or (data and n in lists) else f"blocks.{n}" if n in lists else n for n in tensors + scalars
+        ],
         "operand_schema": [f"{kinds.get(n, 'Tensor')} {n}" for n in (*tensors, *scalars, "scale")],
         "pattern_call": _pattern_call(module.blocks) if module.blocks else "",
         "pattern_source": _source(module.blocks.pattern) if module.blocks and module.blocks.pattern else "",
         "derive_functions": [_source(name) for name in dict.fromkeys(d.function for d in module.derived)],
-        "input_params": "".join(f", {n}: torch.Tensor" for n in given),
+        "input_params": "".join(f", {i.name}: {_given_type(i, planned).removesuffix(' = None')}" for i in module.inputs)
+        + ", plan: Plan | None" * bool(planned or data),
     }
+
+
+def _planned(module: Module) -> list[str]:
+    """Inputs from which the wrapper derives what the kernels read, by functions that take some time: calls may share a plan of it."""
+    if module.blocks and not module.blocks.data:
+        return []
+    return [i.name for i in module.inputs if i.shape and any(i.name in d.sources for d in module.derived)]
+
+
+class _Data(NamedTuple):
+    """What a wrapper says of blocks that data lists."""
+
+    inputs: list[Input]  # that say it, or from which it is derived
+    checks: list[str]
+    derive_calls: list[tuple[list[str], str]]
+    operands: list[str]
+    schema: list[str]
+    shape: str  # of what there is an element of for each block
+
+
+def _data(module: Module, planned: list[str], fields: list[str], kinds: dict[str, str]) -> _Data:
+    kernel = module.kernel("blocks")
+    tensors = [a.name.lower() for a in kernel.args if a.role == "in"]
+    numbers = [i.name for i in module.inputs if not i.shape and any(a.name == i.name for a in kernel.args)]
+    inputs = [i for i in module.inputs if i.name in (*tensors, *numbers, *planned)]
+    derived = [d for d in module.derived if set(d.names) & {*tensors, *fields}]
+    sizes = [f"q.shape[{at}]" if _depends(kernel, letter) else "1" for at, letter in enumerate("bh")]
+    return _Data(
+        inputs,
+        [_input_check(i) for i in inputs],
+        [(list(d.names), f"{d.function}({', '.join(map(_source_size, d.sources))})") for d in derived],
+        tensors + numbers,
+        [f"{kinds.get(n, 'Tensor')} {n}" for n in tensors + numbers],
+        ", ".join([*sizes, "-(-q.shape[2] // BLOCK)", "-(-k.shape[2] // BLOCK)"]),
+    )
+
+
+def _depends(kernel: Kernel, letter: str) -> bool:
+    """Whether a mask that a kernel evaluates differs from sequence to sequence (`b`) or from head to head (`h`)."""
+    written = {a.name for a in kernel.args if a.role == "out"}
+    for op in kernel.ops():
+        if isinstance(op, (Base, Load)) and op.src.tensor not in written:
+            places: tuple[Any, ...] = op.src.index
+        elif isinstance(op, Gather):
+            places = (*op.src.index, op.where)
+        elif isinstance(op, Mask):
+            places = (op.where,)
+        else:
+            places = (op.expr,) if isinstance(op, Map) else ()
+        if any(symbol(letter) in e.free_symbols for e in places):
+            return True
+    return False
+
+
+def _given_type(i: Input, planned: list[str]) -> str:
+    return "torch.Tensor | None = None" if i.name in planned else "torch.Tensor" if i.shape else _NUMBERS[i.dtype]
+
+
+def _plan_takes(module: Module, size: str) -> bool:
+    return any(size in d.sources for d in module.derived if set(d.sources) & set(_planned(module)))
+
+
+def _plan_values(module: Module, planned: list[str], fields: list[str]) -> list[str]:
+    """What a plan is made of: inputs that kernels read too, and what functions derive."""
+    sizes = {"Nq": "n_q", "Nk": "n_kv"}
+    calls = [f"*{d.function}({', '.join(sizes.get(s, s) for s in d.sources)})" for d in module.derived if set(d.sources) & set(planned)]
+    return [f"{n}.contiguous()" for n in fields if n in planned] + calls
+
+
+def _plan_field_checks(module: Module, fields: list[str]) -> list[str]:
+    """The statements that check a plan against a call."""
+    types = {i.name: (i.dtype, i.shape) for i in module.inputs}
+    types |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
+    return [
+        f'_check_input(q, "plan.{n}", plan.{n}, {_TORCH[types[n][0]]}, [{", ".join(map(_size, types[n][1]))}], "what attention.plan makes")'
+        for n in fields
+    ]
+
+
+def _size(dim: str) -> str:
+    """A dimension of an input in the wrapper."""
+    return _SIZES.get(dim, dim)
+
+
+def _source_size(source: str) -> str:
+    """What a function that derives tensors is given: an input, a size, a number or the device."""
+    return {"device": "q.device"}.get(source, _size(source))
+
+
+def _input_help(i: Input) -> str:
+    if not i.shape:
+        return f"{_NUMBERS[i.dtype]}, {i.help}"
+    shape = [f"{d} or 1" if i.broadcast and at < 2 else d for at, d in enumerate(i.shape)]
+    return f"{_TORCH.get(i.dtype, 'of the dtype of q,')} [{', '.join(shape)}], {i.help}{', differentiable' if i.grad else ''}"
+
+
+def _input_check(i: Input) -> str:
+    """The statement that checks an input."""
+    if not i.shape:
+        kind = _NUMBERS[i.dtype]
+        return f'_check_number("{i.name}", {i.name}, {kind}, {-(2**30) if i.least is None else i.least}, "{i.help}")'
+    shape = [_size(d) if d != "*" else "None" for d in i.shape]
+    if i.broadcast:
+        shape[:2] = [f"(1, {size})" for size in shape[:2]]
+    return f'_check_input(q, "{i.name}", {i.name}, {_TORCH.get(i.dtype, "q.dtype")}, [{", ".join(shape)}], "{i.help}")'
+
+
+def _parts(module: Module) -> list[str]:
+    """Statements that make room for parts of inputs' gradients; what no program writes is zero."""
+    lines = []
+    for x in module.learned:
+        if x.by == "row":
+            continue
+        if x.by == "distance":
+            lines.append(f"{x.parts.lower()} = _distance_parts(q, k, need_inputs)")
+            continue
+        if x.by == "element":
+            shape = f"{x.input}.shape if need_inputs else (0,) * {x.input}.dim()"
+            lines.append(f"{x.parts.lower()} = torch.zeros({shape}, device=q.device, dtype=torch.float32)")
+            continue
+        dense = x.by == "score"
+        shape, none = ("(*q.shape[:3], k.shape[2])", "(0, 0, 0, 0)") if dense else ("q.shape[:3]", "(0, 0, 0)")
+        dtype = f"{x.input}.dtype" if dense else "torch.float32"
+        make = "zeros" if dense else "empty"  # of rows each is written
+        lines.append(f"{x.parts.lower()} = torch.{make}({shape} if need_inputs else {none}, device=q.device, dtype={dtype})")
+    return lines
+
+
+def _to_torch(e: Any) -> str:
+    """An expression of integers in `distance`, a tensor, as Python source."""
+    if e.is_Add or e.is_Mul:
+        return "(" + (" + " if e.is_Add else " * ").join(map(_to_torch, e.args)) + ")"
+    if isinstance(e, clamp):
+        x, low, high = map(_to_torch, e.args)
+        return f"{x}.clamp({low}, {high})"
+    if isinstance(e, sympy.Abs):
+        return f"{_to_torch(e.args[0])}.abs()"
+    if isinstance(e, (floordiv, mod)):
+        return f"({_to_torch(e.args[0])} {'//' if isinstance(e, floordiv) else '%'} {_to_torch(e.args[1])})"
+    return _SIZES.get(str(e), str(e))
+
+
+def _summed(module: Module, name: str) -> str:
+    """The gradient of an input, from the parts that the kernels have written: torch's sums run in a fixed order."""
+    terms = []
+    for x in (x for x in module.learned if x.input == name):
+        if x.by == "distance":
+            at = next(i for i, e in enumerate(x.index) if "distance" in e)
+            kept = [{"b": 0, "h": 1}[c] for c in x.index if c in ("b", "h")]
+            scaled = " * keep_scale" if module.dropout else ""
+            terms.append(f"_of_distances({x.parts.lower()}, {name}, {at}, {tuple(kept)}, {_to_torch(parse(x.index[at]))}){scaled}")
+            continue
+        if x.by == "element":
+            terms.append(x.parts.lower())
+            continue
+        if x.by == "row":  # the sink's probability times what its value, zero, lacks
+            scaled = " * keep_scale" if module.dropout else ""
+            terms.append(f"-(torch.exp({name}[:, None] - lse) * delta{scaled}).sum((0, 2))")
+            continue
+        text, letters = x.parts.lower(), ["b", "h", "q", *(["kv"] if "kv" in x.index else [])]
+        if "hkv" in x.index:
+            text += f".unflatten(1, (k.shape[1], {_SIZES['group']})).sum(2)"
+            letters[1] = "hkv"
+        gone = [str(i) for i, letter in enumerate(letters) if letter not in x.index]
+        text += f".sum(({', '.join(gone)}{',' if len(gone) == 1 else ''}))" if gone else ""
+        left, wanted = [c for c in letters if c in x.index], [c for c in x.index if not c.isdigit()]
+        if left != wanted:
+            text += f".permute({', '.join(str(left.index(c)) for c in wanted)})"
+        if len(wanted) < len(x.index):
+            index = (c if c.isdigit() else "slice(None)" for c in x.index)
+            text = f"_placed({text}, {name}, {', '.join(index)})"
+        terms.append(text)
+    return " + ".join(terms)
 
 
 def _pattern_call(blocks: Blocks) -> str:
@@ -177,7 +413,7 @@ def _source(function: str) -> str:
     """The source of a function that a mask declares; AttngenError if none does."""
     known = derive_functions()
     if function not in known:
-        raise AttngenError(f"`derive` names the function `{function}`, which no mask in attngen/masks declares; {suggest(function, known)}")
+        raise AttngenError(f"`derive` names the function `{function}`, which no mask or modifier declares; {suggest(function, known)}")
     return inspect.getsource(known[function])
 
 
@@ -186,9 +422,10 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     own = kernel.own_axis
     rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
     block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
-    heads = [_SIZES[str(axis.extent)] for axis in kernel.grid[1:]]
+    sizes = {**_SIZES, "B": "most.shape[0]", "Hq": "most.shape[1]"} if kernel.name == "blocks" else _SIZES
+    heads = [sizes[str(axis.extent)] for axis in kernel.grid[1:]]
     args = [_TENSORS.get(a.name, a.name.lower()) for a in kernel.args if a.role != "scalar"]
-    args += [_SIZES.get(a.name, a.name) for a in kernel.args if a.role == "scalar"]
+    args += [sizes.get(a.name, a.name) for a in kernel.args if a.role == "scalar"]
     for a in (a for a in kernel.args if a.role != "scalar"):
         tensor, strides = _TENSORS.get(a.name, a.name.lower()), stride_names(a)
         taken = [i for i, s in enumerate(strides) if s in view.params]
@@ -197,7 +434,7 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
         else:
             args += [f"{tensor}.stride({i})" for i in taken]
     grid = " * ".join([f'triton.cdiv({rows}, config["{block}"])', *heads])
-    tensor = "q" if any(a.name == "Q" for a in kernel.args) else "out"
+    tensor = "out" if kernel.name == "delta" else "q"
     return "\n".join(
         [
             f'config = kernels.schedule("{kernel.name}", {tensor}, {rows})',
@@ -205,6 +442,7 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
             f"kernels.{kernel.name}[grid](",
             *(f"    {line}" for line in _fill(args, WIDTH - 16)),
             *(["    DROPOUT=seed is not None,"] if view.dropout else []),
+            *(["    LEARN=need_inputs,"] if view.learns else []),
             "    **config,",
             ")",
         ]
@@ -233,10 +471,17 @@ def _assign(var: str, expr: str) -> str:
     return _broken(line, LONGEST)
 
 
+def _unpack(names: list[str], value: str) -> str:
+    """Names for the parts of a value, in brackets where they do not fit on a line."""
+    line = f"{', '.join(names)} = {value}"
+    return line if len(line) <= LONGEST else _broken(f"({', '.join(names)}) = {value}", LONGEST)
+
+
 def _broken(text: str, most: int) -> str:
     """Text with the widest of its outermost brackets on lines of its own, one item a line; and so on inside what is still too long."""
     groups, depth, start = [], 0, 0
-    for i, c in enumerate(text):
+    plain = re.sub(r'"[^"]*"', lambda s: "_" * len(s[0]), text)  # what is in quotes is no bracket and no comma
+    for i, c in enumerate(plain):
         if c in "([":
             depth += 1
             start = i if depth == 1 else start
@@ -248,9 +493,9 @@ def _broken(text: str, most: int) -> str:
         return text
     start, end = max(groups, key=lambda g: g[1] - g[0])
     items, depth = [""], 0
-    for c in text[start + 1 : end]:
-        depth += (c in "([") - (c in ")]")
-        if c == "," and depth == 0:
+    for c, p in zip(text[start + 1 : end], plain[start + 1 : end]):
+        depth += (p in "([") - (p in ")]")
+        if p == "," and depth == 0:
             items.append("")
         elif not (c == " " and not items[-1]):
             items[-1] += c
@@ -262,7 +507,8 @@ def _broken(text: str, most: int) -> str:
 
 
 def _one_a_line(name: str, args: list[str]) -> str:
-    return "\n".join([f"{name}(", *(f"    {a}," for a in args), ")"])
+    lines = (_broken(a, LONGEST).replace("\n", "\n    ") for a in args)
+    return "\n".join([f"{name}(", *(f"    {line}," for line in lines), ")"])
 
 
 def _fill(items: list[str], width: int) -> list[str]:

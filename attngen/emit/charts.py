@@ -1,0 +1,203 @@
+"""Charts as lists of shapes, which the page's template prints as SVG; colours are classes of its style sheet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import groupby
+from typing import NamedTuple
+
+PLOT = 300  # of a tile map's side
+WIDTH, NARROW = 380, 340  # of other charts
+LINE, HEADING = 38, 26  # of a bar and the text above it, of text alone
+
+
+class Shape(NamedTuple):
+    """One SVG element."""
+
+    tag: str
+    attributes: dict[str, str]
+    text: str = ""
+    hint: str = ""  # what a pointer over it shows
+
+
+class Drawing(NamedTuple):
+    """A chart, and the words that stand for it where it is not seen."""
+
+    width: int
+    height: int
+    title: str
+    says: str
+    shapes: list[Shape]
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _rect(x: float, y: float, width: float, height: float, cls: str, hint: str = "") -> Shape:
+    sides = {"x": _n(x), "y": _n(y), "width": _n(width), "height": _n(height)}
+    return Shape("rect", {"class": cls, **sides}, hint=hint)
+
+
+def _text(x: float, y: float, text: str, cls: str = "", anchor: str = "start", turned: float = 0) -> Shape:
+    attributes = {"class": cls, "x": _n(x), "y": _n(y), "text-anchor": anchor}
+    if turned:
+        attributes["transform"] = f"rotate({_n(turned)} {_n(x)} {_n(y)})"
+    return Shape("text", attributes, text)
+
+
+def _path(points: Iterable[tuple[float, float]], cls: str) -> Shape:
+    return Shape("path", {"class": cls, "d": "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)})
+
+
+# ---------------------------------------------------------------------------------------------- tiles
+
+
+def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[int, int]) -> Drawing:
+    """The score matrix, n queries down and n keys across; cells[p][j] is the class of tile j of program p, which owns queries or keys.
+
+    `blocks` are the rows of a tile along the programs, and along the tiles of one.
+    """
+    left, top = 20, 20
+    across, down = blocks if own == "kv" else blocks[::-1]  # of a tile: keys, queries
+    shapes = [
+        _text(left, top - 7, f"keys 0 … {n - 1} →"),
+        _text(left - 13, top, f"queries 0 … {n - 1} →", turned=90),
+        _rect(left, top, PLOT, PLOT, "empty"),
+    ]
+
+    def at(tile: int, block: int) -> float:
+        return PLOT * min(n, tile * block) / n
+
+    for p, row in enumerate(cells):
+        for cls, j, count in _runs(row):
+            if cls == "empty":
+                continue
+            first, last = at(p, blocks[0]), at(p + 1, blocks[0])
+            begin, end = at(j, blocks[1]), at(j + count, blocks[1])
+            x, y, right, bottom = (begin, first, end, last) if own == "q" else (first, begin, last, end)
+            hint = f"program {p}: {cls} {j} .. {j + count}"
+            shapes.append(_rect(left + x, top + y, right - x, bottom - y, cls, hint))
+    lines = [f"M{_n(left + at(i, across))} {top}v{PLOT}" for i in range(-(-n // across) + 1)]
+    lines += [f"M{left} {_n(top + at(i, down))}h{PLOT}" for i in range(-(-n // down) + 1)]
+    shapes.append(Shape("path", {"class": "grid", "d": "".join(lines)}))
+    counts = {cls: sum(row.count(cls) for row in cells) for cls in ("full", "partial", "empty")}
+    says = f"{-(-n // down)} by {-(-n // across)} tiles: " + ", ".join(f"{count} {cls}" for cls, count in counts.items())
+    return Drawing(left + PLOT + 2, top + PLOT + 2, f"Tiles of the score matrix that {name} visits", says, shapes)
+
+
+def _runs(row: list[str]) -> Iterable[tuple[str, int, int]]:
+    """Equal neighbours as (class, first, how many)."""
+    at = 0
+    for cls, group in groupby(row):
+        count = len(list(group))
+        yield cls, at, count
+        at += count
+
+
+# ---------------------------------------------------------------------------------------------- bars
+
+
+class Bar(NamedTuple):
+    """A line of a bar chart; one without a value is a heading or a remark."""
+
+    label: str
+    shown: str = ""
+    value: float | None = None
+    cls: str = "bar"
+
+
+def bars(title: str, lines: list[Bar], whole: float, width: int = WIDTH) -> Drawing:
+    """One bar below another, each as a part of `whole`, which is as wide as the chart."""
+    shapes: list[Shape] = []
+    y = 0
+    for line in lines:
+        shapes.append(_text(0, y + 15, line.label, "" if line.value is not None else "strong"))
+        if line.value is None:
+            y += HEADING
+            continue
+        shapes.append(_text(width, y + 15, line.shown, anchor="end"))
+        shapes.append(_rect(0, y + 21, width, 9, "track"))
+        shapes.append(_rect(0, y + 21, max(1.0, width * min(1.0, line.value / whole)), 9, line.cls, f"{line.label}: {line.shown}"))
+        y += LINE
+    says = "; ".join(f"{line.label} {line.shown}".strip() for line in lines)
+    return Drawing(width, y, title, says, shapes)
+
+
+# ---------------------------------------------------------------------------------------------- roofline
+
+
+class Point(NamedTuple):
+    """A kernel under the roof, in FLOP per byte: with the device's cache, and if every load went to memory."""
+
+    label: str
+    cached: float
+    loaded: float
+
+
+def roofline(title: str, points: list[Point], peak: float, bandwidth: float, peak_name: str) -> Drawing:
+    """FLOP/B across and TFLOP/s up, both as logarithms; roofs in FLOP/s and bytes/s."""
+    left, right, top, bottom = 44, WIDTH - 18, 44, 236
+    ridge = peak / bandwidth
+    values = [ridge, *(p.cached for p in points), *(p.loaded for p in points)]
+    low, high = math.floor(math.log10(min(values)) - 0.5), math.ceil(math.log10(max(values)) + 0.1)
+    y_high = math.log10(peak)
+    y_low = math.log10(bandwidth) + low
+
+    def x_of(intensity: float) -> float:
+        return left + (right - left) * (math.log10(intensity) - low) / (high - low)
+
+    def y_of(rate: float) -> float:
+        return bottom - (bottom - top) * (math.log10(rate) - y_low) / (y_high - y_low)
+
+    def under(intensity: float) -> float:
+        return min(peak, intensity * bandwidth)
+
+    shapes: list[Shape] = []
+    for exponent in range(low, high + 1):
+        x = x_of(10.0**exponent)
+        shapes += [_path([(x, top), (x, bottom)], "axis"), _text(x, bottom + 16, _short(10.0**exponent), anchor="middle")]
+    marks = (1, 2, 5) if y_high - y_low < 2.5 else (1,)
+    for rate in (m * 10.0**e for e in range(math.floor(y_low), math.ceil(y_high)) for m in marks):
+        if y_low <= math.log10(rate) <= y_high:
+            y = y_of(rate)
+            shapes += [_path([(left, y), (right, y)], "axis"), _text(left - 6, y + 4, _short(rate / 1e12), anchor="end")]
+    corner, start = (x_of(ridge), y_of(peak)), (x_of(10.0**low), y_of(under(10.0**low)))
+    shapes.append(_path([start, corner, (right, corner[1])], "roof"))
+    slope = math.atan2(corner[1] - start[1], corner[0] - start[0])
+    beside = ((start[0] + corner[0]) / 2 - 15 * math.sin(slope), (start[1] + corner[1]) / 2 + 15 * math.cos(slope))
+    roofs = (f"{peak / 1e12:,.1f}".removesuffix(".0") + f" TFLOP/s {peak_name}", f"{bandwidth / 1e12:.2f} TB/s")
+    shapes.append(_text(*beside, roofs[1], "faint", "middle", math.degrees(slope)))
+    shapes.append(_text(right, corner[1] + 18, roofs[0], "faint", "end"))
+    shapes.append(_text(right, bottom + 34, "FLOP / B", "faint", "end"))
+    shapes.append(_text(0, bottom + 34, "↑ TFLOP/s", "faint"))
+    ordered = sorted(points, key=lambda p: p.cached)
+    for point, label_x in zip(ordered, _spread([x_of(p.cached) for p in ordered], 46, left + 20, right - 20)):
+        x, y = x_of(point.cached), y_of(under(point.cached))
+        shapes.append(_path([(label_x, 18), (x, y)], "leader"))
+        shapes.append(_text(label_x, 14, point.label, "strong", "middle"))
+        for intensity, cls in ((point.loaded, "hollow"), (point.cached, "point")):
+            hint = f"{point.label}: {intensity:,.0f} FLOP/B, at most {under(intensity) / 1e12:,.0f} TFLOP/s"
+            at = {"cx": _n(x_of(intensity)), "cy": _n(y_of(under(intensity))), "r": "5"}
+            shapes.append(Shape("circle", {"class": cls, **at}, hint=hint))
+    said = (f"{p.label} {p.cached:,.0f} FLOP/B, {under(p.cached) / 1e12:,.0f} TFLOP/s at most" for p in ordered)
+    says = f"Roofs: {roofs[0]} and {roofs[1]}. " + "; ".join(said)
+    return Drawing(WIDTH, bottom + 42, title, says, shapes)
+
+
+def _short(value: float) -> str:
+    """A round number in few letters: 0.5, 20, 10k."""
+    return next((f"{value / size:g}{letter}" for size, letter in ((1e6, "M"), (1e3, "k")) if value >= size), f"{value:g}")
+
+
+def _spread(wanted: list[float], apart: float, least: float, most: float) -> list[float]:
+    """Positions in rising order, near those wanted, so far apart and within bounds as there is room."""
+    found: list[float] = []
+    for x in wanted:
+        found.append(max(x, least, found[-1] + apart if found else least))
+    limit = most
+    for i in reversed(range(len(found))):
+        found[i] = min(found[i], limit)
+        limit = found[i] - apart
+    return found

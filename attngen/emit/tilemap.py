@@ -1,0 +1,163 @@
+"""Which tiles of a small score matrix each program of a kernel visits, for the page's maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+
+import sympy
+
+from attngen.analysis.roofline import Problem, row_of
+from attngen.analysis.tiles import evaluate, tile_loops, unbounded
+from attngen.devices import CLASSES
+from attngen.emit.charts import Drawing, tile_map
+from attngen.ir.expr import Expr
+from attngen.ir.graph import Blocks, Kernel, Module, Row
+from attngen.ir.ops import Loop
+from attngen.masks import registry
+
+DRAWN_ON = "sm90"  # the class whose tiles are drawn, if the kernel has some there
+LEAST, MOST = 1024, 64  # rows of a map at least; tiles along its side at most
+FIRST = {"b": 0, "h": 0, "hkv": 0}  # what is drawn, of a mask that differs by sequence or head
+
+
+class Unknown(Exception):
+    """Tiles that cannot be drawn, and the sentence that says why."""
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """The tiles that each program of a kernel visits, of n queries and n keys."""
+
+    kernel: str
+    own: str
+    n: int
+    block_q: int
+    block_kv: int
+    remarks: list[str]
+    loops: list[str]  # headings of their ranges
+    cells: list[list[str]]  # of program p, the class of tile j
+    ranges: list[list[str]]  # of program p, those of each loop
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows of a tile on the programs' own axis, and on the other."""
+        return (self.block_q, self.block_kv) if self.own == "q" else (self.block_kv, self.block_q)
+
+    @property
+    def drawing(self) -> Drawing:
+        return tile_map(f"@{self.kernel}", self.cells, self.own, self.n, self.blocks)
+
+    def count(self, cls: str) -> int:
+        """Tiles of a class, of one head."""
+        return sum(row.count(cls) for row in self.cells)
+
+    def programs(self) -> Iterator[list[str]]:
+        """Rows of a table: the program, the rows it owns, the ranges of its loops, how many tiles it visits."""
+        block = self.blocks[0]
+        for p, (row, ranges) in enumerate(zip(self.cells, self.ranges)):
+            rows = f"{p * block} .. {min(self.n, (p + 1) * block)}"
+            yield [str(p), rows, *ranges, str(len(row) - row.count("empty"))]
+
+
+def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | None:
+    """The schedule row that a kernel takes on a device class for a problem size; None if no tile fits."""
+    return row_of(module, kernel, cls, problem.n_q if kernel.own_axis == "q" else problem.n_kv)
+
+
+def tile_maps(module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
+    """Each kernel that loops over tiles with its map, or with why there is none."""
+    found: list[tuple[str, TileMap | str]] = []
+    for kernel in (k for k in module.kernels if tile_loops(k)):
+        try:
+            found.append((kernel.name, draw_tiles(module, kernel, problem)))
+        except Unknown as reason:
+            found.append((kernel.name, str(reason)))
+    return found
+
+
+def draw_tiles(module: Module, kernel: Kernel, problem: Problem) -> TileMap:
+    """The tile map of a kernel; Unknown if its tiles depend on what only a call knows."""
+    row = next((r for cls in (DRAWN_ON, *CLASSES) if (r := chosen(module, kernel, cls, problem))), None)
+    if row is None:
+        raise Unknown("No tile fits any device.")
+    n, block_q, block_kv = _small(module, kernel, row, min(problem.n_q, problem.n_kv))
+    sizes = {"Nq": n, "Nk": n, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
+    remarks = [f"Tiles of {block_q} queries by {block_kv} keys" + (f", as on {row.device}." if block_q == row.block_q else ".")]
+    if block_q != row.block_q:
+        remarks.append(f"On {row.device} they are {row.block_q} by {row.block_kv}: too small to draw.")
+    used = {str(s) for e in _bounds(kernel) for s in e.free_symbols}
+    if used & FIRST.keys():
+        remarks.append("Drawn for the first head of the first sequence; others differ.")
+    if given := sorted(used & unbounded(kernel).keys() - sizes.keys()):
+        remarks.append(f"Drawn for a call that hides nothing by {', '.join(given)}; others visit fewer tiles.")
+    own, other = (block_q, block_kv) if kernel.own_axis == "q" else (block_kv, block_q)
+    cells: list[list[str]] = []
+    ranges: list[list[str]] = []
+    for start in range(0, n, own):
+        values = {**FIRST, **unbounded(kernel), **sizes, f"{kernel.own_axis}_start": start}
+        cells.append(["empty"] * -(-n // other))
+        ranges.append([])
+        for loop in tile_loops(kernel):
+            spans = _spans(kernel, loop, values, len(cells[-1]))
+            for lo, hi in spans:
+                cells[-1][lo:hi] = [loop.cls] * (hi - lo)
+            ranges[-1].append(", ".join(f"{lo} .. {hi}" for lo, hi in spans if lo < hi) or "none")
+    if module.blocks:
+        _keep_listed(module.blocks, kernel, cells, own, other)
+        remarks.append(f"Of these ranges, programs visit the tiles of blocks that {module.blocks.pattern} lists.")
+    headings = [loop.cls for loop in tile_loops(kernel)]
+    return TileMap(kernel.name, kernel.own_axis, n, block_q, block_kv, remarks, headings, cells, ranges)
+
+
+def _bounds(kernel: Kernel) -> list[Expr]:
+    """What the loops over tiles run between, written out."""
+    return [kernel.resolve(e) for loop in tile_loops(kernel) for pair in loop.ranges for e in pair]
+
+
+def _small(module: Module, kernel: Kernel, row: Row, most: int) -> tuple[int, int, int]:
+    """Rows enough to show what the mask does, `most` at most, and tiles that are not too many: the row's, or these doubled."""
+    block = module.blocks.size if module.blocks else None
+    reach = max((2 * abs(int(i)) for e in _bounds(kernel) for i in e.atoms(sympy.Integer)), default=0)
+    wanted = min(MOST * block, max(16 * block, reach)) if block else reach
+    n = LEAST
+    while n < wanted:
+        n *= 2
+    n = min(n, most)
+    block_q, block_kv = row.block_q, row.block_kv
+    while n > MOST * min(block_q, block_kv) and (block is None or 2 * max(block_q, block_kv) <= block):
+        block_q, block_kv = 2 * block_q, 2 * block_kv
+    return n, block_q, block_kv
+
+
+def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> list[tuple[int, int]]:
+    """The ranges of a loop for one program, of so many tiles; Unknown, with the reason, if they cannot be told."""
+    found = []
+    for pair in loop.ranges:
+        bounds = [kernel.resolve(e) for e in pair]
+        if missing := sorted({str(s) for e in bounds for s in e.free_symbols} - set(values)):
+            raise Unknown(f"Its tiles depend on {', '.join(missing)}, which only a call knows.")
+        lo, hi = (int(evaluate(e, values)) for e in bounds)
+        if not 0 <= lo <= hi <= tiles:
+            raise Unknown(f"Its loop over {loop.cls} tiles runs {lo} .. {hi} unless a call's inputs bound it.")
+        found.append((lo, hi))
+    return found
+
+
+def _keep_listed(blocks: Blocks, kernel: Kernel, cells: list[list[str]], own: int, other: int) -> None:
+    """Empty the tiles of blocks that the pattern does not list; Unknown if only a call says which they are."""
+    if not blocks.pattern:
+        said = "what the mask reads says it" if blocks.data else "block_mask= says it"
+        raise Unknown(f"Which blocks of scores count is known at the call: {said}.")
+    import torch
+
+    side = -(-len(cells) * own // blocks.size)
+    declared = next(f for mask in registry().values() for f in mask.functions if f.__name__ == blocks.pattern)
+    pattern = FunctionType(declared.__code__, {"torch": torch})  # torch is all that it has in a generated module
+    counts = pattern(side, side, torch.device("cpu"), **dict(blocks.params)).tolist()
+    for p, row in enumerate(cells):
+        for j in range(len(row)):
+            mine, theirs = p * own // blocks.size, j * other // blocks.size
+            if not (counts[mine][theirs] if kernel.own_axis == "q" else counts[theirs][mine]):
+                row[j] = "empty"
