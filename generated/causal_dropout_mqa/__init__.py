@@ -137,8 +137,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, seed = ctx.saved_tensors
-        need_q, need_k, need_v = ctx.needs_input_grad[:3]
-        rest = (None,) * (len(ctx.needs_input_grad) - 3)
+        need_q, need_k, need_v, *need = ctx.needs_input_grad
+        rest = [None] * len(need)
         if grad_out is None and grad_lse is None:
             return None, None, None, *rest
         if grad_out is None:

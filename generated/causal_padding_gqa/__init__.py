@@ -116,8 +116,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, kv_lengths = ctx.saved_tensors
-        need_q, need_k, need_v = ctx.needs_input_grad[:3]
-        rest = (None,) * (len(ctx.needs_input_grad) - 3)
+        need_q, need_k, need_v, *need = ctx.needs_input_grad
+        rest = [None] * len(need)
         if grad_out is None and grad_lse is None:
             return None, None, None, *rest
         if grad_out is None:
@@ -321,7 +321,14 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.
         raise ValueError(
             f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected a multiple of the K/V heads (the spec says gqa)"
         )
-    _check_input(q, "kv_lengths", kv_lengths, torch.int32, [q.shape[0]], "number of keys of each sequence that count, from the first")
+    _check_input(
+        q,
+        "kv_lengths",
+        kv_lengths,
+        torch.int32,
+        [q.shape[0]],
+        "number of keys of each sequence that count, from the first",
+    )
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
         raise ValueError(
             f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
@@ -330,7 +337,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.
 
 
 def _check_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: list[int], meaning: str) -> None:
-    """The same for an input of the mask."""
+    """The same for an input of the mask or of scores."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense {dtype} tensor {shape}: {meaning}")
     if x.dtype != dtype:

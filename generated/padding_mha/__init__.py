@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 import numbers
 import re
+from typing import NamedTuple
 
 import torch
 import triton
 
 from . import kernels
 
-__all__ = ["Attention", "attention"]
+__all__ = ["Attention", "Plan", "attention"]
 
 SPEC_HASH = "sha256:eddce1942060a092"
 ATTNGEN_VERSION = "0.1.0"
@@ -40,7 +41,8 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    key_padding: torch.Tensor,
+    key_padding: torch.Tensor | None = None,
+    plan: Plan | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +53,7 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         key_padding: torch.bool [B, Nk], True where a key may be attended to.
+        plan: what `attention.plan` made of key_padding, in place of it: one for all calls with the same.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -61,18 +64,35 @@ def attention(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    _check(q, k, v, key_padding)
+    _check(q, k, v, key_padding, plan)
     scale = _check_scale(scale)
-    key_padding = key_padding.contiguous()
-    key_padding_first, key_padding_run, key_padding_end = key_span(key_padding)
+    if plan is None:
+        plan = make_plan(key_padding)
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         q, k, v = q.float(), k.float(), v.float()
     out, lse = FORWARD(
-        q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
+        q, k, v, plan.key_padding, plan.key_padding_first, plan.key_padding_run, plan.key_padding_end, scale,
     )
     out = out.to(dtype)
     return (out, lse) if return_lse else out
+
+
+class Plan(NamedTuple):
+    """What the kernels read of key_padding."""
+
+    key_padding: torch.Tensor
+    key_padding_first: torch.Tensor
+    key_padding_run: torch.Tensor
+    key_padding_end: torch.Tensor
+
+
+def make_plan(key_padding: torch.Tensor) -> Plan:
+    """What `attention` computes of key_padding before its kernels run, for calls that share it; without a sync."""
+    return Plan(key_padding.contiguous(), *key_span(key_padding))
+
+
+attention.plan = make_plan
 
 
 class Attention(torch.nn.Module):
@@ -88,11 +108,12 @@ class Attention(torch.nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        key_padding: torch.Tensor,
+        key_padding: torch.Tensor | None = None,
+        plan: Plan | None = None,
         return_lse: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return attention(
-            q, k, v, key_padding=key_padding, scale=self.scale, return_lse=return_lse,
+            q, k, v, key_padding=key_padding, plan=plan, scale=self.scale, return_lse=return_lse,
         )
 
     def extra_repr(self) -> str:
@@ -117,8 +138,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end = ctx.saved_tensors
-        need_q, need_k, need_v = ctx.needs_input_grad[:3]
-        rest = (None,) * (len(ctx.needs_input_grad) - 3)
+        need_q, need_k, need_v, *need = ctx.needs_input_grad
+        rest = [None] * len(need)
         if grad_out is None and grad_lse is None:
             return None, None, None, *rest
         if grad_out is None:
@@ -306,7 +327,13 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_padding: torch.Tensor) -> None:
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_padding: torch.Tensor | None,
+    plan: Plan | None,
+) -> None:
     """One sentence for the first thing wrong with a call."""
     for name, x, width, shape in (
         ("q", q, HEAD_DIM_QK, "[B, Hq, Nq, 64]"),
@@ -337,7 +364,20 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_padding: torch
         raise ValueError(
             f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected as many (the spec says mha)"
         )
-    _check_input(q, "key_padding", key_padding, torch.bool, [q.shape[0], k.shape[2]], "True where a key may be attended to")
+    if plan is not None:
+        _check_input(q, "plan.key_padding", plan.key_padding, torch.bool, [q.shape[0], k.shape[2]], "what attention.plan makes")
+        _check_input(
+            q,
+            "plan.key_padding_first",
+            plan.key_padding_first,
+            torch.int32,
+            [q.shape[0]],
+            "what attention.plan makes",
+        )
+        _check_input(q, "plan.key_padding_run", plan.key_padding_run, torch.int32, [q.shape[0]], "what attention.plan makes")
+        _check_input(q, "plan.key_padding_end", plan.key_padding_end, torch.int32, [q.shape[0]], "what attention.plan makes")
+    else:
+        _check_input(q, "key_padding", key_padding, torch.bool, [q.shape[0], k.shape[2]], "True where a key may be attended to")
     if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
         raise ValueError(
             f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
@@ -346,7 +386,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_padding: torch
 
 
 def _check_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: list[int], meaning: str) -> None:
-    """The same for an input of the mask."""
+    """The same for an input of the mask or of scores."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense {dtype} tensor {shape}: {meaning}")
     if x.dtype != dtype:
