@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+import torch
 
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
@@ -16,12 +19,42 @@ from attngen.spec import Spec, load_spec
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
+# Specs whose masks and modifiers tests/test_masks.py cuts through at small sizes, every gradient with them. On a GPU they take all tests;
+# in the interpreter one size; the tests of wrappers run there for the others.
+SMALLER = (
+    "alibi_mha",
+    "chunked_gqa",
+    "dense_bias_dropout_mha",
+    "dilated_mha",
+    "document_gqa",
+    "packed_document_gqa",
+    "prefix_lm_gqa",
+    "relative_bias_mha",
+    "sinks_window_gqa",
+    "softcap_window_gqa",
+    "streaming_gqa",
+    "temperature_mha",
+)
+CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+WRAPPERS = [n for n in SPECS if CUDA or n not in SMALLER]
 
 
 @cache
 def spec(name: str) -> Spec:
     """A spec of specs/ by name."""
     return load_spec(ROOT / "specs" / f"{name}.yaml")
+
+
+def _kind(name: str) -> tuple[object, ...]:
+    """What the code of a wrapper depends on, but for numbers."""
+    s = spec(name)
+    return s.heads, s.dtype, s.dropout, s.inputs(), s.derived(), s.mask.blocks() is not None
+
+
+# In the interpreter one spec for each kind of wrapper, that with the smallest heads; on a GPU all of them.
+KINDS = WRAPPERS if CUDA else sorted({_kind(n): n for n in sorted(WRAPPERS, key=lambda n: -spec(n).head_dim.qk)}.values())
+# Of what wrappers do alike for all kinds, in the interpreter: groups of heads and blocks; one K/V head and dropout; an input.
+FEW = KINDS if CUDA else ["butterfly_gqa", "causal_dropout_mqa", "padding_mha"]
 
 
 @cache

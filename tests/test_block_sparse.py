@@ -11,21 +11,22 @@ import torch
 from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.masks import registry
+from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
 from attngen.reference import reference_mask
 from attngen.spec import make_spec
 from attngen.testing import KEYS, Case, heads_for, load_module, run_case
 from tests.helpers import SPECS, built
 from tests.helpers import spec as spec_of
-from tests.test_numerics import dtypes, problem, run, small
+from tests.test_numerics import SEQUENCES, dtypes, problem, run, small
 
 SPARSE = [name for name in SPECS if spec_of(name).mask.blocks()]
 
 
-def masks(rows: int, columns: int, device: str) -> dict[str, torch.Tensor]:
-    """Masks of blocks of many shapes and kinds, for two sequences and four heads."""
+def masks(rows: int, columns: int, device: str, heads: int = 4) -> dict[str, torch.Tensor]:
+    """Masks of blocks of many shapes and kinds, for two sequences."""
     draw = torch.Generator().manual_seed(0)
-    some = torch.rand(2, 4, rows, columns, generator=draw) < 0.5
+    some = torch.rand(2, heads, rows, columns, generator=draw) < 0.5
     ones = torch.ones(rows, columns, dtype=torch.bool)
     found = {
         "all": ones,
@@ -39,7 +40,7 @@ def masks(rows: int, columns: int, device: str) -> dict[str, torch.Tensor]:
         "last column": torch.arange(columns) == torch.full((rows, 1), columns - 1),
         "empty rows and columns": some & (torch.arange(rows) % 2 == 0)[:, None] & (torch.arange(columns) % 2 == 1),
         "strided": some.transpose(2, 3).contiguous().transpose(2, 3),
-        "expanded": torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 4, rows, columns),
+        "expanded": torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, heads, rows, columns),
     }
     return {name: mask.to(device) for name, mask in found.items()}
 
@@ -49,7 +50,7 @@ def masks(rows: int, columns: int, device: str) -> dict[str, torch.Tensor]:
 def test_any_mask_of_blocks(name, kind, device):
     size = spec_of(name).mask.blocks().size
     n_q, n_kv = size + 9, 2 * size + 1
-    blocks = masks(2, 3, device)[kind]
+    blocks = masks(2, 3, device, small(name).q_heads)[kind]
     result = run_case(built(name), spec_of(name), small(name, n_q, n_kv), dtypes(name)[0], device, inputs={"block_mask": blocks})
     assert result.ok, str(result)
 
@@ -59,7 +60,7 @@ def test_a_plan_gives_the_same_bits(name, device):
     size = spec_of(name).mask.blocks().size
     leaves, _, grads = problem(name, small(name, size + 1, size + 1), device)
     for kind in ("random", "of each head", "two dimensions"):
-        mask = masks(2, 2, device)[kind]
+        mask = masks(2, 2, device, small(name).q_heads)[kind]
         plan = built(name).attention.plan(mask)
         assert isinstance(plan, built(name).BlockPlan)
         first, second = run(name, leaves, {"block_mask": mask}, grads), run(name, leaves, {"block_mask": plan}, grads)
@@ -98,7 +99,7 @@ def test_patterns_against_a_table(pattern, tmp_path):
 def test_the_global_corner_of_unequal_lengths():
     """The diagonal ends in the last corner, as that of `causal` does."""
     mask = registry()["block_sparse"](block=16, pattern="local_global", local=0, globals=0)
-    scores = mask.reference(32, 64, torch.device("cpu"), {})[0, 0, ::16, ::16]
+    scores = mask.reference(Sizes(1, 1, 1, 32, 64), torch.device("cpu"), {})[0, 0, ::16, ::16]
     assert scores.tolist() == [[False, False, True, False], [False, False, False, True]]
 
 
@@ -107,7 +108,7 @@ def test_the_global_corner_of_unequal_lengths():
 def test_blocks_of_any_size_with_any_other_mask(block, other, device, tmp_path):
     spec = make_spec({"name": "both", "head_dim": 16, "mask": {"all_of": [other, {"block_sparse": {"block": block}}]}})
     write_module(render(lower(spec)), Path(tmp_path) / "both")
-    result = run_case(load_module(tmp_path / "both"), spec, Case(2, *heads_for(spec), 150, 200), "fp16", device)
+    result = run_case(load_module(tmp_path / "both"), spec, Case(SEQUENCES, *heads_for(spec, 2), 150, 200), "fp16", device)
     assert result.ok, str(result)
 
 
@@ -115,8 +116,8 @@ WRONG = [
     (lambda m: m.float(), TypeError, "block_mask is a torch.float32; expected a dense torch.bool tensor of blocks, or what attention.plan"),
     (lambda m: [[True]], TypeError, "block_mask is a list; expected a dense torch.bool tensor of blocks"),
     (lambda m: m[0], ValueError, r"block_mask has shape \[1\]; expected \[B, Hq, Tq, Tk\], or what broadcasts to it"),
-    (lambda m: m.expand(5, 1, 1, 1), ValueError, r"block_mask has shape \[5, 1, 1, 1\]; expected \[2, 4, 1, 1\], or what broadcasts to it"),
-    (lambda m: m.expand(2, 4, 65, 65), ValueError, r"has shape \[2, 4, 65, 65\]; expected \[2, 4, 1, 1\], .*: one element for each 128"),
+    (lambda m: m.expand(5, 1, 1, 1), ValueError, r"block_mask has shape \[5, 1, 1, 1\]; expected \[2, \d, 1, 1\], or what broadcasts"),
+    (lambda m: m.expand(2, 4, 65, 65), ValueError, r"has shape \[2, 4, 65, 65\]; expected \[2, \d, 1, 1\], .*: one element for each 128"),
     (lambda m: m.to("meta"), ValueError, "block_mask is on meta and q on"),
 ]  # fmt: skip
 

@@ -102,7 +102,8 @@ def test_a_wrong_call_is_one_sentence(
 @pytest.mark.parametrize(
     ("name", "change", "sentence"),
     [
-        ("padding_mha", {}, "missing 1 required keyword-only argument: 'key_padding'"),
+        ("causal_padding_gqa", {}, "missing 1 required keyword-only argument: 'kv_lengths'"),
+        ("padding_mha", {}, "attention: key_padding is a NoneType; expected a dense torch.bool tensor"),
         ("causal_mqa", {"key_padding": None}, "unexpected keyword argument 'key_padding'"),
     ],
 )

@@ -17,8 +17,8 @@ from tests.helpers import ROOT
 
 COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "list", "new", "schema")
 PASSES = (
-    "build", "inline-scores", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles", "pipeline-loads", "dce",
-    "legalize-triton",
+    "build", "inline-scores", "base-two", "hoist-scalars", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles",
+    "pipeline-loads", "dce", "legalize-triton",
 )  # fmt: skip
 GOOD = "name: good\nhead_dim: 64\ndtype: bf16\nmask: causal\nschedule: {block_q: 64, block_kv: 64, stages: 2, warps: 4}\n"
 

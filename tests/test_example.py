@@ -48,7 +48,7 @@ def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
         ),
         (
             ["--attention", "padding_mha"],
-            "--attention padding_mha: it takes mask inputs (key_padding), which a language model on packed text",
+            "--attention padding_mha: it takes inputs (key_padding), which a language model on packed text",
         ),
         (["--attention", "full_mha"], "--attention full_mha: its mask is none; a language model needs `causal` or a window"),
         (["--attention", "causal_fp32", "--dtype", "bf16"], "--dtype bf16: causal_fp32 has fp32"),

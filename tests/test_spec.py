@@ -22,9 +22,12 @@ HEAD_DIM = f"{WIDTH}, or {{qk: ..., v: ...}}"
 MASKS = "expected a list of at least one mask, as in [causal, key_padding]"
 ONCE = "expected each mask once: a repeat hides nothing more"
 DTYPE = "expected `bf16`, `fp16` or `fp32`"
-MASK = "expected a mask: its name as in `causal`, {name: {parameter: value}}, or {all_of: [masks]}"
+MASK = (
+    "expected a mask: its name as in `causal`, {name: {parameter: value}}, {expr: text}, {all_of: [masks]}, {any_of: [masks]} "
+    "or {not: mask}"
+)
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
-KEYS = "known: dropout, dtype, fp32_precision, head_dim, heads, mask, name, schedule"
+KEYS = "known: backward, dropout, dtype, fp32_precision, head_dim, heads, mask, name, schedule, score"
 
 
 def message(text: str) -> str:
@@ -244,14 +247,16 @@ def conforms(value: Any, node: dict[str, Any], root: dict[str, Any]) -> bool:
         return conforms(value, found, root)
     if "anyOf" in node and not any(conforms(value, n, root) for n in node["anyOf"]):
         return False
+    if "const" in node and value != node["const"]:
+        return False
     if "enum" in node and not any(type(value) is type(e) and value == e for e in node["enum"]):
         return False
     types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
-    if "type" in node and type(value) is not types[node["type"]]:
+    if "type" in node and not (type(value) is types.get(node["type"]) or node["type"] == "number" and type(value) in (int, float)):
         return False
     if isinstance(value, str) and not re.search(node.get("pattern", ""), value):
         return False
-    if isinstance(value, int):
+    if isinstance(value, (int, float)):
         inside = node.get("minimum", value) <= value <= node.get("maximum", value) and value < node.get("exclusiveMaximum", value + 1)
         return inside and value % node.get("multipleOf", 1) == 0
     if isinstance(value, list):
@@ -266,7 +271,7 @@ def conforms(value: Any, node: dict[str, Any], root: dict[str, Any]) -> bool:
 
 def test_the_check_knows_every_keyword_of_the_schema() -> None:
     notes = {"$schema", "$defs", "title", "description", "default", "additionalProperties"}
-    checked = {"$ref", "anyOf", "enum", "type", "pattern", "minimum", "maximum", "exclusiveMaximum", "multipleOf"}
+    checked = {"$ref", "anyOf", "const", "enum", "type", "pattern", "minimum", "maximum", "exclusiveMaximum", "multipleOf"}
     checked |= {"uniqueItems", "minItems", "items", "required", "properties"}
 
     def keywords(node: Any) -> set[str]:

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from attngen.testing import Case, heads_for, load_module
 from tests.conftest import CUDA
-from tests.helpers import ROOT, SPECS, built
+from tests.helpers import FEW, KINDS, ROOT, SPECS, built
 from tests.helpers import spec as spec_of
 from tests.test_numerics import problem, small
 
-DROPPING = [name for name in SPECS if spec_of(name).dropout]
+DROPPING = [name for name in KINDS if spec_of(name).dropout]
 
 
 def options(name: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("name", "layout"), [(n, x) for n in SPECS for x in ("bhnd", "bnhd") if CUDA or x == "bhnd" or n in SPECS[:3]])
+@pytest.mark.parametrize(("name", "layout"), [(n, x) for n in KINDS for x in ("bhnd", "bnhd") if CUDA or x == "bhnd" or n in KINDS[:3]])
 def test_opcheck(name: str, layout: str, device: str) -> None:
     """Schema, autograd registration, fake implementation and AOT dispatch of both operators, with every set of gradients needed."""
     leaves, inputs, grads = problem(name, Case(1, *heads_for(spec_of(name), 2), 20, 30, layout), device)
@@ -63,7 +63,13 @@ def test_opcheck(name: str, layout: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [(n, d) for n in SPECS for d in (False, None, True) if CUDA or d is None or n == "causal_dropout_mqa"]
+    ("name", "dynamic"),
+    [
+        (n, d)
+        for n in KINDS
+        for d in (False, None, True)
+        if CUDA or n == "causal_dropout_mqa" or (d is None and n != "local_global_dropout_mha")  # others have its blocks, its dropout
+    ],
 )
 def test_compile(name: str, dynamic: bool | None, device: str) -> None:
     """One graph without breaks, the same bits, and no graph per length: a static one, then at most one with symbolic sizes."""
@@ -82,7 +88,8 @@ def test_compile(name: str, dynamic: bool | None, device: str) -> None:
         results = [f(*leaves, inputs) for f in (call, compiled)]
         found = [(*r, *torch.autograd.grad(r, leaves, grads)) for r in results]
         assert all(a.equal(b) for a, b in zip(*found))
-    assert counter.frame_count <= (1 if dynamic is False else 2)
+    whole = any(not i.shape for i in spec_of(name).inputs()) or "document" in name  # numbers, which torch takes for constants at first
+    assert counter.frame_count <= (1 if dynamic is False else 2 + whole)
 
 
 @pytest.mark.parametrize("name", DROPPING)
@@ -97,7 +104,7 @@ def test_compiled_dropout_draws_anew(name: str, device: str) -> None:
     assert compiled().equal(first) and not second.equal(first)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", FEW)
 def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
     """With dropout drawn from torch's generator: the second forward drops what the first did."""
     leaves, inputs, grads = problem(name, small(name, 33, 33), device)
@@ -119,7 +126,7 @@ def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", FEW)
 def test_autocast(name: str, dtype: torch.dtype, device: str) -> None:
     """fp32 arguments, and mixed ones, are computed in autocast's dtype if the module has it; gradients come back in theirs."""
     leaves, inputs, _ = problem(name, small(name, 33, 33), device)
@@ -131,10 +138,11 @@ def test_autocast(name: str, dtype: torch.dtype, device: str) -> None:
     found = torch.autograd.grad(out.float().sum(), (q, k, v))
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in found)
     plain = [x.detach().to(out.dtype) for x in (q, k, v)]
+    inputs |= {i.name: inputs[i.name].to(out.dtype) for i in spec_of(name).inputs() if i.dtype == "T"}
     assert built(name).attention(*plain, **inputs, **options(name)).equal(out)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", FEW)
 def test_vmap_is_refused(name: str, device: str) -> None:
     leaves, inputs, _ = problem(name, small(name, 33, 33), device)
     stacked = [torch.stack([x.detach()] * 2) for x in leaves]
@@ -142,7 +150,7 @@ def test_vmap_is_refused(name: str, device: str) -> None:
         torch.func.vmap(lambda q, k, v: built(name).attention(q, k, v, **inputs, **options(name)))(*stacked)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", FEW)
 def test_second_derivatives_are_refused(name: str, device: str) -> None:
     """Whether or not the gradient that flows in requires one; first derivatives with a graph are right."""
     leaves, inputs, (grad, _) = problem(name, small(name, 33, 33), device)
@@ -155,7 +163,7 @@ def test_second_derivatives_are_refused(name: str, device: str) -> None:
             found[0].sum().backward()
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", FEW)
 def test_modules_are_copied_and_pickled(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     generated = __import__(f"generated.{name}", fromlist=["Attention"])
@@ -177,18 +185,18 @@ def test_two_imports_under_one_name_both_work(device: str) -> None:
 
 
 LAZY = """
-import os, sys, torch
-import generated.{name}
-assert not torch.cuda.is_initialized()
-assert not os.path.exists(os.environ["TRITON_CACHE_DIR"]), "something was compiled"
+import importlib, os, sys, torch
+for name in sys.argv[1:]:
+    importlib.import_module("generated." + name)
+    assert not torch.cuda.is_initialized(), name
+    assert not os.path.exists(os.environ["TRITON_CACHE_DIR"]), name + ": something was compiled"
 """
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_importing_starts_nothing(name: str, tmp_path: Path) -> None:
+def test_importing_starts_nothing(tmp_path: Path) -> None:
     """No CUDA context, nothing compiled."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-c", LAZY.format(name=name)], cwd=ROOT, env=env, check=True)
+    subprocess.run([sys.executable, "-c", LAZY, *SPECS], cwd=ROOT, env=env, check=True)
 
 
 # Two processes, each with half of a batch, train the same model; prints the gradients' norm, which DDP makes the same in both.
@@ -252,7 +260,7 @@ def test_ddp_of_two_processes(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", KINDS)
 def test_cuda_graphs(name: str, device: str) -> None:
     """Forward and backward captured and replayed: new inputs give what eager gives; dropout draws anew each replay."""
     leaves, inputs, (grad, _) = problem(name, small(name, 129, 200), device)

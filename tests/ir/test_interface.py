@@ -18,11 +18,12 @@ BROKEN = [
     ("full_mha", "    %scale =", "    %extra = arg scalar : f32[] @reg\n    %scale =", "%extra is `arg scalar : f32[]`; expected one of"),
     ("causal_gqa", "q in cdiv(Nq, BLOCK_Q)", "q in cdiv(Nq, BLOCK_Q) - 1", "the grid is not q in cdiv(Nq, BLOCK_Q), h in Hq, b in B"),
     ("causal_gqa", "hkv in Hkv, b in B)", "b in B, hkv in Hkv)", "the grid is not kv in cdiv(Nk, BLOCK_KV), hkv in Hkv, b in B"),
-    ("padding_mha", "key_padding_first key_padding_run", "key_padding_first", "%KEY_PADDING_RUN is `arg in : i32[B]`; expected one of"),
+    ("padding_mha", "key_padding_first[B] key_padding_run[B]", "key_padding_first[B]", "%KEY_PADDING_RUN is `arg in : i32[B]`; exp"),
     ("padding_mha", "= key_span(key_padding)", "= key_span(visible)", "is of `visible`, which is no input"),
     ("padding_mha", "input key_padding : b1[B, Nk]", "input key_padding : i32[B, Nk]", "%KEY_PADDING is `arg in : b1[B, Nk]`; expected"),
-    ("padding_mha", "input key_padding : b1", "input key_padding : i64", "expected b1, i32 or f32 of B, Hq, Nq and Nk"),
+    ("padding_mha", "input key_padding : b1", "input key_padding : i64", "expected b1, i32, f32 or T of B, Hq, Hkv, Nq, Nk, *, numbers"),
     ("padding_mha", "  input key", "  input scale : f32[B] why\n  input key", "`scale` is declared twice, is a name of the wrapper"),
+    ("temperature_mha", "learn temperature[h]", "learn temperature[far + distance]", "has `far`; expected Nk, Nq, b, distance"),
     ("causal_gqa", "  dropout no\n", "  dropout no\n  input unused : b1[B] why\n", "`input unused` is read by no kernel"),
 ]  # fmt: skip
 

@@ -8,6 +8,8 @@ from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import RULES, verify
+from attngen.passes.pipeline import lower
+from attngen.spec import make_spec
 from tests.helpers import edit, lowered, target
 
 BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
@@ -23,6 +25,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("block_sparse_mha", "blocks 128", "blocks 96", "`blocks 96`; expected a power of two from 16 to 4096"),
         ("causal_gqa", "mask causal", 'mask """ + open("x")', "has a quote, a backslash or a brace"),
         ("padding_mha", "may be attended to", "may be {attended} to", "has a quote, a backslash or a brace"),
+        ("alibi_mha", "score alibi", 'score """ + open("x")', "has a quote, a backslash or a brace"),
     ],
     "signature": [
         ("causal_gqa", "grid(q in cdiv(Nq, BLOCK_Q) descending, h in Hq", "grid(h in Hq", "grid does not start with q or kv"),
@@ -31,7 +34,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "%scale = arg scalar", "%scale = arg number", "argument `number` of @entry; expected in or out or scalar"),
         ("causal_gqa", "    %m_init", "  block @entry\n    %m_init", "@entry is not the body of loops of one other block"),
         ("causal_gqa", "%m = arg carry", "%m = arg in", "argument `in` of @step; expected carry"),
-        ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nk, Nq"),
+        ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nd, Nk, Nq"),
         ("causal_gqa", "%m_init = init -inf : f32", "%m_init = init -inf : f64", "%m_init is of `f64`; expected one of T, f32"),
         ("causal_gqa", "block @entry", "block @main", "no block @entry"),
         ("causal_gqa", "    store %LSE_head[q] %lse check(q)\n", "", "nothing is stored to %LSE"),
@@ -79,12 +82,12 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "uses(scale=%scale) : f32[]", "uses(scale=%scale) : T[]", "a value of no dimensions is of T; expected f32 or i32"),
         ("causal_gqa", "%delta check(q)", "%delta check(q, q)", "checks an axis twice"),
         ("causal_gqa", "uses(scale=%scale) : f32[]", "uses(scale=%scale) : i32[]", "`LOG2E*scale` is no integer, the value i32"),
-        ("causal_gqa", "%kv_end = map expr(cdiv(", "%kv_end = map expr(cdiv(scale + ", "is no integer, the value i32"),
+        ("causal_gqa", "%kv_end = map expr(cdiv(", "%kv_end = map expr(cdiv(scale + ", "divides what is no integer"),
         ("causal_gqa", "uses(acc=%acc, alpha", "uses(acc=%K_head, alpha", "%K_head is a pointer"),
         ("causal_gqa", "%l_init = init 0 :", "%l_init = init q_idx :", "starts at `q_idx` as f32; expected a number as f32"),
         ("causal_gqa", "ranges(0 .. kv_full_end)", "ranges(true .. kv_full_end)", "runs to or from `true`, which is no integer"),
         ("causal_gqa", "where(kv_idx <= Nk - Nq + q_idx)", "where(kv_idx + 1)", "`kv_idx + 1` is no condition"),
-        ("causal_gqa", "exp2(-lse2 + qk_scale*x)", "exp2(qk_scale <= x)", "`exp2(qk_scale <= x)` computes with a condition"),
+        ("causal_gqa", "exp2(-lse2 + masked*qk_scale)", "exp2(qk_scale <= masked)", "`exp2(qk_scale <= masked)` computes with a condition"),
         ("causal_gqa", "scale(%qk_scale)", "scale(%l)", "needs s and m in f32, and one number as scale"),
         ("causal_gqa", "dot %q %k over(D_QK)", "dot %q %k over(D_V)", "cannot contract [BLOCK_Q, D_QK] with [BLOCK_KV, D_QK] over D_V"),
         (
@@ -127,7 +130,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "%LSE2_head holds f32, the value is T",
         ),
         ("causal_gqa", "expr(acc*alpha)", "expr(acc < alpha)", "`acc < alpha` is a condition, the value f32"),
-        ("causal_gqa", "expr(acc*alpha)", "expr(cdiv(acc, alpha))", "`cdiv(acc, alpha)` divides integers, the value is f32"),
+        ("causal_gqa", "expr(acc*alpha)", "expr(cdiv(acc, alpha))", "`cdiv(acc, alpha)` divides what is no integer"),
         ("causal_gqa", "reduce sum", "reduce mean", "`mean` is not a reduction; expected sum, min or max"),
         ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q_head[q, d_v]", "the access is of [BLOCK_Q, D_V], the value of [BLOCK_Q, D_QK]"),
         ("causal_gqa", "load %Q_head[q, d_qk]", "load %Q[q, d_qk]", "%Q has 4 dimensions, the access 2"),
@@ -385,6 +388,31 @@ def test_a_rule_is_broken_by_its_edit(rule, spec, old, new, reason):
     assert (error.rule, reason in error.reason) == (rule, True), error
     assert str(error).startswith(f"the IR breaks rule `{rule}`: kernel @")
     assert error.ir_text == print_module(parse_module(text))
+
+
+SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(bucket=%bucket) where("
+
+
+@pytest.mark.parametrize(
+    "rule, old, new, reason",
+    [
+        ("types", SCATTER, SCATTER.replace("%ds", "%bucket"), "adds i32 to %dTABLE; expected f32, and an output of that"),
+        ("types", SCATTER, SCATTER.replace("h, ", ""), "%dTABLE has 2 dimensions, the access 1"),
+        ("types", SCATTER, SCATTER.replace("[h,", "[delta,"), "is indexed by what is no integer"),
+        ("types", SCATTER, SCATTER.replace("%ds", "%delta"), "%bucket of [BLOCK_Q, BLOCK_KV] does not broadcast to [BLOCK_Q]"),
+        ("indexing", ">= 0 and ", ">= 1 and ", "may write %dTABLE before its start"),
+        ("indexing", "< 40)", "< 41)", "may write %dTABLE past its end"),
+        ("signature", SCATTER, "", "nothing is stored to %dTABLE"),
+    ],
+)
+def test_what_is_scattered_stays_inside(rule, old, new, reason):
+    params = {"table": {"tensor": ["H", 40], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
+    score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
+    text = print_module(lower(make_spec({"name": "free", "head_dim": 16, "score": score, "backward": {"deterministic": False}})))
+    assert print_module(verify(parse_module(text))) == text
+    (line,) = (line for line in text.splitlines() if "scatter" in line)
+    error = refused(text.replace(line, edit(line, (old, new)) if new else ""))
+    assert (error.rule, reason in error.reason) == (rule, True), error
 
 
 def test_every_rule_of_every_phase_is_broken_above():

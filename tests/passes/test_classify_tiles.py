@@ -18,7 +18,6 @@ TILES = {  # the mask: visible start; full start; full end; visible end
     "max((Nk // BLOCK_KV), min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV))); cdiv(Nk, BLOCK_KV)",
     "kv_idx < Nk and q_idx < 100": "0; 0; select(min(Nq, BLOCK_Q + q_start) <= 100, (Nk // BLOCK_KV), 0); "
     "select(q_start <= 99, cdiv(Nk, BLOCK_KV), 0)",  # a condition on the program's own tile
-    "kv_idx < 100 or q_idx < 3": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not a conjunction: nothing is known
     "kv_idx*q_idx < 100": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not linear
     "kv_idx < q_idx + 1/2": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not over integers
     "kv_idx <= q_idx/2": "0; 0; 0; cdiv(Nk, BLOCK_KV)",
@@ -32,8 +31,8 @@ def test_a_loop_gets_the_bounds_of_its_mask(where, tiles):
 
 
 def test_what_is_known_of_an_opaque_mask_bounds_it():
-    opaque = "where(kv_idx < 100 or q_idx < 3)"
-    bounded = f"{opaque} needs(kv_idx < 90) enough(kv_idx < 50)"
+    opaque = "kv_idx*q_idx < 100"
+    bounded = f"where({opaque}) known({opaque} needs kv_idx < 90 enough kv_idx < 50)"
     before = module(edit(SMALL, ("where(kv_idx < Nk)", bounded)))
     assert changes(ClassifyTiles(), before)[1:] == [f"+ {LOOP} tiles(0; 0; min(50, Nk) // BLOCK_KV; cdiv(min(90, Nk), BLOCK_KV))"]
 

@@ -12,9 +12,9 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attngen.analysis.bounds import Scene
 from attngen.analysis.tiles import evaluate
 from attngen.ir.expr import parse, symbol
-from attngen.masks import is_linear
 from attngen.masks.causal import Causal
 from attngen.masks.key_padding import KeyPadding
 from attngen.masks.sliding_window import SlidingWindow
@@ -32,8 +32,7 @@ class Condition:
     where: Any
     visible: Callable[..., Any]  # of q, kv, Nq, Nk
     values: Callable[..., dict[str, Any]] = lambda nk: {}
-    needs: Any = sympy.true
-    enough: Any = sympy.true
+    facts: tuple[Any, ...] = ()
     text: str = field(default="", compare=False)
 
     def __repr__(self) -> str:
@@ -83,7 +82,7 @@ def padding(draw):
         run = next((i for i in range(first, nk) if i not in seen), nk)
         return {"key_padding_first": first, "key_padding_run": run, "key_padding_end": seen[-1] + 1 if len(seen) else 0}
 
-    return Condition(mask.expression(), visible, values, mask.needs(), mask.enough(), f"key_padding {keep.astype(int)}")
+    return Condition(mask.expression(), visible, values, mask.facts(), f"key_padding {keep.astype(int)}")
 
 
 @st.composite
@@ -92,15 +91,14 @@ def linear(draw):
     e = draw(st.integers(-100, 100))
     less = draw(st.sampled_from(["<=", "<"]))
     where = parse(f"{a}*q_idx + {c}*kv_idx {less} {e}")
-    enough = sympy.true if is_linear(where) else sympy.false  # `false` is not
-    return Condition(where, lambda q, kv, nq, nk: a * q + c * kv <= e - (less == "<"), enough=enough)
+    return Condition(where, lambda q, kv, nq, nk: a * q + c * kv <= e - (less == "<"))
 
 
 @st.composite
 def union(draw):
-    """A condition of which nothing is known."""
+    """A union, of a condition on the loop's index and one on the own tile, whichever they are."""
     n, m = draw(st.tuples(*[st.integers(0, 60)] * 2))
-    return Condition(parse(f"kv_idx < {n} or q_idx < {m}"), lambda q, kv, nq, nk: (kv < n) | (q < m), enough=sympy.false)
+    return Condition(parse(f"kv_idx < {n} or q_idx < {m}"), lambda q, kv, nq, nk: (kv < n) | (q < m))
 
 
 MASKS = st.lists(causal() | window() | lengths() | linear(), max_size=3, unique_by=lambda part: part.where)
@@ -141,10 +139,11 @@ class Problem:
         return seen
 
     def bounds(self) -> Any:
-        """The four bounds that classify-tiles gives, [4, tiles of the own axis]."""
-        needs, enough = (sympy.And(*(getattr(p, f) for p in self.parts)) for f in ("needs", "enough"))
+        """The bounds that classify-tiles gives, [four for each run, tiles of the own axis]."""
         starts = range(0, self.n[self.own], self.block[self.own])
-        exprs = classify(self.where, own=self.own, loop=self.loop, needs=needs, enough=enough)
+        facts = tuple(fact for p in self.parts for fact in p.facts)
+        opaque = frozenset(str(fact.literal) for fact in facts)
+        exprs = classify(self.where, Scene(self.own, self.loop, others=opaque, facts=facts))
         return np.array([[evaluate(e, {**self.values, f"{self.own}_start": x}) for x in starts] for e in exprs], dtype=int)
 
     def pairs(self, i: int) -> Any:
@@ -164,13 +163,16 @@ def problems(parts, sizes):
 
 def check_sound(problem):
     """No visible pair outside the visible range, nothing hidden or out of bounds inside the full one."""
-    for i, (a, b, c, d) in enumerate(problem.bounds().T):
-        assert 0 <= a <= b <= c <= d <= problem.tiles[problem.loop]
+    for i, bounds in enumerate(problem.bounds().T):
         pairs = problem.pairs(i)
-        inside = np.arange(len(pairs))
         seen = pairs.any(axis=(1, 2))
-        assert not seen[(inside < a) | (inside >= d)].any(), f"program {i} skips a tile that holds something visible"
-        assert pairs[b:c].all(), f"program {i} takes a tile that holds something hidden as full"
+        done = 0
+        for a, b, c, d in bounds.reshape(-1, 4):
+            assert done <= a <= b <= c <= d <= problem.tiles[problem.loop]
+            assert not seen[done:a].any(), f"program {i} skips a tile that holds something visible"
+            assert pairs[b:c].all(), f"program {i} takes a tile that holds something hidden as full"
+            done = d
+        assert not seen[done:].any(), f"program {i} skips a tile that holds something visible"
 
 
 @settings(max_examples=60, deadline=None)

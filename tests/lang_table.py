@@ -1,0 +1,195 @@
+"""Expressions with values worked out by hand, and a small evaluator of sympy expressions to hold them against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from attngen.ir.expr import FUNCTIONS as KNOWN
+from attngen.ir.expr import clamp, exp2, floordiv, log2, mod, select, sigmoid
+from attngen.lang import Expression, Param
+
+SIZES = {"batch": 2, "q_heads": 4, "kv_heads": 2, "n_q": 8, "n_kv": 10}
+INT, POSITIVE, FLOAT = Param(scalar="int"), Param(scalar="int", min=1), Param(scalar="float")
+SLOPE = Param(tensor=("H",), dtype="fp32", grad=True)
+DOC = Param(tensor=("B", "Nk"), dtype="int32")
+TABLE = Param(tensor=(5,), dtype="fp32")
+SEEN = Param(tensor=("Nk",), dtype="bool")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text and its value at one place: `at` has q_idx, kv_idx, b, h and s where they are not 0, and the call's arguments."""
+
+    text: str
+    expected: bool | int | float
+    at: Mapping[str, Any]
+    params: Mapping[str, Param]
+
+
+def row(text: str, expected: bool | int | float, params: Mapping[str, Param] | None = None, **at: Any) -> Row:
+    return Row(text, expected, at, params or {})
+
+
+SLOPES = [0.5, 0.25, 0.125, 2.0]
+DOCS = [[0, 0, 0, 1, 1, 1, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+FIVE = [10.0, 20.0, 30.0, 40.0, 50.0]
+EVEN = [True, False] * 5
+
+ROWS = [
+    # // and % round down, as Python's
+    row("(q_idx - kv_idx) // 3", -2, q_idx=1, kv_idx=5),
+    row("(q_idx - kv_idx) % 3", 2, q_idx=1, kv_idx=5),
+    row("(q_idx - kv_idx) // 4", -1, q_idx=1, kv_idx=5),
+    row("(q_idx - kv_idx) % 4", 0, q_idx=1, kv_idx=5),
+    row("(q_idx - kv_idx) // -3", 1, q_idx=1, kv_idx=5),
+    row("(q_idx - kv_idx) % -3", -1, q_idx=1, kv_idx=5),
+    row("q_idx // -4", -2, q_idx=7),
+    row("q_idx % -4", -1, q_idx=7),
+    row("q_idx % -7", 0, q_idx=7),
+    row("-q_idx // 2", -4, q_idx=7),
+    row("-(q_idx // 2)", -3, q_idx=7),
+    row("-7 // 2", -4),
+    row("-7 % 4", 1),
+    row("7 % -4", -1),
+    row("(q_idx - 7) // step", -3, {"step": POSITIVE}, q_idx=1, step=2),
+    row("(q_idx - 7) % step", 2, {"step": POSITIVE}, q_idx=1, step=4),
+    row("q_idx // block", -4, {"block": Param(value=-2)}, q_idx=7),
+    # arithmetic, precedence and powers
+    row("2 + 3 * q_idx", 17, q_idx=5),
+    row("(2 + 3) * q_idx", 25, q_idx=5),
+    row("q_idx - kv_idx - 1", -3, q_idx=2, kv_idx=4),
+    row("-q_idx ** 2", -9, q_idx=3),
+    row("2 ** 3 ** 2 - 500", 12),
+    row("2 ** -1", 0.5),
+    row("2 ** (q_idx - 4)", 0.25, q_idx=2),
+    row("0.5 ** (h + 1)", 0.0625, h=3),
+    row("s ** -2", 0.0625, s=4.0),
+    row("q_idx ** 0.5", 2.0, q_idx=4),
+    row("q_idx / 4", 1.25, q_idx=5),
+    row("(q_idx - kv_idx) / (b + 1)", -1.5, q_idx=1, kv_idx=4, b=1),
+    row("q_len * 100 + kv_len", 810),
+    row("hkv * 10 + h", 13, h=3),
+    # functions
+    row("clamp(q_idx - kv_idx, -2, 2)", -2, q_idx=1, kv_idx=9),
+    row("clamp(s, 1, -1)", -1.0, s=0.5),
+    row("min(q_idx, kv_idx, 3) + max(q_idx, kv_idx, 3)", 9, q_idx=2, kv_idx=7),
+    row("abs(q_idx - kv_idx) + abs(-2)", 6, q_idx=1, kv_idx=5),
+    row("where(kv_idx > q_idx, s, -s)", -1.5, q_idx=4, kv_idx=4, s=1.5),
+    row("where(kv_idx > q_idx, 1, 0.5)", 1.0, kv_idx=4),
+    row("cap * tanh(s / cap)", 30 * math.tanh(0.5), {"cap": Param(value=30)}, s=15.0),
+    row("exp(s) + log(s) + sqrt(s)", math.exp(4) + math.log(4) + 2, s=4.0),
+    row("sigmoid(s) - 0.5", 0.0, s=0.0),
+    row("s * scale_by", -4.5, {"scale_by": FLOAT}, s=3.0, scale_by=-1.5),
+    # conditions
+    row(
+        "kv_idx <= q_idx and (q_idx - kv_idx <= window or kv_idx < sinks)",
+        True,
+        {"window": INT, "sinks": Param(value=4)},
+        q_idx=7,
+        window=2,
+    ),
+    row("kv_idx <= q_idx and (q_idx - kv_idx <= window or kv_idx < 1)", False, {"window": INT}, q_idx=7, kv_idx=4, window=2),
+    row("0 <= q_idx - kv_idx < 3", True, q_idx=5, kv_idx=3),
+    row("0 <= q_idx - kv_idx < 3", False, q_idx=5, kv_idx=2),
+    row("0 <= q_idx - kv_idx < 3", False, q_idx=1, kv_idx=2),
+    row("q_idx < kv_idx == 5 != h", True, q_idx=4, kv_idx=5, h=3),
+    row("false and true or true", True),
+    row("false and (true or true)", False),
+    row("not q_idx == kv_idx or q_idx > 100", False, q_idx=2, kv_idx=2),
+    row("not (q_idx > 1 and kv_idx > 1)", True, q_idx=2, kv_idx=1),
+    row("where(b == 0, kv_idx <= q_idx, kv_idx == q_idx)", False, q_idx=3, kv_idx=2, b=1),
+    row("where(h == 0, kv_idx, -3) <= where(kv_idx <= q_idx, 3, q_idx)", False, q_idx=1, kv_idx=6),
+    row("where(h == 0, kv_idx, -3) <= where(kv_idx <= q_idx, 3, q_idx)", True, q_idx=1, kv_idx=6, h=1),
+    row("abs(where(h == 0, kv_idx, -3)) == 4", True, kv_idx=4),
+    row("where(seen[kv_idx], q_idx < 2, false)", True, {"seen": SEEN}, q_idx=1, kv_idx=2, seen=EVEN),
+    row("q_idx / 2 == kv_idx", False, q_idx=5, kv_idx=2),
+    row("q_idx / 2 == kv_idx + 0.5", True, q_idx=5, kv_idx=2),
+    row("causal or kv_idx < 0", True, {"causal": Param(value=True)}),
+    # reads
+    row("s - slope[h] * abs(q_idx - kv_idx)", 0.5, {"slope": SLOPE}, q_idx=1, kv_idx=5, h=2, s=1.0, slope=SLOPES),
+    row("doc[b, q_idx] == doc[b, kv_idx]", True, {"doc": DOC}, q_idx=4, kv_idx=6, doc=DOCS),
+    row("doc[b, q_idx] == doc[b, kv_idx]", False, {"doc": DOC}, q_idx=4, kv_idx=7, doc=DOCS),
+    row("doc[b, doc[b, q_idx] + 2]", 9, {"doc": DOC}, q_idx=7, b=1, doc=DOCS),
+    row("table[q_idx - kv_idx]", 50.0, {"table": TABLE}, q_idx=1, kv_idx=2, table=FIVE),
+    row("table[q_idx - kv_idx]", 10.0, {"table": TABLE}, q_idx=1, kv_idx=6, table=FIVE),
+    row("table[q_idx - kv_idx]", 0.0, {"table": TABLE}, q_idx=1, kv_idx=7, table=FIVE),
+    row("table[q_idx - kv_idx]", 0.0, {"table": TABLE}, q_idx=6, kv_idx=1, table=FIVE),
+    row("table[clamp(q_idx - kv_idx, -2, 2) + 2]", 50.0, {"table": TABLE}, q_idx=7, kv_idx=1, table=FIVE),
+    row("table[-1] - table[1]", 30.0, {"table": TABLE}, table=FIVE),
+    row("seen[kv_idx] and kv_idx <= q_idx", True, {"seen": SEEN}, q_idx=5, kv_idx=4, seen=EVEN),
+    row("not seen[kv_idx]", True, {"seen": SEEN}, kv_idx=3, seen=EVEN),
+    row("seen[kv_idx + 100]", False, {"seen": SEEN}, kv_idx=2, seen=EVEN),
+    row("where(seen[kv_idx], s, 0)", 2.5, {"seen": SEEN}, kv_idx=2, s=2.5, seen=EVEN),
+]
+
+
+def look_up(table: Any, index: list[int]) -> Any:
+    """An element of nested lists: a negative index from the end, 0 outside."""
+    for i in index:
+        if not -len(table) <= i < len(table):
+            return 0
+        table = table[i]
+    return table
+
+
+def environment(expression: Expression, at: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all symbols of an expression: positions, sizes, scalars, and its reads of the nested lists in `at`."""
+    found = {"Nq": SIZES["n_q"], "Nk": SIZES["n_kv"], **dict.fromkeys(("b", "h", "q_idx", "kv_idx", "s"), 0), **at}
+    found["hkv"] = found["h"] // (SIZES["q_heads"] // SIZES["kv_heads"])
+    values: dict[str, Any] = {name: value for name, value in found.items() if not isinstance(value, list)}
+    for read in expression.reads:
+        values[read.name] = look_up(found[read.tensor], [number(i, values) for i in read.index])
+    return values
+
+
+def number(e: Any, values: Mapping[str, Any]) -> Any:
+    """The value of a sympy expression in Python's numbers; KeyError for a function that the language does not have."""
+    if e.is_Symbol:
+        return values[e.name]
+    if e in (sympy.true, sympy.false):
+        return e == sympy.true
+    if e.is_Rational:
+        return e.p if e.q == 1 else e.p / e.q
+    if e.is_Float:
+        return float(e)
+    if isinstance(e, select):  # the other side may have no value
+        return number(e.args[1] if number(e.args[0], values) else e.args[2], values)
+    return FUNCTIONS[e.func](*(number(a, values) for a in e.args))
+
+
+def _power(a: float, b: float) -> float:
+    return a**b if isinstance(b, int) and b >= 0 else math.pow(a, b)
+
+
+FUNCTIONS: dict[Any, Any] = {
+    sympy.Add: lambda *a: sum(a),
+    sympy.Mul: lambda *a: math.prod(a),
+    sympy.Pow: _power,
+    sympy.Min: min,
+    sympy.Max: max,
+    sympy.Abs: abs,
+    sympy.exp: math.exp,
+    sympy.tanh: math.tanh,
+    KNOWN["log"]: math.log,
+    KNOWN["sqrt"]: math.sqrt,
+    sigmoid: lambda x: 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)),
+    exp2: lambda x: 2.0**x,
+    log2: math.log2,
+    floordiv: lambda a, b: a // b,
+    mod: lambda a, b: a % b,
+    clamp: lambda x, least, most: min(max(x, least), most),
+    sympy.And: lambda *a: all(a),
+    sympy.Or: lambda *a: any(a),
+    sympy.Not: lambda a: not a,
+    sympy.Lt: lambda a, b: a < b,
+    sympy.Le: lambda a, b: a <= b,
+    sympy.Gt: lambda a, b: a > b,
+    sympy.Ge: lambda a, b: a >= b,
+    sympy.Eq: lambda a, b: a == b,
+    sympy.Ne: lambda a, b: a != b,
+}
