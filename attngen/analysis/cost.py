@@ -13,11 +13,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from attngen.analysis.sram import misfit, registers_per_thread, sizes, sram_bytes, streamed_bytes, tile_width
+from attngen.analysis.sram import SCORES, misfit, registers_per_thread, sizes, sram_bytes, streamed_bytes, tile_width
 from attngen.analysis.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot
+from attngen.ir.ops import Dot, Gather, Load
 
 MATRIX = 0.62
 ALU = 0.032  # cycles per score: the exponential and the arithmetic around it
@@ -51,14 +51,21 @@ def spills(module: Module, kernel: Kernel, row: Row) -> bool:
 def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     """A schedule as spills.txt names it: `sm80 dkdv+group 128/128 bytes=2 64x32x4x2`, for all masks but lists of blocks.
 
-    Its loop over heads, a list of blocks, dropout and what modifies scores are part of the name.
+    Its loop over heads, lists of blocks and what they are made of, dropout and what modifies scores are part of the name.
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
-    name += "+blocks" * (module.blocks is not None and bool(kernel.loops)) + "+dropout" * kernel.draws
+    if module.blocks is not None and kernel.dots:
+        name += "+blocks" if not module.blocks.data else "+data+pairs" if _reads_pairs(kernel) else "+data"
+    name += "+dropout" * kernel.draws
     qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
     score = f" score={module.score}" if module.score != "none" and kernel.loops else ""
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
+
+
+def _reads_pairs(kernel: Kernel) -> bool:
+    """Whether the mask reads something for each score."""
+    return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == SCORES for op in kernel.ops())
 
 
 def cost(module: Module, kernel: Kernel, row: Row) -> float:

@@ -19,6 +19,7 @@ ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
 BARRIERS = 32  # bytes, of what runs beside the program's warps
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
+WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
@@ -61,6 +62,9 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
     for op in kernel.ops():
         if isinstance(op, (Scatter, Store)) and set(kernel.type_of(op.value).dims) == SCORES:  # changes layout on its way
             scratch += tile_bytes(kernel.type_of(op.value))
+        if isinstance(op, Load) and op.type.dtype == "b1" and set(op.type.dims) == SCORES and kernel.dots:  # too narrow to copy ahead;
+            scratch += tile_bytes(op.type)  # it changes layout on its way
+            continue
         if isinstance(op, Gather) and set(op.type.dims) == SCORES:  # copied ahead too
             scratch += tile_bytes(op.type) * (1 if device.shares_stationary else STAGES - 1)
         if not isinstance(op, Load):
@@ -85,6 +89,8 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
     streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
+    if any(isinstance(op, Reduce) and not op.type.dims and _in_loop(kernel, op) for op in kernel.ops()):
+        streamed += 4 * WARPS  # numbers that warps share, one at a time
     if any(isinstance(op, Reduce) and not _in_loop(kernel, op) for op in kernel.ops()):  # its result changes layout before it is stored
         streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
     return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)

@@ -423,7 +423,7 @@ LOOP_COMMENTS = {
 }
 SUMMARIES = {
     "fwd": "Forward: online softmax over key tiles, one program per query tile.",
-    "blocks": "Before all: the greatest and the least score of each block, if scores were 0 before the mask.",
+    "blocks": "Before all: how many pairs the mask leaves visible, of each strip of a block.",
     "delta": "Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).",
     "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
     "dk": "Backward, dK: one program per key tile, over query tiles; scores are transposed.",

@@ -22,6 +22,7 @@ SYMBOLS: dict[str, tuple[str, str, str]] = {
     "Nk": ("N", "k", "keys of a sequence"),
     "Tq": ("T", "q", "blocks along the queries"),
     "Tk": ("T", "k", "blocks along the keys"),
+    "Ts": ("T", "s", "strips of blocks along the keys"),
     "Tq1": ("T", "q1", "one more than blocks along the queries"),
     "Tk1": ("T", "k1", "one more than blocks along the keys"),
     "b": ("b", "", "number of a sequence"),

@@ -17,7 +17,7 @@ from attngen.emit.context import KernelContext, KernelView, stride_names
 from attngen.errors import AttngenError, suggest
 from attngen.ir.expr import clamp, floordiv, mod, parse, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Module, Unfit
-from attngen.ir.interface import DROPOUT_SCALARS, block_lists, verify_interface
+from attngen.ir.interface import DROPOUT_SCALARS, STRIP, block_lists, verify_interface
 from attngen.ir.ops import Base, Gather, Load, Map, Mask
 from attngen.ir.text import print_module
 from attngen.scores import derive_functions
@@ -165,7 +165,7 @@ def _module_context(module: Module) -> dict[str, Any]:
     passed = [k.partition(":")[0] for k in keywords if not k.startswith("dropout_p")]
     kinds = {"seed": "Tensor?", "dropout_threshold": "int", "keep_scale": "float", "scale": "float"}
     kinds |= {i.name: {"i32": "SymInt", "f32": "float"}[i.dtype] for i in numbers}
-    by_data = _data(module, planned, fields, kinds) if data else None
+    by_data = _data(module, module.blocks, planned, fields, kinds) if module.blocks and data else None
     of_data = by_data.inputs if by_data else []
     qk, v = module.head_dim_qk, module.head_dim_v
     own_dtype = ["q", "k", "v", *(i.name for i in module.inputs if i.dtype == "T")]
@@ -196,6 +196,7 @@ def _module_context(module: Module) -> dict[str, Any]:
         "data": by_data,
         "data_args": "".join(f", {i.name}={i.name}" for i in of_data),
         "data_params": "".join(f", {i.name}: {'torch.Tensor' if i.shape else _NUMBERS[i.dtype]}" for i in of_data),
+        "strip": STRIP,
         "listed": listed,
         "lists": lists,
         "loose": data or any(i.broadcast or "*" in i.shape for i in module.inputs),
@@ -245,10 +246,10 @@ class _Data(NamedTuple):
     derive_calls: list[tuple[list[str], str]]
     operands: list[str]
     schema: list[str]
-    shape: str  # of what there is an element of for each block
+    shape: str  # of what there is an element of for each strip of a block
 
 
-def _data(module: Module, planned: list[str], fields: list[str], kinds: dict[str, str]) -> _Data:
+def _data(module: Module, blocks: Blocks, planned: list[str], fields: list[str], kinds: dict[str, str]) -> _Data:
     kernel = module.kernel("blocks")
     tensors = [a.name.lower() for a in kernel.args if a.role == "in"]
     numbers = [i.name for i in module.inputs if not i.shape and any(a.name == i.name for a in kernel.args)]
@@ -261,7 +262,7 @@ def _data(module: Module, planned: list[str], fields: list[str], kinds: dict[str
         [(list(d.names), f"{d.function}({', '.join(map(_source_size, d.sources))})") for d in derived],
         tensors + numbers,
         [f"{kinds.get(n, 'Tensor')} {n}" for n in tensors + numbers],
-        ", ".join([*sizes, "-(-q.shape[2] // BLOCK)", "-(-k.shape[2] // BLOCK)"]),
+        ", ".join([*sizes, "-(-q.shape[2] // BLOCK)", f"-(-k.shape[2] // BLOCK) * {blocks.size // STRIP}"]),
     )
 
 
@@ -422,7 +423,7 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     own = kernel.own_axis
     rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
     block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
-    sizes = {**_SIZES, "B": "most.shape[0]", "Hq": "most.shape[1]"} if kernel.name == "blocks" else _SIZES
+    sizes = {**_SIZES, "B": "count.shape[0]", "Hq": "count.shape[1]"} if kernel.name == "blocks" else _SIZES
     heads = [sizes[str(axis.extent)] for axis in kernel.grid[1:]]
     args = [_TENSORS.get(a.name, a.name.lower()) for a in kernel.args if a.role != "scalar"]
     args += [sizes.get(a.name, a.name) for a in kernel.args if a.role == "scalar"]

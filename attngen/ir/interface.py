@@ -21,8 +21,7 @@ SHAPES = {
     "LSE": ("B", "Hq", "Nq"),
     "LSE2": ("B", "Hq", "Nq"),
     "DELTA": ("B", "Hq", "Nq"),
-    "MOST": ("B", "Hq", "Tq", "Tk"),
-    "LEAST": ("B", "Hq", "Tq", "Tk"),
+    "COUNT": ("B", "Hq", "Tq", "Ts"),
 }
 STATISTICS = ("LSE", "LSE2", "DELTA")
 SCALARS = {"scale": "f32", "B": "i32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
@@ -37,12 +36,13 @@ BLOCK_LISTS = {
     "q": {"KV_RANK": ("B", "Hq", "Tq", "Tk1"), "KV_LIST": ("B", "Hq", "Tq", "Tk")},
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
 }
+STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 
 # the wrapper's own names, which inputs may not have
 WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "inputs"}
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
-WRAPPER |= {"kv_full_rank", "q_full_rank", "most", "least", "blocks"}
+WRAPPER |= {"kv_full_rank", "q_full_rank", "count", "blocks", "seen", "full", "turned", "rows", "columns", "own", "other", "what"}
 WRAPPER |= {"scale", "return_lse", "config", "grid", "ctx", "self", "math", "torch", "triton", "kernels", "attention"}
 
 
@@ -56,7 +56,7 @@ class Signature(NamedTuple):
 
 SIGNATURES = {
     "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE")),
-    "blocks": Signature("q", (), ("MOST", "LEAST")),
+    "blocks": Signature("q", (), ("COUNT",)),
     "delta": Signature("q", ("O", "dO", "LSE"), ("DELTA", "LSE2")),
     "dkdv": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV")),
     "dk": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK",)),
@@ -81,7 +81,7 @@ def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
 
 def tensor_type(name: str) -> Type:
     """The type of a tensor of SIGNATURES in device memory."""
-    return Type("f32" if name in (*STATISTICS, "MOST", "LEAST") else "T", SHAPES[name.removeprefix("d")])
+    return Type("f32" if name in (*STATISTICS, "COUNT") else "T", SHAPES[name.removeprefix("d")])
 
 
 def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:

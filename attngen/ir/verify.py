@@ -41,7 +41,7 @@ from attngen.ir.ops import (
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
 CONSTANTS = {"LOG2E", "LN2"}
-SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1", "Td", "Nd"}, {"D_QK", "D_V"}
+SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
 SCORES = ("BLOCK_Q", "BLOCK_KV")
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
 # names of the printed kernel that are no values of the IR
@@ -208,9 +208,9 @@ def lists(module: Module, kernel: Kernel) -> Iterator[str]:
     """With block sparsity every loop over tiles visits listed ones, between positions in its program's own row; tiles divide blocks.
 
     Where data lists them, full loops run over those that come first, with nothing to mask, and partial ones over the others; the
-    tiles of the kernel that finds them are the blocks.
+    tiles of the kernel that finds them are strips of the blocks.
     """
-    from attngen.ir.interface import BESIDE, BLOCK_LISTS, FULL_RANKS
+    from attngen.ir.interface import BESIDE, BLOCK_LISTS, FULL_RANKS, STRIP
 
     rank, listed = BLOCK_LISTS[kernel.own_axis]
     data = module.blocks is not None and module.blocks.data
@@ -232,8 +232,8 @@ def lists(module: Module, kernel: Kernel) -> Iterator[str]:
     for row in module.rows(kernel.name):
         if size and max(row.block_q, row.block_kv) > size:
             yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {size}"
-        if size and kernel.name == "blocks" and (row.block_q, row.block_kv) != (size, size):
-            yield f"{row.device}: tiles of {row.block_q}x{row.block_kv}; expected blocks of {size}, of which each is evaluated whole"
+        if size and kernel.name == "blocks" and (row.block_q, row.block_kv) != (size, STRIP):
+            yield f"{row.device}: tiles of {row.block_q}x{row.block_kv}; expected strips of blocks, {size}x{STRIP}"
 
 
 def drops(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -479,6 +479,7 @@ def _integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every dimension is indexed by what it counts; heads as the sharing says: no program reads or writes another one's."""
     from attngen.analysis.bounds import last_row
+    from attngen.ir.interface import STRIP
 
     h, hkv, g, group = map(symbol, ("h", "hkv", "g", "group"))
     heads = {
@@ -490,6 +491,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     if module.blocks:
         size = sympy.Integer(module.blocks.size)
         letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
+        letters["Ts"] = floordiv(symbol("kv_start"), sympy.Integer(STRIP))
     for op in kernel.ops():
         if not isinstance(op, (Base, Load, Store)):
             continue

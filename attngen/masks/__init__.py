@@ -39,7 +39,7 @@ class Mask(Part):
         return self.expression()
 
     def facts(self) -> tuple[Fact, ...]:
-        """What bounds the parts of the expression that depend on data: without a fact, their tiles are all visited and masked."""
+        """What bounds the parts of the expression that depend on data: without a fact, a kernel lists blocks."""
         return ()
 
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:

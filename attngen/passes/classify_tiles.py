@@ -155,7 +155,7 @@ def _run(term: Term, scene: Scene) -> Run:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        else:
+        elif not prove_le(with_rows(rest, scene.own), sympy.Integer(0)):  # a program's tile has a row
             conditions.append(_condition(rest))
 
     needs, enough = _known(term, scene)

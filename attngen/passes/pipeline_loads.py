@@ -28,7 +28,7 @@ class PipelineLoads(Pass):
         return replace(module, schedules=tuple(rows))
 
     def _deepen(self, module: Module, kernel: Kernel, row: Row | Unfit) -> Row | Unfit:
-        if not kernel.loops or isinstance(row, Unfit):
+        if not kernel.dots or isinstance(row, Unfit):  # Triton copies ahead what products wait for
             return row
         if self.num_stages is not None:
             return replace(row, num_stages=self.num_stages)

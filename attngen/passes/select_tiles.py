@@ -23,6 +23,7 @@ from attngen.analysis.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
+from attngen.ir.interface import STRIP
 from attngen.passes.base import Pass
 
 BLOCKS = (16, 32, 64, 128)
@@ -71,8 +72,8 @@ class SelectTiles(Pass):
         warps = (self.num_warps,) if self.num_warps else WARPS
         if not tile_loops(kernel):
             return Row(device, elem, limit, 64, 64, 4, 1)
-        if kernel.name == "blocks":  # each is a tile
-            return Row(device, elem, limit, most, most, WARPS[-1], 1)
+        if kernel.name == "blocks":
+            return Row(device, elem, limit, most, STRIP, 8, 1)
         rows = list(candidates(given_q, given_kv, warps))
 
         def price(row: Row) -> float:

@@ -43,7 +43,7 @@ def _split(kernel: Kernel) -> Kernel:
         carry = op.carry
         runs = [ends[i : i + 4] for i in range(0, len(ends), 4)]
         full = [(b, c) for _, b, c, _ in runs]
-        partial = [pair for a, b, c, d in runs for pair in ((a, b), (c, d))]
+        partial = [pair for a, b, c, d in runs for pair in (((a, b), (c, d)) if b != c else ((a, d),))]
         for cls, pairs in (("full", full), ("partial", partial)):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
             if ranges:

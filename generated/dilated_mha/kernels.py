@@ -174,10 +174,8 @@ def fwd(
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 2048 - Nq) // BLOCK_KV)
-    kv_full_first = tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 2049 - Nq), BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
-    for kv_tile in tl.range(kv_first, kv_full_first + (kv_end - kv_full_first)):
-        kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_first - kv_full_first))
+    for kv_tile in tl.range(kv_first, kv_end):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         k = tl.load(
@@ -304,10 +302,8 @@ def dkdv(
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     q_end = tl.cdiv(tl.maximum(0, tl.minimum(Nq, 2048 + Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q)
     q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
-    q_full_first = tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
     # tiles that the mask or the ends of the tensors cut
-    for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_first), disable_licm=True):
-        q_tile = tl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_first - q_full_first))
+    for q_tile in tl.range(q_first, q_end, disable_licm=True):
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
         q = tl.load(
@@ -396,10 +392,8 @@ def dq(
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 2048 - Nq) // BLOCK_KV)
-    kv_full_first = tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 2049 - Nq), BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
-    for kv_tile in tl.range(kv_first, kv_full_first + (kv_end - kv_full_first)):
-        kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_first - kv_full_first))
+    for kv_tile in tl.range(kv_first, kv_end):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         k = tl.load(

@@ -95,6 +95,19 @@ def test_rows_that_are_not_aligned_have_their_reason(tmp_path):
     assert "are not copied ahead" in reason(module, *rows[1], dq)
 
 
+def test_blocks_that_data_lists_are_found_within_what_is_predicted(tmp_path):
+    """By a kernel that copies nothing ahead, and by those that read the mask's booleans where blocks are cut."""
+    pairs = '{expr: "allowed[b, q_idx, kv_idx]", params: {allowed: {tensor: [B, Nq, Nk], dtype: bool}}}'
+    module = lower(parse_spec(f"name: pairs\nhead_dim: 64\nmask: {pairs}\n"))
+    file = tmp_path / "pairs.py"
+    file.write_text(render(module)["kernels.py"])
+    asked = [("blocks", "sm90"), ("blocks", "gfx942"), ("fwd", "sm90"), ("dkdv", "gfx942")]
+    rows = [(module.kernel(name), next(r for r in reversed(module.rows(name)) if r.device == cls)) for name, cls in asked]
+    for (kernel, row), reading in zip(rows, compile_all([job(module, kernel, row, file) for kernel, row in rows], 2)):
+        assert isinstance(reading, Reading), reading
+        assert list(violations(module, kernel, row, reading)) == []
+
+
 def test_spills_break_the_certificate_on_nvidia_alone():
     module = target("causal_mha")
     for cls, told in (("sm90", 1), ("gfx942", 0)):

@@ -25,6 +25,25 @@ def test_what_stores_depend_on_stays():
     assert changes(Dce(), module(SCHEDULED, "scheduled")) == []
 
 
+def test_a_loop_that_stores_stays_though_it_carries_nothing():
+    """With what its bounds are made of."""
+    text = """
+kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
+  block @entry
+    %S = arg out : f32[Nq, Nk] @?
+    %Nq = arg scalar : i32[] @?
+    %Nk = arg scalar : i32[] @?
+    %kv_end = map expr(cdiv(Nk, BLOCK_KV)) : i32[] @?
+    %keys = loop kv ranges(0 .. kv_end) body(@step) cls(partial)
+  block @step
+    %ones = init 1 : f32[BLOCK_Q, BLOCK_KV] @?
+    %masked = mask %ones where(kv_idx < Nk) : f32[BLOCK_Q, BLOCK_KV] @?
+    store %S[q, kv] %masked check(q, kv)
+    yield
+"""
+    assert changes(Dce(), module(text, "scheduled")) == []
+
+
 def test_what_a_loop_carries_goes_field_by_field():
     """With where it starts, what the body makes of it, and the body's argument."""
     lines = (

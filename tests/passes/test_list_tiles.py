@@ -8,9 +8,13 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.graph import Blocks
+from attngen.ir.interface import verify_interface
+from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import lists, verify
 from attngen.passes.list_tiles import ListTiles
-from tests.helpers import changes, lowered, module
+from attngen.passes.pipeline import lower
+from attngen.spec import parse_spec
+from tests.helpers import changes, edit, lowered, module
 
 BEFORE = """
 kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
@@ -52,6 +56,64 @@ def test_ranges_of_tiles_become_ranges_of_positions():
         "+ %keys_partial = loop kv ranges(kv_full_end_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) cls(partial) "
         "listed(%KV_LIST_row)",
     ]
+
+
+def test_blocks_that_data_lists_are_visited_full_ones_first():
+    """What full and partial loops visited is visited by both, each its own blocks: the mask's expression does not tell them apart."""
+    ranks = "    %KV_FULL_RANK = arg in : i32[B, Hq, Tq, Tk1] @?\n    %KV_RANK ="
+    before = replace(module(edit(BEFORE, ("    %KV_RANK =", ranks)), "scheduled"), blocks=Blocks(128, data=True))
+    assert [line for line in changes(ListTiles(), before) if line[0] == "+"] == [
+        "+ %KV_FULL_RANK_row = base %KV_FULL_RANK[b, h, q_start // 128] : ptr[] @?",
+        "+ %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[] @?",
+        "+ %KV_LIST_row = base %KV_LIST[b, h, q_start // 128] : ptr[] @?",
+        "+ %kv_end_full_at = position %KV_FULL_RANK_row tile(kv_end) : i32[] @?",
+        "+ %keys_full = loop kv ranges(0 .. kv_end_full_at) carry(sum=%zero) body(@step) cls(full) listed(%KV_LIST_row)",
+        "+ %kv_0_at = position %KV_RANK_row tile(0) : i32[] @?",
+        "+ %kv_end_at = position %KV_RANK_row tile(kv_end) : i32[] @?",
+        "+ %keys_partial = loop kv ranges(kv_0_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) cls(partial) listed(%KV_LIST_row)",
+    ]
+
+
+DATA = parse_spec(
+    """
+name: data
+head_dim: 32
+mask:
+  any_of:
+    - {sliding_window: {left: 5, right: 0}}
+    - {expr: "allowed[q_idx, kv_idx]", params: {allowed: {tensor: [Nq, Nk], dtype: bool}}}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "old", "new", "reason"),
+    [
+        ("lists", "ranges(0 .. kv_end_full_at)", "ranges(0 .. kv_end)", "`kv_end`; expected 0 or a position among %KV_FULL_RANK"),
+        ("lists", "ranges(kv_0_at .. kv_end_at)", "ranges(0 .. kv_end_at)", "runs to or from `0`; expected a position among %KV_RANK"),
+        ("lists", "position %KV_RANK_row tile(0)", "position %KV_FULL_RANK_row tile(0)", "`kv_0_at`; expected a position among %KV_RANK"),
+        (
+            "covers",
+            "position %KV_FULL_RANK_row tile(kv_end)",
+            "position %KV_FULL_RANK_row tile(0)",
+            "run 0 .. 0, which is not proven to be",
+        ),
+        ("covers", "cls(full) listed", "cls(partial) listed", "the loops over @step are partial, partial; expected full and partial"),
+        ("lists", "BLOCK_Q=128 BLOCK_KV=32 num_warps=8 num_stages=1", "BLOCK_Q=64 BLOCK_KV=32 num_warps=8 num_stages=1", "64x32; expected"),
+        ("full-is-proven", " listed(%KV_LIST_row)", "", "is proven to hold nothing masked"),
+    ],
+)
+def test_lists_of_data_are_refused_where_they_do_not_hold(rule, old, new, reason):
+    text = print_module(lower(DATA))
+    with pytest.raises(VerifyError) as caught:
+        verify(parse_module(edit(text, (old, new)), "edited.ir"))
+    assert (caught.value.rule, reason in caught.value.reason) == (rule, True), caught.value.reason
+
+
+def test_the_kernel_that_lists_blocks_is_there_where_data_lists_them():
+    found = lower(DATA)
+    with pytest.raises(VerifyError, match="the kernels are fwd, delta, dkdv, dq; expected fwd, delta, dkdv, dq, blocks"):
+        verify_interface(replace(found, kernels=found.kernels[:-1], schedules=found.schedules[:-1]))
 
 
 def test_without_blocks_nothing_changes():

@@ -37,6 +37,14 @@ def test_a_range_that_is_empty_is_left_out():
     ]
 
 
+def test_partial_ranges_with_nothing_full_between_are_one():
+    start, full = "min(cdiv(Nk, BLOCK_KV), (100 // BLOCK_KV))", "min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV))"
+    before = classified(f"{start}; {full}; {full}; cdiv(Nk, BLOCK_KV)", "kv_idx < Nk and kv_idx >= 100")
+    assert [line for line in changes(SplitLoops(), before) if "loop" in line][1:] == [
+        "+ %keys_partial = loop kv ranges(kv_first .. kv_end) carry(sum=%zero) body(@step) cls(partial)"
+    ]
+
+
 def test_partial_tiles_on_both_sides_are_two_ranges_of_one_loop():
     start, full = "min(cdiv(Nk, BLOCK_KV), (100 // BLOCK_KV))", "min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV))"
     before = classified(f"{start}; {full}; max((Nk // BLOCK_KV), {full}); cdiv(Nk, BLOCK_KV)", "kv_idx < Nk and kv_idx >= 100")
