@@ -36,6 +36,7 @@ MAX_EXTREMES = 32  # arguments of all min and max together: sympy compares each 
 MAX_POWER = 9  # what the IR's grammar has
 MAX_INT = 2**30 - 1  # kernels sum an integer, a position and a length in 32 bits
 MAX_REAL = 3.4028234663852886e38  # of fp32
+LEAST_REAL = 2.0**-126  # of fp32 that is not subnormal, which kernels take for zero
 MAX_BITS = 127  # of the parts of a fraction
 MAX_DIM = 2**24
 
@@ -107,7 +108,7 @@ def _least(value: Any) -> Any:
 def _value(value: Any) -> Any:
     if type(value) is int and abs(value) > MAX_INT:
         raise ValueError(f"is {shown(value)}; expected a whole number from {-MAX_INT} to {MAX_INT}: kernels add it in 32 bits")
-    if type(value) is float and not abs(value) <= MAX_REAL:
+    if type(value) is float and not (value == 0 or LEAST_REAL <= abs(value) <= MAX_REAL):
         raise ValueError(f"is {shown(value)}; expected a finite number that fp32 has")
     if type(value) not in (bool, int, float):
         raise ValueError(f"is `{shown(value)}`; expected a number, `true` or `false`")
@@ -442,6 +443,10 @@ class _Builder:
                 raise self._large(node)
             if part.is_Float and not abs(part) <= MAX_REAL:
                 raise self._large(node)
+            if part.is_Float and 0 < abs(part) < LEAST_REAL:
+                raise self.error(
+                    node, f"`{self._written(node)}` has a number that is too small; expected 0, or at least 1.2e-38 as fp32 has"
+                )
             if part.is_Pow and part.base != sympy.E:
                 allowed = part.exp.is_Integer and abs(part.exp) <= MAX_POWER or abs(part.exp) == sympy.Rational(1, 2)
                 if not allowed:

@@ -187,7 +187,8 @@ def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
     """A mask or modifier of the form {expr: text, params: {name: declaration}}."""
     if stray := next((key for key in value if key not in ("expr", "params")), None):
         raise Mistakes(((stray,), f"is no known key; {suggest(str(stray), ['expr', 'params'])}"))
-    text, declared = value["expr"], value.get("params") or {}
+    text, declared = value["expr"], value.get("params")
+    declared = {} if declared is None else declared
     if not isinstance(text, str):
         raise Mistakes((("expr",), f'is {_said(text)}; expected an expression in quotes, as in "kv_idx <= q_idx"'))
     if not isinstance(declared, dict):

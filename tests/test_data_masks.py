@@ -166,13 +166,13 @@ def test_wrong_calls_are_one_sentence(built: Built, device: str) -> None:
     plan = attention.plan(q, k, **inputs)
     few = attention.plan(q[:, :, :100], k, allowed=inputs["allowed"][:, :100])
     for given, error, sentence in (
-        ({"plan": few}, ValueError, r"plan.kv_full_rank has shape \[2, 1, 1, 3\]; expected \[1 or 2, 1 or 2, 2, 3\]: what attention.plan"),
+        ({"plan": few}, ValueError, r"plan.kv_full_rank has shape \[2, 1, 1, 3\]; expected \[2, 1, 2, 3\]: what attention.plan"),
         ({"plan": plan._replace(q_list=plan.q_list.long())}, TypeError, "plan.q_list is torch.int64; expected torch.int32"),
         ({"allowed": inputs["allowed"][:1]}, ValueError, r"allowed has shape \[1, 140, 150\]; expected \[2, 140, 150\]"),
     ):
         with pytest.raises(error, match=sentence):
             attention(q, k, v, **{**inputs, **given})
-    with pytest.raises(ValueError, match=r"q has shape \[2, 140, 16\]; expected the tensor \[B, heads, rows, head dimension\]"):
+    with pytest.raises(ValueError, match=r"q has shape \[2, 140, 16\]; expected \[B, Hq, Nq, 16\]"):
         attention.plan(q[0], k, **inputs)
     with pytest.raises(TypeError, match="allowed is torch.int32; expected torch.bool"):
         attention.plan(q, k, allowed=inputs["allowed"].int())

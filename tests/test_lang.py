@@ -395,6 +395,7 @@ REFUSED: list[tuple[str, int | None, str]] = [
     ("sqrt(-1) < 1", 1, f"`sqrt(-1)` {NO_VALUE}"),
     ("log(0) < 1", 1, f"`log(0)` {NO_VALUE}"),
     # sizes
+    ("q_idx * 1e-39 < 1", 1, "`q_idx * 1e-39` has a number that is too small; expected 0, or at least 1.2e-38 as fp32 has"),
     ("q_idx < 1073741824", 9, f"`1073741824` {LARGE}"),
     ("q_idx < 2 ** 31", 9, f"`2 ** 31` {LARGE}"),
     ("q_idx < 10 ** 1000", 9, f"`10 ** 1000` {LARGE}"),

@@ -199,7 +199,7 @@ def _module_context(module: Module) -> dict[str, Any]:
         "strip": STRIP,
         "listed": listed,
         "lists": lists,
-        "loose": data or any(i.broadcast or "*" in i.shape for i in module.inputs),
+        "loose": any(i.broadcast or "*" in i.shape for i in module.inputs),
         "input_tensors": [i.name for i in module.inputs if i.shape],
         "numbers": numbers,
         "derive_calls": [

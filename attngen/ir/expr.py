@@ -411,7 +411,7 @@ def prove_le(a: Expr, b: Expr) -> bool:
         if isinstance(extreme, (sympy.Min, sympy.Max)) and difference != extreme:
             enough = all if isinstance(extreme, sympy.Min) == (factor > 0) else any
             return enough(prove_le(sympy.Integer(0), difference - term + factor * x) for x in extreme.args)
-    return False
+    return bool(difference.has(floordiv) and sympy.factor_terms(difference).is_nonnegative)  # 3 * (n - 1), say, rather than 3 * n - 3
 
 
 def excess(comparison: Bool) -> Expr:

@@ -526,7 +526,7 @@ def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], head
             high = span(index.args[2])[1]
         if not (low >= 0 or index.is_nonnegative or (index >= 0) in conditions):
             yield f"%{op.name} may {does} %{access.tensor} before its start, at `{to_text(index)}`; expected `where` to say it does not"
-        if not (prove_le(high, extent - 1) or (index < extent) in conditions):
+        if not (prove_le(high, extent - 1) or prove_le(index, extent - 1) or (index < extent) in conditions):
             yield f"%{op.name} may {does} %{access.tensor} past its end, at `{to_text(index)}`; expected `where` to say it does not"
 
 

@@ -287,26 +287,9 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """One sentence for the first thing wrong with a call."""
-    for name, x, width, shape in (
-        ("q", q, HEAD_DIM_QK, "[B, Hq, Nq, 128]"),
-        ("k", k, HEAD_DIM_QK, "[B, Hkv, Nk, 128]"),
-        ("v", v, HEAD_DIM_V, "[B, Hkv, Nk, 128]"),
-    ):
-        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-            raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense tensor {shape}")
-        if x.dim() != 4 or x.shape[3] != width:
-            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
-        if x.shape[2] > MAX_ROWS:
-            raise ValueError(f"attention: {name} has {x.shape[2]} rows; expected at most 2**29 - 1")
-        if x.dtype not in DTYPES:
-            known = " or ".join(map(str, DTYPES))
-            raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
-        if x.dtype != q.dtype:
-            raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
-        if x.device != q.device:
-            raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
-        if x.stride(3) != 1:
-            raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
+    _check_rows(q, "q", q, HEAD_DIM_QK, "[B, Hq, Nq, 128]")
+    _check_rows(q, "k", k, HEAD_DIM_QK, "[B, Hkv, Nk, 128]")
+    _check_rows(q, "v", v, HEAD_DIM_V, "[B, Hkv, Nk, 128]")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
         raise ValueError(
             f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
@@ -321,6 +304,25 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
             "Triton is imported, to run on the CPU in Triton's interpreter"
         )
+
+
+def _check_rows(q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
+    """The same for q, k or v alone."""
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense tensor {shape}")
+    if x.dim() != 4 or x.shape[3] != width:
+        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
+    if x.shape[2] > MAX_ROWS:
+        raise ValueError(f"attention: {name} has {x.shape[2]} rows; expected at most 2**29 - 1")
+    if x.dtype not in DTYPES:
+        known = " or ".join(map(str, DTYPES))
+        raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
+    if x.dtype != q.dtype:
+        raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
+    if x.device != q.device:
+        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+    if x.stride(3) != 1:
+        raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
 
 
 def _check_scale(scale: float | None) -> float:
