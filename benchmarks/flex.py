@@ -11,8 +11,8 @@ spread, (largest - smallest) / median. TFLOP/s count 4 D for each visible pair o
 both.
 
 Flex is torch.compile(flex_attention, dynamic=False) with default options and default blocks of 128. Its forward is timed with the block
-mask at hand, ours of documents with the plan at hand (a call with ids, which makes one: below the table). What a mask for a new batch
-takes is wall time between synchronisations, with create_block_mask compiled and as it is. Flex's backward is
+mask at hand, ours with the plan at hand where there is one (a call with ids, which makes one: below the table). What a mask for a new
+batch takes is wall time between synchronisations, with create_block_mask compiled and as it is. Flex's backward is
 compiled with torch._functorch.config.donated_buffer off, without which no backward can run twice on one graph.
 
 Memory: the peak of mask, forward and backward at --memory-n rows, B = 1, documents of 1000, after everything was compiled.
@@ -64,7 +64,7 @@ class Variant:
 
     @property
     def by_batch(self) -> bool:
-        return self.name == "documents"
+        return self.name in ("documents", "data")
 
     def spec(self) -> str:
         """The spec's text: JSON is YAML."""
@@ -73,7 +73,13 @@ class Variant:
 
     def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Arguments of our call beside q, k and v."""
-        return {"document_ids": ids} if self.by_batch else {}
+        return {"documents": {"document_ids": ids}, "data": {"ids": ids}}.get(self.name, {})
+
+    def planned(self, module: Any, qkv: list[torch.Tensor], ids: torch.Tensor) -> dict[str, Any]:
+        """The same with the mask at hand."""
+        if self.name == "data":
+            return {"ids": ids, "plan": module.attention.plan(*qkv[:2], ids=ids)}
+        return {"plan": module.attention.plan(ids, ids.shape[1])} if self.by_batch else {}
 
 
 def variants(window: int = 1024, prefix: int = 1024, sinks: int = 4, cap: float = 30.0, heads: int = HEADS) -> dict[str, Variant]:
@@ -102,11 +108,13 @@ def variants(window: int = 1024, prefix: int = 1024, sinks: int = 4, cap: float 
         return score - torch.exp2(-8.0 * (h + 1) / heads) * (q - kv).abs()
 
     left = {"sliding_window": {"left": window - 1}}
+    same = {"expr": "ids[b, q_idx] == ids[b, kv_idx]", "params": {"ids": {"tensor": ["B", "Nk"], "dtype": "int32"}}}
     stream = {"all_of": ["causal", {"any_of": [left, {"sink_tokens": {"count": sinks}}]}]}
     found = (
         Variant("causal", "GQA causal", "causal", lambda ids: causal),
         Variant("window", f"window {window}", {"sliding_window": {"left": window - 1, "right": 0}}, lambda ids: near),
         Variant("documents", f"documents of {DOCUMENT}", {"all_of": ["causal", {"document": {"sorted": True}}]}, documents),
+        Variant("data", f"documents of {DOCUMENT}, as an expression", {"all_of": ["causal", same]}, documents),
         Variant("softcap", f"softcap {cap:g}", "causal", lambda ids: causal, ({"softcap": cap},), softcap),
         Variant("alibi", "ALiBi", "causal", lambda ids: causal, ("alibi",), alibi),
         Variant("prefix", f"prefix-LM {prefix}", {"prefix_lm": {"length": prefix}}, lambda ids: prefixed),
@@ -213,7 +221,7 @@ def host(call: Callable[[], object], calls: int = 30) -> float:
 
 def compare(variant: Variant, module: Any, qkv: list[torch.Tensor], grad: torch.Tensor, ids: torch.Tensor, rounds: int) -> dict[str, Any]:
     """Differences of results, and milliseconds of every round."""
-    inputs = {"plan": module.attention.plan(ids, ids.shape[1])} if variant.by_batch else {}
+    inputs = variant.planned(module, qkv, ids)
     forward = {"ours": lambda: module.attention(*qkv, **inputs), "flex": flex_call(variant, qkv, make_block_mask(variant, ids))}
     outs = {who: call() for who, call in forward.items()}
 
@@ -242,7 +250,7 @@ def peak(who: str, variant: Variant, folder: Path, n: int) -> dict[str, Any]:
     maker = None if module else compiled_maker()
 
     def prepare() -> Any:
-        return module.attention.plan(ids, n) if module else make_block_mask(variant, ids, maker)
+        return variant.planned(module, qkv, ids) if module else make_block_mask(variant, ids, maker)
 
     def whole() -> None:
         out = module.attention(*qkv, **variant.inputs(ids)) if module else flex_call(variant, qkv, prepare())()
@@ -299,7 +307,7 @@ def child(args: argparse.Namespace) -> None:
         module = load_module(args.module)
         save(pairs=visible_pairs(variant.sees(ids), args.n, DEVICE) * BATCH * HEADS)
         save(**compare(variant, module, qkv, grad, ids, args.rounds))
-        save(ours_mask=wall(lambda: module.attention.plan(ids, args.n)) if variant.by_batch else 0.0)
+        save(ours_mask=wall(lambda: variant.planned(module, qkv, ids)) if variant.by_batch else 0.0)
         save(flex_eager_mask=wall(lambda: make_block_mask(variant, ids)))
         maker = compiled_maker()
         save(flex_mask=wall(lambda: make_block_mask(variant, ids, maker)))

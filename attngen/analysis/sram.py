@@ -89,9 +89,12 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
     streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
-    if any(isinstance(op, Reduce) and not op.type.dims and _in_loop(kernel, op) for op in kernel.ops()):
+    reduced = [op for op in kernel.ops() if isinstance(op, Reduce)]
+    counts = any(not op.type.dims and _in_loop(kernel, op) for op in reduced)
+    if counts:
         streamed += 4 * WARPS  # numbers that warps share, one at a time
-    if any(isinstance(op, Reduce) and not _in_loop(kernel, op) for op in kernel.ops()):  # its result changes layout before it is stored
+    rows = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
+    if (counts and rows) or any(not _in_loop(kernel, op) for op in reduced):  # rows change layout
         streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
     return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)
 

@@ -97,13 +97,24 @@ def test_rows_that_are_not_aligned_have_their_reason(tmp_path):
 
 def test_blocks_that_data_lists_are_found_within_what_is_predicted(tmp_path):
     """By a kernel that copies nothing ahead, and by those that read the mask's booleans where blocks are cut."""
-    pairs = '{expr: "allowed[b, q_idx, kv_idx]", params: {allowed: {tensor: [B, Nq, Nk], dtype: bool}}}'
-    module = lower(parse_spec(f"name: pairs\nhead_dim: 64\nmask: {pairs}\n"))
-    file = tmp_path / "pairs.py"
-    file.write_text(render(module)["kernels.py"])
-    asked = [("blocks", "sm90"), ("blocks", "gfx942"), ("fwd", "sm90"), ("dkdv", "gfx942")]
-    rows = [(module.kernel(name), next(r for r in reversed(module.rows(name)) if r.device == cls)) for name, cls in asked]
-    for (kernel, row), reading in zip(rows, compile_all([job(module, kernel, row, file) for kernel, row in rows], 2)):
+    found, jobs = [], []
+    for name, expr, tensor, asked in (
+        (
+            "pairs",
+            "ids[b, q_idx, kv_idx]",
+            "{tensor: [B, Nq, Nk], dtype: bool}",
+            ("blocks sm90", "blocks gfx942", "fwd sm90", "dkdv gfx942"),
+        ),
+        ("equal", "ids[b, q_idx] == ids[b, kv_idx]", "{tensor: [B, Nk], dtype: int32}", ("blocks sm90", "blocks gfx942")),
+    ):
+        module = lower(parse_spec(f'name: {name}\nhead_dim: 64\nmask: {{expr: "{expr}", params: {{ids: {tensor}}}}}\n'))
+        file = tmp_path / f"{name}.py"
+        file.write_text(render(module)["kernels.py"])
+        for kernel, cls in (x.split() for x in asked):
+            row = next(r for r in reversed(module.rows(kernel)) if r.device == cls)
+            found.append((module, module.kernel(kernel), row))
+            jobs.append(job(*found[-1], file))
+    for (module, kernel, row), reading in zip(found, compile_all(jobs, 2)):
         assert isinstance(reading, Reading), reading
         assert list(violations(module, kernel, row, reading)) == []
 
