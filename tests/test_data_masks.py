@@ -25,6 +25,7 @@ SHOWN = {
     "expr": "shown[kv_idx] and kv_idx < q_idx + reach",
     "params": {"shown": {"tensor": ["Nk"], "dtype": "bool"}, "reach": {"scalar": "int"}},
 }
+GROUPS = {"expr": "start[hkv, kv_idx] <= q_idx", "params": {"start": {"tensor": ["Hkv", "Nk"], "dtype": "int32"}}}
 WINDOW = {"sliding_window": {"left": 30, "right": 0}}
 
 
@@ -54,6 +55,11 @@ SPECS: dict[str, tuple[dict[str, Any], Callable[[int, int], dict[str, Any]]]] = 
     "causal": ({"mask": {"all_of": ["causal", PAIRS]}}, pairs),
     "window": ({"mask": {"any_of": [WINDOW, PAIRS]}}, pairs),
     "documents": ({"mask": {"all_of": ["document", PAIRS]}}, pairs),
+    "groups": ({"heads": {"sharing": "gqa"}, "mask": GROUPS}, lambda n_q, n_kv: {"start": first(n_q, n_kv)["first"][:1]}),
+    "runs": (
+        {"mask": {"any_of": [{"sliding_window": {"left": 30, "right": 0}}, {"sink_tokens": {"count": 9}}, {"all_of": ["causal", PAIRS]}]}},
+        pairs,
+    ),
 }
 SIZES = [(150, 260), (256, 140), (1, 200)]
 Built = Callable[[str], ModuleType]
@@ -111,7 +117,7 @@ def test_lists_are_what_the_mask_says(name: str, size: tuple[int, int], built: B
     (q, k, _), inputs = problem(name, n_q, n_kv, device)
     plan = built(name).attention.plan(q, k, **inputs)
     mask = reference_mask(spec(name).mask, q, k, inputs).expand(2, 2, n_q, n_kv)
-    heads, batch = (2, 1) if name == "first" else (1, 1 if name == "shown" else 2)
+    heads, batch = (2, 1) if name in ("first", "groups") else (1, 1 if name == "shown" else 2)
     assert plan.kv_list.shape == (batch, heads, -(-n_q // BLOCK), -(-n_kv // BLOCK))
     for lists, blocks in (
         ((plan.kv_full_rank, plan.kv_rank, plan.kv_list), mask),
@@ -151,6 +157,16 @@ def test_full_blocks_are_not_masked_and_empty_ones_not_visited(built: Built, dev
     assert found.equal(built("pairs").attention(q, k, v, allowed=some))
 
 
+def test_a_plan_is_made_under_autocast(built: Built, device: str) -> None:
+    """Of the tensors that the call is given."""
+    leaves, inputs = problem("pairs", 130, 140, device)
+    wide = [x.float() for x in leaves]
+    with torch.autocast(device, dtype=torch.float16):
+        plan = built("pairs").attention.plan(*wide[:2], **inputs)
+        found = built("pairs").attention(*wide, **inputs, plan=plan)
+    assert found.equal(built("pairs").attention(*leaves, **inputs))
+
+
 def test_torch_sees_the_kernel_as_an_operator(built: Built, device: str) -> None:
     leaves, inputs = problem("pairs", 140, 150, device)
     module = built("pairs")
@@ -164,9 +180,14 @@ def test_wrong_calls_are_one_sentence(built: Built, device: str) -> None:
     (q, k, v), inputs = problem("pairs", 140, 150, device)
     attention = built("pairs").attention
     plan = attention.plan(q, k, **inputs)
-    few = attention.plan(q[:, :, :100], k, allowed=inputs["allowed"][:, :100])
+    few = attention.plan(q[:, :, :130], k, allowed=inputs["allowed"][:, :130])
+    one = attention.plan(q[:1], k[:1], allowed=inputs["allowed"][:1])
+    turned = plan.kv_list.transpose(2, 3).contiguous().transpose(2, 3)
     for given, error, sentence in (
-        ({"plan": few}, ValueError, r"plan.kv_full_rank has shape \[2, 1, 1, 3\]; expected \[2, 1, 2, 3\]: what attention.plan"),
+        ({"plan": few}, ValueError, "plan is of 130 queries and 150 keys, the call of 140 and 150; expected what attention.plan makes of"),
+        ({"plan": one}, ValueError, r"plan.kv_full_rank has shape \[1, 1, 2, 3\]; expected \[2, 1, 2, 3\]: what attention.plan makes"),
+        ({"plan": plan._replace(kv_list=turned)}, ValueError, "plan.kv_list is not contiguous; expected what attention.plan makes"),
+        ({"plan": tuple(plan)}, TypeError, "plan is a tuple; expected what attention.plan makes"),
         ({"plan": plan._replace(q_list=plan.q_list.long())}, TypeError, "plan.q_list is torch.int64; expected torch.int32"),
         ({"allowed": inputs["allowed"][:1]}, ValueError, r"allowed has shape \[1, 140, 150\]; expected \[2, 140, 150\]"),
     ):

@@ -88,7 +88,8 @@ class KernelBuilder:
     def sizes(self) -> None:
         """The sizes every kernel needs, a scalar for each that indexing by head needs, and the numbers of mask and modifiers."""
         names = [str(a.extent) for a in self.grid[1:-1]]
-        shared = self.spec.heads.sharing == "gqa" and (self.name != "blocks" or self.where.has(symbol("hkv")))
+        by_group = symbol("hkv") in _symbols((self.where, *(e for read in self.needed for e in read.index)))
+        shared = self.spec.heads.sharing == "gqa" and (self.name != "blocks" or by_group)
         if shared or (self.spec.heads.sharing == "mqa" and self.name == "dkdv"):
             names.append("group")
         places = (self._inside(read) for read in self.needed)

@@ -246,6 +246,7 @@ class _Data(NamedTuple):
     derive_calls: list[tuple[list[str], str]]
     operands: list[str]
     schema: list[str]
+    sizes: str  # of sequences and heads: 1 where the mask is the same for all
     shape: str  # of what there is an element of for each strip of a block
 
 
@@ -262,6 +263,7 @@ def _data(module: Module, blocks: Blocks, planned: list[str], fields: list[str],
         [(list(d.names), f"{d.function}({', '.join(map(_source_size, d.sources))})") for d in derived],
         tensors + numbers,
         [f"{kinds.get(n, 'Tensor')} {n}" for n in tensors + numbers],
+        ", ".join(sizes),
         ", ".join([*sizes, "-(-q.shape[2] // BLOCK)", f"-(-k.shape[2] // BLOCK) * {blocks.size // STRIP}"]),
     )
 

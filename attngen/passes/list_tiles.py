@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.expr import Expr, floordiv, symbol
+from attngen.ir.expr import Expr, floordiv, prove_le, symbol, with_rows
 from attngen.ir.graph import Blocks, Kernel, Module
 from attngen.ir.interface import BESIDE, FULL_RANKS, block_lists
 from attngen.ir.ops import Access, Base, Load, Loop, Op, Position, Type
@@ -63,7 +63,7 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
             group = [loop for loop in kernel.loops if loop.body == op.body]
             if op != group[0]:
                 return []
-            loops = _by_class(group)
+            loops = _by_class(kernel, group)
             renamed.update({f"{loop.name}.{f}": f"{loops[-1].name}.{f}" for loop in group for f, _ in loop.carry})
         for loop in loops:
             of = (full_rank or [rank])[0] if loop.cls == "full" else rank
@@ -74,16 +74,22 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
     return kernel.rewrite(change)
 
 
-def _by_class(group: list[Loop]) -> list[Loop]:
-    """A full loop and a partial one, each over all that loops over one body visit."""
+def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
+    """A full loop and a partial one, each over all that loops over one body visit, in rising order."""
+
+    def at_most(a: Expr, b: Expr) -> bool:
+        return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis) for e in (a, b)))
+
     pieces = dict(pair for loop in reversed(group) for pair in loop.ranges)
-    ranges = []
-    for lo in pieces.keys() - pieces.values():
-        hi = pieces[lo]
+    ends = set(pieces.values())
+    ranges: list[tuple[Expr, Expr]] = []
+    for lo, hi in pieces.items():
+        if lo in ends:
+            continue
         while hi in pieces:
             hi = pieces[hi]
-        ranges.append((lo, hi))
-    ranges.sort(key=lambda pair: list(pieces).index(pair[0]))
+        before = sum(at_most(other, lo) for _, other in ranges)
+        ranges.insert(before, (lo, hi))
     full = replace(group[0], name=f"{group[0].name.rpartition('_')[0]}_full", cls="full", ranges=tuple(ranges))
     carried = tuple((f, f"{full.name}.{f}") for f, _ in full.carry)
     return [full, replace(full, name=f"{group[0].name.rpartition('_')[0]}_partial", cls="partial", carry=carried)]

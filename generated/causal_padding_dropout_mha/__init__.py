@@ -385,6 +385,8 @@ def _check(
             f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected as many (the spec says mha)"
         )
     if plan is not None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"attention: plan is a {_kind(plan)}; expected what attention.plan makes")
         _check_input(q, "plan.key_padding", plan.key_padding, torch.bool, [q.shape[0], k.shape[2]], "what attention.plan makes")
         _check_input(
             q,

@@ -367,6 +367,8 @@ def _check(
             f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected a multiple of the K/V heads (the spec says gqa)"
         )
     if plan is not None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"attention: plan is a {_kind(plan)}; expected what attention.plan makes")
         _check_input(q, "plan.document_first", plan.document_first, torch.int32, [q.shape[2]], "what attention.plan makes")
         _check_input(q, "plan.document_end", plan.document_end, torch.int32, [q.shape[2]], "what attention.plan makes")
         _check_input(q, "plan.document_q_first", plan.document_q_first, torch.int32, [k.shape[2]], "what attention.plan makes")
