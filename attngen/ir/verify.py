@@ -670,7 +670,7 @@ def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool
     left: list[tuple[Any, Any]] = list(pieces)
     last: list[tuple[Any, Any]] = []
     for run in (r for r in runs if r[0] != r[3]):
-        candidates = [last] * bool(last) + _chains(left)
+        candidates = [last] * bool(last) + sorted(_chains(left), key=len, reverse=True)  # a shorter one would leave empty pieces
         chain = next((c for c in candidates if prove_le(c[0][0], run[0]) and prove_le(run[3], c[-1][1])), None)
         if chain is None or (last and chain is not last and not prove_le(last[-1][1], chain[0][0])):
             return False

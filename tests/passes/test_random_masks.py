@@ -559,6 +559,7 @@ def test_bounds_out_of_order_are_found() -> None:
 # Masks whose bounds were too much for the verifier, or took minutes, once.
 HARD: list[Mask] = [
     {"expr": "kv_idx * 3 // 2 <= q_idx"},
+    {"any_of": [{"prefix_lm": {"per": "batch"}}, {"sliding_window": {"left": 101}}]},
     {"any_of": [{"sliding_window": {"left": 127, "right": 0}}, {"expr": "kv_idx < 4 and kv_idx <= q_idx"}]},
     {"not": {"chunked": {"size": 16, "align": "top_left"}}},
     {"expr": "kv_idx != where(7 < q_len, 4, 9) and (kv_idx <= q_idx or kv_idx > q_idx + 40 or kv_idx != q_len // 2)"},
