@@ -10,11 +10,13 @@ from types import ModuleType
 
 import torch
 
+from attngen.emit.files import write_module
+from attngen.emit.render import render
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from attngen.passes.base import Pass
-from attngen.passes.pipeline import stages
+from attngen.passes.pipeline import lower, stages
 from attngen.spec import Spec, load_spec
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +65,14 @@ def built(name: str) -> ModuleType:
     from attngen.testing import load_module
 
     return load_module(ROOT / "generated" / name)
+
+
+def module_of(made: Spec, folder: Path) -> ModuleType:
+    """The module of a spec, built in a folder and imported."""
+    from attngen.testing import load_module
+
+    write_module(render(lower(made)), folder)
+    return load_module(folder)
 
 
 @cache

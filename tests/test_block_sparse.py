@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from attngen.emit.files import write_module
-from attngen.emit.render import render
 from attngen.masks import registry
 from attngen.parts import Sizes
-from attngen.passes.pipeline import lower
 from attngen.reference import reference_mask
 from attngen.spec import make_spec
-from attngen.testing import KEYS, Case, heads_for, load_module, run_case
-from tests.helpers import SPECS, built
+from attngen.testing import KEYS, Case, heads_for, run_case
+from tests.helpers import SPECS, built, module_of
 from tests.helpers import spec as spec_of
 from tests.test_numerics import SEQUENCES, dtypes, problem, run, small
 
@@ -89,8 +85,7 @@ def test_patterns_against_a_table(pattern, tmp_path):
     parameters = {"local": 1, "globals": 1} if pattern == "local_global" else {}
     mask = {"block_sparse": {"block": 16, "pattern": pattern, **parameters}}
     spec = make_spec({"name": "small", "head_dim": 16, "mask": mask})
-    write_module(render(lower(spec)), Path(tmp_path) / "small")
-    made = load_module(tmp_path / "small").attention.block_pattern(128, 128, torch.device("cpu"))
+    made = module_of(spec, tmp_path / "small").attention.block_pattern(128, 128, torch.device("cpu"))
     assert ["".join(str(int(x)) for x in row) for row in made] == PATTERNS[pattern]
     scores = reference_mask(spec.mask, torch.empty(1, 1, 128, 16), torch.empty(1, 1, 128, 16), {})
     assert scores[0, 0, ::16, ::16].equal(made) and scores[0, 0].equal(made.repeat_interleave(16, 0).repeat_interleave(16, 1))
@@ -107,8 +102,7 @@ def test_the_global_corner_of_unequal_lengths():
 @pytest.mark.parametrize("other", ["causal", {"sliding_window": {"left": 70, "right": 20}}, {"key_padding": {}}], ids=str)
 def test_blocks_of_any_size_with_any_other_mask(block, other, device, tmp_path):
     spec = make_spec({"name": "both", "head_dim": 16, "mask": {"all_of": [other, {"block_sparse": {"block": block}}]}})
-    write_module(render(lower(spec)), Path(tmp_path) / "both")
-    result = run_case(load_module(tmp_path / "both"), spec, Case(SEQUENCES, *heads_for(spec, 2), 150, 200), "fp16", device)
+    result = run_case(module_of(spec, tmp_path / "both"), spec, Case(SEQUENCES, *heads_for(spec, 2), 150, 200), "fp16", device)
     assert result.ok, str(result)
 
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.emit.files import write_module
-from attngen.emit.render import render
 from attngen.errors import SpecError
 from attngen.passes.pipeline import lower
 from attngen.reference import reference_mask
 from attngen.spec import Spec, make_spec
-from attngen.testing import Case, heads_for, load_module, make_inputs, run_case
+from attngen.testing import Case, heads_for, make_inputs, run_case
+from tests.helpers import module_of
 
 INT, HEAD = {"scalar": "int"}, {"tensor": ["H"], "grad": True}
 KEYS, FREE = {"tensor": ["H", "Nk"], "grad": True}, {"backward": {"deterministic": False}}
@@ -127,8 +126,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleTyp
 
     def of(name: str) -> ModuleType:
         if name not in known:
-            write_module(render(lower(spec(name))), folder / name)
-            known[name] = load_module(folder / name)
+            known[name] = module_of(spec(name), folder / name)
         return known[name]
 
     return of
@@ -232,8 +230,7 @@ TRICKY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", TRICKY)
 def test_what_is_easily_wrong(what: str, device: str, tmp_path: Path) -> None:
     made = make_spec({"name": "tricky", "head_dim": 16, "dtype": "fp16", "schedule": {"block_q": 16, "block_kv": 16}, **TRICKY[what]})
-    write_module(render(lower(made)), tmp_path / "tricky")
-    result = run_case(load_module(tmp_path / "tricky"), made, Case(2, *heads_for(made, 4), 20, 33), "fp16", device)
+    result = run_case(module_of(made, tmp_path / "tricky"), made, Case(2, *heads_for(made, 4), 20, 33), "fp16", device)
     assert result.ok, str(result)
 
 

@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.emit.files import write_module
-from attngen.emit.render import render
 from attngen.masks import MAX_OFFSET
-from attngen.passes.pipeline import lower
 from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
 from tests.conftest import CUDA
-from tests.helpers import FEW, KINDS, ROOT, SMALLER, SPECS, WRAPPERS, built
+from tests.helpers import FEW, KINDS, ROOT, SMALLER, SPECS, WRAPPERS, built, module_of
 from tests.helpers import spec as spec_of
 
 SQUARE = [(1, 1), (17, 17), (127, 127), (129, 129)]
@@ -133,8 +130,7 @@ def test_bf16(name: str, device: str) -> None:
 def test_a_window_as_wide_as_there_is(bounds: dict[str, int], device: str, tmp_path: Path) -> None:
     """Bounds of loops are sums with the window's sides, in 32 bits."""
     spec = make_spec({"name": "wide", "head_dim": 64, "mask": {"sliding_window": bounds}})
-    write_module(render(lower(spec)), tmp_path / "wide")
-    result = run_case(load_module(tmp_path / "wide"), spec, Case(1, 2, 2, 100, 300), "fp16", device)
+    result = run_case(module_of(spec, tmp_path / "wide"), spec, Case(1, 2, 2, 100, 300), "fp16", device)
     assert result.ok, str(result)
 
 

@@ -27,7 +27,7 @@ import sympy
 
 from attngen.ir.expr import Expr, floordiv, prove_le, symbol, with_rows
 from attngen.ir.graph import Blocks, Kernel, Module
-from attngen.ir.interface import BESIDE, FULL_RANKS, block_lists
+from attngen.ir.interface import BESIDE, block_lists
 from attngen.ir.ops import Access, Base, Load, Loop, Op, Position, Type
 from attngen.passes.base import Pass
 
@@ -46,7 +46,7 @@ class ListTiles(Pass):
 
 def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
     own = kernel.own_axis
-    *full_rank, rank, listed = block_lists(blocks, own)
+    *ranks, listed = block_lists(blocks, own)  # of what comes first in a list; where data makes it, of what follows too
     made: set[str] = set()
     renamed: dict[str, str] = {}
 
@@ -56,8 +56,8 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
         new: list[Op] = []
         if not made:
             index = (symbol("b"), _head(kernel), floordiv(symbol(f"{own}_start"), sympy.Integer(blocks.size)))
-            new += [Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (*full_rank, rank, listed)]
-            made.add(f"{rank}_row")
+            new += [Base(f"{name}_row", Access(name, index), Type("ptr")) for name in (*ranks, listed)]
+            made.add(f"{listed}_row")
         loops = [op]
         if blocks.data:
             group = [loop for loop in kernel.loops if loop.body == op.body]
@@ -66,8 +66,11 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
             loops = _by_class(kernel, group)
             renamed.update({f"{loop.name}.{f}": f"{loops[-1].name}.{f}" for loop in group for f, _ in loop.carry})
         for loop in loops:
-            of = (full_rank or [rank])[0] if loop.cls == "full" else rank
-            ends = (_position(e, loop.var, of, blocks, made, new) for pair in loop.ranges for e in pair)
+            rank = ranks[0] if loop.cls == "full" else ranks[-1]
+            suffix = "_full_at" if rank != ranks[-1] else "_at"
+            ends = (
+                e if e == 0 and rank == ranks[0] else _position(e, loop.var, rank, suffix, made, new) for pair in loop.ranges for e in pair
+            )
             new.append(replace(loop, ranges=tuple(zip(ends, ends)), listed=f"{listed}_row"))
         return new
 
@@ -95,12 +98,9 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
     return [full, replace(full, name=f"{group[0].name.rpartition('_')[0]}_partial", cls="partial", carry=carried)]
 
 
-def _position(e: Expr, var: str, rank: str, blocks: Blocks, made: set[str], new: list[Op]) -> Expr:
+def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: list[Op]) -> Expr:
     """The position of a bound, as a named scalar that is made once."""
-    first = rank in FULL_RANKS.values() or not blocks.data  # of what comes first in a list
-    if e == 0 and first:
-        return e
-    name = f"{f'{var}_{e}' if e.is_Integer else e}{'_full' if first and blocks.data else ''}_at"
+    name = f"{f'{var}_{e}' if e.is_Integer else e}{suffix}"
     if name not in made:
         made.add(name)
         new.append(Position(name, f"{rank}_row", e, Type("i32")))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 
 from attngen.build import build_module
-from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.ops import Loop, Store, Yield
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
-from attngen.passes.pipeline import lower
 from attngen.passes.split_gradients import SplitGradients
 from attngen.spec import parse_spec
-from attngen.testing import Case, heads_for, load_module, run_case
-from tests.helpers import changes, edit, lowered, module, target
+from attngen.testing import Case, heads_for, run_case
+from tests.helpers import changes, edit, lowered, module, module_of, target
 
 # Gradients in outline: %s is what both need, %ds what dK alone does.
 GRID = "grid(kv in cdiv(Nk, BLOCK_KV), h in Hq, b in B)\n  block @entry\n"
@@ -128,8 +126,7 @@ def test_a_split_with_all_else_in_it_gives_the_gradients(tmp_path, device):
         "name: wide\nheads: {sharing: gqa}\nhead_dim: {qk: 192, v: 144}\ndtype: fp16\ndropout: true\n"
         "mask: {all_of: [causal, {key_padding: {lengths: true}}, {block_sparse: {block: 64}}]}\n"
     )
-    write_module(render(lower(spec)), tmp_path / "wide")
-    result = run_case(load_module(tmp_path / "wide"), spec, Case(1, *heads_for(spec), 100, 150), "fp16", device)
+    result = run_case(module_of(spec, tmp_path / "wide"), spec, Case(1, *heads_for(spec), 100, 150), "fp16", device)
     assert result.ok, str(result)
 
 
