@@ -15,6 +15,9 @@ mask at hand, ours with the plan at hand where there is one (a call with ids, wh
 batch takes is wall time between synchronisations, with create_block_mask compiled and as it is. Flex's backward is
 compiled with torch._functorch.config.donated_buffer off, without which no backward can run twice on one graph.
 
+Biases are learned: backward times are those of q, k, v and the bias. Ours sum its gradient in a fixed order unless the title says
+atomics; Flex's add to it atomically.
+
 Memory: the peak of mask, forward and backward at --memory-n rows, B = 1, documents of 1000, after everything was compiled.
 """
 
@@ -48,38 +51,45 @@ DEVICE = "cuda"
 DOCUMENT = 1000  # rows of a document
 LIMIT_S = 150  # of one process
 MOST = 2e-2  # relative difference of results at which a run fails
-RESULTS = ("out", "dq", "dk", "dv")
+RESULTS = ("out", "dq", "dk", "dv", "dbias")
+DISTANCE = 128  # of the relative bias
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One attention: as a spec says it, and as Flex's functions do; `sees` makes the mask_mod from document ids."""
+    """One attention: as a spec says it, and as Flex's functions do.
+
+    `sees` makes the mask_mod from document ids, `score_mod` a score_mod from the learned bias, None where there is none.
+    """
 
     name: str
     title: str
     mask: Any
     sees: Callable[[torch.Tensor], Mod]
     score: tuple[Any, ...] = ()
-    score_mod: Mod | None = None
+    score_mod: Callable[[Any], Mod] | None = None
+    bias: str = ""  # what our call names the learned one
+    more: tuple[tuple[str, Any], ...] = ()  # keys of the spec
 
     @property
     def by_batch(self) -> bool:
-        return self.name in ("documents", "data")
+        return self.name in ("documents", "unsorted", "data")
 
     def spec(self) -> str:
         """The spec's text: JSON is YAML."""
         spec = {"name": f"flex_{self.name}", "heads": {"sharing": "gqa"}, "head_dim": DIM, "dtype": "bf16", "mask": self.mask}
-        return json.dumps({**spec, "score": list(self.score)} if self.score else spec)
+        return json.dumps({**spec, **({"score": list(self.score)} if self.score else {}), **dict(self.more)})
 
-    def inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def inputs(self, ids: torch.Tensor, bias: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Arguments of our call beside q, k and v."""
-        return {"documents": {"document_ids": ids}, "data": {"ids": ids}}.get(self.name, {})
+        given = {"documents": "document_ids", "unsorted": "document_ids", "data": "ids"}
+        return dict(zip((given.get(self.name, self.bias),), (ids,) if self.by_batch else bias))
 
-    def planned(self, module: Any, qkv: list[torch.Tensor], ids: torch.Tensor) -> dict[str, Any]:
+    def planned(self, module: Any, leaves: list[torch.Tensor], ids: torch.Tensor) -> dict[str, Any]:
         """The same with the mask at hand."""
         if self.name == "data":
-            return {"ids": ids, "plan": module.attention.plan(*qkv[:2], ids=ids)}
-        return {"plan": module.attention.plan(ids, ids.shape[1])} if self.by_batch else {}
+            return {"ids": ids, "plan": module.attention.plan(*leaves[:2], ids=ids)}
+        return {"plan": module.attention.plan(ids, ids.shape[1])} if self.by_batch else self.inputs(ids, leaves[3:])
 
 
 def variants(window: int = 1024, prefix: int = 1024, sinks: int = 4, cap: float = 30.0, heads: int = HEADS) -> dict[str, Variant]:
@@ -101,24 +111,40 @@ def variants(window: int = 1024, prefix: int = 1024, sinks: int = 4, cap: float 
     def streaming(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q >= kv) & ((q - kv < window) | (kv < sinks))
 
+    def dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (q - kv <= 2048) & ((q - kv) % 4 == 0)
+
     def softcap(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return cap * torch.tanh(score / cap)
 
     def alibi(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return score - torch.exp2(-8.0 * (h + 1) / heads) * (q - kv).abs()
 
+    def relative(bias: torch.Tensor) -> Mod:
+        return lambda score, b, h, q, kv: score + bias[h, (q - kv).clamp(-DISTANCE, DISTANCE) + DISTANCE]
+
+    def dense(bias: torch.Tensor) -> Mod:
+        return lambda score, b, h, q, kv: score + bias[0, h, q, kv]
+
     left = {"sliding_window": {"left": window - 1}}
     same = {"expr": "ids[b, q_idx] == ids[b, kv_idx]", "params": {"ids": {"tensor": ["B", "Nk"], "dtype": "int32"}}}
+    table = ({"relative_bias": {"max_distance": DISTANCE}},)
+    unordered = (("backward", {"deterministic": False}),)
     stream = {"all_of": ["causal", {"any_of": [left, {"sink_tokens": {"count": sinks}}]}]}
     found = (
         Variant("causal", "GQA causal", "causal", lambda ids: causal),
         Variant("window", f"window {window}", {"sliding_window": {"left": window - 1, "right": 0}}, lambda ids: near),
         Variant("documents", f"documents of {DOCUMENT}", {"all_of": ["causal", {"document": {"sorted": True}}]}, documents),
+        Variant("unsorted", f"documents of {DOCUMENT}, in any order", {"all_of": ["causal", "document"]}, documents),
         Variant("data", f"documents of {DOCUMENT}, as an expression", {"all_of": ["causal", same]}, documents),
-        Variant("softcap", f"softcap {cap:g}", "causal", lambda ids: causal, ({"softcap": cap},), softcap),
-        Variant("alibi", "ALiBi", "causal", lambda ids: causal, ("alibi",), alibi),
+        Variant("softcap", f"softcap {cap:g}", "causal", lambda ids: causal, ({"softcap": cap},), lambda bias: softcap),
+        Variant("alibi", "ALiBi", "causal", lambda ids: causal, ("alibi",), lambda bias: alibi),
         Variant("prefix", f"prefix-LM {prefix}", {"prefix_lm": {"length": prefix}}, lambda ids: prefixed),
         Variant("streaming", f"streaming {sinks} + {window}", stream, lambda ids: streaming),
+        Variant("dilated", "dilated 4, 2048 away at most", {"dilated": {"step": 4, "reach": 2048}}, lambda ids: dilated),
+        Variant("relative", f"relative bias {DISTANCE}", "causal", lambda ids: causal, table, relative, "relative_bias"),
+        Variant("atomic", f"relative bias {DISTANCE}, atomics", "causal", lambda ids: causal, table, relative, "relative_bias", unordered),
+        Variant("dense", "dense bias", "causal", lambda ids: causal, ("dense_bias",), dense, "bias"),
     )
     return {v.name: v for v in found}
 
@@ -134,19 +160,26 @@ def document_ids(batch: int, n: int, device: str, size: int = DOCUMENT) -> torch
     return (torch.arange(n, device=device, dtype=torch.int32) // size).repeat(batch, 1)
 
 
-def draw(batch: int, n: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """([q, k, v], dO)."""
+def draw(variant: Variant, batch: int, n: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """([q, k, v] and the learned bias if there is one, dO)."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     q, k, v, grad = (torch.randn(batch, h, n, DIM, device=DEVICE, dtype=torch.bfloat16, generator=generator) for h in heads)
-    return [x.requires_grad_() for x in (q, k, v)], grad
+    shape, dtype = {
+        "relative_bias": ((HEADS, 2 * DISTANCE + 1), torch.float32),
+        "bias": ((1, HEADS, n, n), torch.bfloat16),
+        "": ((0,), torch.float32),
+    }[variant.bias]
+    bias = torch.randn(shape, device=DEVICE, dtype=dtype, generator=generator)
+    return [x.requires_grad_() for x in (q, k, v, bias) if x.numel()], grad
 
 
-def flex_call(variant: Variant, qkv: list[torch.Tensor], block_mask: Any) -> Callable[[], torch.Tensor]:
+def flex_call(variant: Variant, leaves: list[torch.Tensor], block_mask: Any) -> Callable[[], torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(*qkv, score_mod=variant.score_mod, block_mask=block_mask, enable_gqa=True)
+    score_mod = variant.score_mod and variant.score_mod(leaves[-1])
+    return lambda: compiled(*leaves[:3], score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
 
 
 def make_block_mask(variant: Variant, ids: torch.Tensor, make: Callable[..., Any] | None = None) -> Any:
@@ -178,14 +211,14 @@ def wall(function: Callable[[], object], repeats: int = 20) -> float:
 # ------------------------------------------------------------------------------------------------- in a process of its own
 
 
-def first_result(make_call: Callable[[], Callable[[], torch.Tensor]], qkv: list[torch.Tensor], grad: torch.Tensor) -> float:
+def first_result(make_call: Callable[[], Callable[[], torch.Tensor]], leaves: list[torch.Tensor], grad: torch.Tensor) -> float:
     """Seconds to the end of the first forward and backward; gradients are thrown away."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     torch.autograd.backward(make_call()(), grad)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    for x in qkv:
+    for x in leaves:
         x.grad = None
     return seconds
 
@@ -219,14 +252,16 @@ def host(call: Callable[[], object], calls: int = 30) -> float:
     return taken / calls * 1e6
 
 
-def compare(variant: Variant, module: Any, qkv: list[torch.Tensor], grad: torch.Tensor, ids: torch.Tensor, rounds: int) -> dict[str, Any]:
+def compare(
+    variant: Variant, module: Any, leaves: list[torch.Tensor], grad: torch.Tensor, ids: torch.Tensor, rounds: int
+) -> dict[str, Any]:
     """Differences of results, and milliseconds of every round."""
-    inputs = variant.planned(module, qkv, ids)
-    forward = {"ours": lambda: module.attention(*qkv, **inputs), "flex": flex_call(variant, qkv, make_block_mask(variant, ids))}
+    inputs = variant.planned(module, leaves, ids)
+    forward = {"ours": lambda: module.attention(*leaves[:3], **inputs), "flex": flex_call(variant, leaves, make_block_mask(variant, ids))}
     outs = {who: call() for who, call in forward.items()}
 
     def gradients(who: str) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(outs[who], qkv, grad, retain_graph=True)
+        return torch.autograd.grad(outs[who], leaves, grad, retain_graph=True)
 
     pairs = zip((outs["ours"], *gradients("ours")), (outs["flex"], *gradients("flex")))
     differences = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
@@ -238,13 +273,13 @@ def compare(variant: Variant, module: Any, qkv: list[torch.Tensor], grad: torch.
                 call = forward[who] if direction == "fwd" else lambda who=who: gradients(who)
                 times.setdefault(f"{who}_{direction}", []).append(median(call))
     if variant.by_batch:
-        times["ids_fwd"] = [median(lambda: module.attention(*qkv, **variant.inputs(ids))) for _ in range(rounds)]
+        times["ids_fwd"] = [median(lambda: module.attention(*leaves[:3], **variant.inputs(ids, []))) for _ in range(rounds)]
     return {**found, "ms": times, "host_us": {who: host(call) for who, call in forward.items()}}
 
 
 def peak(who: str, variant: Variant, folder: Path, n: int) -> dict[str, Any]:
     """Bytes at the peak of mask, forward and backward, and of the mask alone."""
-    qkv, grad = draw(1, n)
+    qkv, grad = draw(variant, 1, n)
     ids = document_ids(1, n, DEVICE)
     module = load_module(folder) if who == "ours" else None
     maker = None if module else compiled_maker()
@@ -253,7 +288,7 @@ def peak(who: str, variant: Variant, folder: Path, n: int) -> dict[str, Any]:
         return variant.planned(module, qkv, ids) if module else make_block_mask(variant, ids, maker)
 
     def whole() -> None:
-        out = module.attention(*qkv, **variant.inputs(ids)) if module else flex_call(variant, qkv, prepare())()
+        out = module.attention(*qkv, **variant.inputs(ids, [])) if module else flex_call(variant, qkv, prepare())()
         torch.autograd.backward(out, grad)
         for x in qkv:
             x.grad = None
@@ -289,7 +324,7 @@ def child(args: argparse.Namespace) -> None:
     torch._functorch.config.donated_buffer = part == "memory"
     torch.zeros(1, device=DEVICE).add_(1).item()
     if part == "first":
-        qkv, grad = draw(BATCH, args.n)
+        leaves, grad = draw(variant, BATCH, args.n)
         ids = document_ids(BATCH, args.n, DEVICE)
     (here / "ready").touch()
     if not sys.stdin.readline():
@@ -299,15 +334,19 @@ def child(args: argparse.Namespace) -> None:
             save(**peak(who, variant, args.module, args.memory_n))
             return
         if who == "ours":
-            save(first=first_result(lambda: lambda: load_module(args.module).attention(*qkv, **variant.inputs(ids)), qkv, grad))
+            save(
+                first=first_result(
+                    lambda: lambda: load_module(args.module).attention(*leaves[:3], **variant.inputs(ids, leaves[3:])), leaves, grad
+                )
+            )
             return
-        save(first=first_result(lambda: flex_call(variant, qkv, make_block_mask(variant, ids)), qkv, grad))
+        save(first=first_result(lambda: flex_call(variant, leaves, make_block_mask(variant, ids)), leaves, grad))
         if args.caches:
             os.environ["TRITON_CACHE_DIR"] = str(args.caches)  # where our kernels are compiled already
         module = load_module(args.module)
         save(pairs=visible_pairs(variant.sees(ids), args.n, DEVICE) * BATCH * HEADS)
-        save(**compare(variant, module, qkv, grad, ids, args.rounds))
-        save(ours_mask=wall(lambda: variant.planned(module, qkv, ids)) if variant.by_batch else 0.0)
+        save(**compare(variant, module, leaves, grad, ids, args.rounds))
+        save(ours_mask=wall(lambda: variant.planned(module, leaves, ids)) if variant.by_batch else 0.0)
         save(flex_eager_mask=wall(lambda: make_block_mask(variant, ids)))
         maker = compiled_maker()
         save(flex_mask=wall(lambda: make_block_mask(variant, ids, maker)))

@@ -15,8 +15,6 @@ from attngen.masks import KV, Mask, Q, Sizes
 
 if TYPE_CHECKING:
     import torch
-if TYPE_CHECKING:
-    import torch
 
 
 def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
