@@ -35,7 +35,7 @@ class Dilated(Mask):
         shift = sizes.n_kv - sizes.n_q if self.align == "bottom_right" else 0
         for q in range(sizes.n_q):
             kv = q + shift
-            while kv >= 0 and (self.reach is None or q + shift - kv <= self.reach):
-                mask[q, kv : kv + 1] = True
-                kv -= self.step
+            if kv >= 0:
+                steps = min(kv, kv if self.reach is None else self.reach) // self.step
+                mask[q, kv - steps * self.step : kv + 1 : self.step] = True
         return mask[None, None]
