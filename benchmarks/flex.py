@@ -16,7 +16,7 @@ batch takes is wall time between synchronisations, with create_block_mask compil
 compiled with torch._functorch.config.donated_buffer off, without which no backward can run twice on one graph.
 
 Biases are learned: backward times are those of q, k, v and the bias. Ours sum its gradient in a fixed order unless the title says
-atomics; Flex's add to it atomically.
+atomics; Flex's add to it atomically, and run with two stages, because its three need more shared memory than an H200 has.
 
 Memory: the peak of mask, forward and backward at --memory-n rows, B = 1, documents of 1000, after everything was compiled.
 """
@@ -179,7 +179,8 @@ def flex_call(variant: Variant, leaves: list[torch.Tensor], block_mask: Any) -> 
 
     compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
     score_mod = variant.score_mod and variant.score_mod(leaves[-1])
-    return lambda: compiled(*leaves[:3], score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
+    options = {"bwd_num_stages": 2} if variant.bias else None
+    return lambda: compiled(*leaves[:3], score_mod=score_mod, block_mask=block_mask, enable_gqa=True, kernel_options=options)
 
 
 def make_block_mask(variant: Variant, ids: torch.Tensor, make: Callable[..., Any] | None = None) -> Any:
