@@ -117,9 +117,9 @@ def test_tiles_drawn_are_tiles_counted(name: str) -> None:
 
 def test_ranges_are_listed_and_the_last_tile_is_cut() -> None:
     drawn = draw_tiles(target("window_gqa"), target("window_gqa").kernel("fwd"), Problem(n_q=300, n_kv=300))
-    assert list(drawn.programs())[1:] == [["1", "128 .. 256", "0 .. 1", "1 .. 2", "2"], ["2", "256 .. 300", "0 .. 2", "2 .. 3", "3"]]
+    assert list(drawn.programs())[3:] == [["3", "192 .. 256", "0 .. 3", "3 .. 4", "4"], ["4", "256 .. 300", "0 .. 4", "4 .. 5", "5"]]
     last = drawn.drawing.shapes[-2]
-    assert (last.hint, last.attributes["width"]) == ("program 2: partial 2 .. 3", "44")
+    assert (last.hint, last.attributes["width"]) == ("program 4: partial 4 .. 5", "44")
 
 
 def test_a_pattern_of_blocks_is_drawn() -> None:

@@ -2,9 +2,10 @@
 
     cycles = MATRIX * (flops of the tile's dots / rate) + ALU * scores + STREAM * bytes loaded + LATENCY(stages) / occupancy
 
-Programs of 8 warps pay SPLIT of the first two more, for keeping their halves in step. The constants are a least-squares fit
-to measured schedules of the three kernels on one H200; on those, the model's choice is 2 to 3% slower than the best on
-average (docs/perf-log.md).
+Programs of 8 warps pay SPLIT of the first two more, for keeping their halves in step. Partial tiles of the forward take MASKED *
+scores / occupancy on top: its running maximum waits for the mask. Where data bounds the loop row by row, rows up to REACH away count.
+The constants are a least-squares fit to measured schedules of the three kernels on one H200; on those, the model's choice is 2 to 3%
+slower than the best on average (docs/perf-log.md).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from attngen.analysis.sram import SCORES, misfit, registers_per_thread, sizes, s
 from attngen.analysis.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot, Gather, Load
+from attngen.ir.ops import Dot, Gather, Load, SoftmaxStep
 
 MATRIX = 0.62
 ALU = 0.032  # cycles per score: the exponential and the arithmetic around it
 STREAM = 0.008  # cycles per byte that a turn loads from L2
 LATENCY = {1: 2500, 2: 1080, 3: 665}  # cycles per turn that only other programs on the SM hide, by depth of the ring
 SPLIT_MATRIX, SPLIT_ALU = 0.2, 0.019
+MASKED = 0.17  # cycles per score of a partial tile of the forward that only other programs on the SM hide
+REACH = 500  # rows before and after a tile that stand for what documents and the like let it see
 # Triton's compiler, as measured (docs/perf-log.md); the limits of the hardware are in devices.py
 OTHER_REGISTERS = 70  # per thread: what it takes besides live tiles
 LIVE_LIMIT = 170  # registers per thread that live tiles may take before it spills
@@ -89,8 +92,14 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     cycles = (MATRIX + SPLIT_MATRIX * split) * matrix + (ALU + SPLIT_ALU * split) * scores
     cycles += STREAM * streamed_bytes(module, kernel, row)
     cycles += LATENCY[min(row.num_stages, 3)] / occupancy(module, kernel, row)
+    if not tiled:
+        return cycles
     rows = row.max_rows or MANY_ROWS
-    return cycles * (count_tiles(kernel, rows, MANY_ROWS, row.block_q, row.block_kv) if tiled else 1)
+    tiles, partial = (count_tiles(kernel, rows, MANY_ROWS, row.block_q, row.block_kv, cls, REACH) for cls in (None, "partial"))
+    listed = module.blocks is not None and module.blocks.data  # data alone says which tiles are partial
+    if listed or not any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
+        return cycles * tiles
+    return cycles * tiles + MASKED * scores / occupancy(module, kernel, row) * partial
 
 
 def occupancy(module: Module, kernel: Kernel, row: Row) -> int:

@@ -67,6 +67,8 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
             continue
         if isinstance(op, Gather) and set(op.type.dims) == SCORES:  # copied ahead too
             scratch += tile_bytes(op.type) * (1 if device.shares_stationary else STAGES - 1)
+        if isinstance(op, Gather) and len(op.type.dims) == 1 and op.type.dtype != "b1" and _in_loop(kernel, op):
+            scratch += tile_bytes(op.type) * (STAGES - 1)
         if not isinstance(op, Load):
             continue
         if op.type.space == "sram" and not _in_loop(kernel, op):
@@ -76,10 +78,9 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
             extra = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared and products > 1 else 0
             streamed += tile_bytes(op.type) * (depth + extra)
         elif op.type.dims and _in_loop(kernel, op):
-            statistics += tile_bytes(op.type) * (STAGES - 1)
-            if (
-                op.type.dtype != "b1" and len(op.type.dims) == 1 and op.src.tensor.removesuffix("_head") not in STATISTICS
-            ):  # beside the statistics, which are aligned
+            if op.type.dtype == "b1" or len(op.type.dims) > 1 or op.src.tensor.removesuffix("_head") in STATISTICS:
+                statistics += tile_bytes(op.type) * (STAGES - 1)
+            else:  # beside the statistics, which are aligned
                 scratch += tile_bytes(op.type) * (STAGES - 1)
     if not device.shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
@@ -240,8 +241,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if row.num_stages == 1 and kernel.loops:
         return "without a ring, tiles whose uses do not overlap share room"
-    if any(loop.listed for loop in kernel.loops):
-        return "the number of a listed tile is loaded before the tile, and Triton may take a buffer of the ring for that"
+    if kernel.dots and any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and set(op.type.dims) == SCORES for op in kernel.ops()):
+        return "a boolean of each pair may be loaded as it is needed, and change no layout"
     if any(isinstance(op, Load) and op.type.dims == ("BLOCK_KV", "BLOCK_Q") for op in kernel.ops()):
         return "a tile of scores that is loaded transposed may not be copied ahead"
     moved = [kernel.type_of(op.value) for op in kernel.ops() if isinstance(op, (Scatter, Store))]

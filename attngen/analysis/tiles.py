@@ -103,10 +103,21 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
 
 
 @cache
-def count_tiles(kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv: int, cls: str | None = None) -> int:
-    """Tiles visited for one head with so many rows on the grid's own axis and on the loop's; the mask's lengths hide nothing."""
+def count_tiles(kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv: int, cls: str | None = None, reach: int = NO_BOUND) -> int:
+    """Tiles visited for one head with so many rows on the grid's own axis and on the loop's; the mask's lengths hide nothing.
+
+    Bounds that data gives for each row (documents', say) leave `reach` rows before and after those level with the program's own tile,
+    the last rows of both axes being level.
+    """
     own, loop = kernel.own_axis, "kv" if kernel.own_axis == "q" else "q"
     block = {"q": block_q, "kv": block_kv}
     values = {**unbounded(kernel), "BLOCK_Q": block_q, "BLOCK_KV": block_kv, AXIS_EXTENT[own]: n_own, AXIS_EXTENT[loop]: n_loop}
     tiles = visited(kernel, cls)
-    return sum(int(evaluate(tiles, {**values, f"{own}_start": start})) for start in range(0, n_own, block[own]))
+    by_row = {name: value for name, value in values.items() if name.endswith(("_least", "_greatest"))}
+
+    def at(start: int) -> dict[str, int]:
+        level = start + n_loop - n_own
+        near = {0: max(0, level - reach), NO_BOUND: min(NO_BOUND, level + block[own] + reach)}
+        return {**values, **{name: near[value] for name, value in by_row.items()}, f"{own}_start": start}
+
+    return sum(int(evaluate(tiles, at(start))) for start in range(0, n_own, block[own]))

@@ -227,25 +227,37 @@ class KernelContext:
         return {"ranges": [(self.scalar(lo), self.scalar(hi)) for lo, hi in op.ranges], "cls": op.cls}
 
     def _loop_header(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
-        """Loop variable, its range, and the lines that every turn starts with."""
+        """Loop variable, its range, what comes before it, and the lines that every turn starts with.
+
+        A listed tile's number is read a turn ahead: the loads of the tile need not wait for it, and get the whole ring of buffers.
+        """
         used = _names_in(body)
         ranges = text["ranges"]
         tile = f"{op.var}_tile" if op.cls != "all" else op.var
         counter = "at" if op.listed else tile
         (lo, hi), *more = ranges
         stop = hi
-        steps = []
-        for before, (next_lo, next_hi) in zip(ranges, more):
+        steps, before = [], []
+        moved = f"{op.var}_at" if op.listed else counter
+        for (_, end), (next_lo, next_hi) in zip(ranges, more):
             stop += f" + ({next_hi} - {next_lo})"
-            steps.append(f"{counter} = tl.where({counter} < {before[1]}, {counter}, {counter} + ({next_lo} - {before[1]}))")
+            steps.append(f"{moved} = tl.where({moved} < {end}, {moved}, {moved} + ({next_lo} - {end}))")
         if op.listed:
-            steps.append(f"{tile} = tile_at({self.var(op.listed)}, at, BLOCK // {AXIS_DIM[op.var]})")
+            ahead, jumps, row = f"{op.var}_ahead", steps, self.var(op.listed)
+
+            def read(at: str) -> list[str]:
+                place = [f"{moved} = {at}", *jumps] if jumps else []
+                args = (row, moved if jumps else at, f"{stop} > {at}", f"BLOCK // {AXIS_DIM[op.var]}")
+                return [*place, f"{ahead} = tile_at({', '.join(args)})"]
+
+            before = read(lo)
+            steps = [f"{tile} = {ahead}", *read("at + 1")]
         if op.cls != "all":
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
         options = ", disable_licm=True" if op.recompute else ""
-        text.update(var=counter, start=lo, stop=stop, options=options, steps=steps, comment=LOOP_COMMENTS[op.cls])
+        text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=LOOP_COMMENTS[op.cls])
 
     def _position(self, op: Position, cls: str) -> dict[str, Any]:
         ratio = f"BLOCK // {AXIS_DIM['kv' if self.kernel.own_axis == 'q' else 'q']}"

@@ -157,6 +157,7 @@ class Loop(Op):
     Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles;
     `unknown`: not classified yet. `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
     With `listed`, a row of blocks, ranges are of positions in it (see Position), and the tiles are those of its blocks.
+    Each tile's number is read a turn ahead.
     With `recompute`, what does not change from turn to turn is computed in each, rather than kept in registers.
     """
 

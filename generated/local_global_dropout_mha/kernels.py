@@ -127,10 +127,10 @@ def position(ranks, tile, RATIO: tl.constexpr):
 
 
 @triton.jit
-def tile_at(blocks, at, RATIO: tl.constexpr):
-    # The tile at a position among those of a row's listed blocks.
+def tile_at(blocks, at, listed, RATIO: tl.constexpr):
+    # The tile at a position among those of a row's listed blocks, which loops read a turn ahead; none where it is not listed.
     block = at // RATIO
-    return tl.load(blocks + block) * RATIO + (at - block * RATIO)
+    return tl.load(blocks + block, mask=listed, other=0) * RATIO + (at - block * RATIO)
 
 
 @triton.jit
@@ -261,9 +261,11 @@ def fwd(
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
     kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
-        kv_tile = tile_at(KV_LIST_row, at, BLOCK // BLOCK_KV)
+        kv_tile = kv_ahead
+        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
@@ -285,9 +287,11 @@ def fwd(
         l = p_sum + alpha * l
         m = m_new
     kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
-        kv_tile = tile_at(KV_LIST_row, at, BLOCK // BLOCK_KV)
+        kv_tile = kv_ahead
+        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         k = tl.load(
@@ -430,9 +434,11 @@ def dkdv(
         + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
     )
     q_full_end_at = position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
+    q_ahead = tile_at(Q_LIST_row, 0, q_full_end_at > 0, BLOCK // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, q_full_end_at, disable_licm=True):
-        q_tile = tile_at(Q_LIST_row, at, BLOCK // BLOCK_Q)
+        q_tile = q_ahead
+        q_ahead = tile_at(Q_LIST_row, at + 1, q_full_end_at > at + 1, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q = tl.load(
             Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
@@ -454,9 +460,11 @@ def dkdv(
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
     q_end_at = position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
+    q_ahead = tile_at(Q_LIST_row, q_full_end_at, q_end_at > q_full_end_at, BLOCK // BLOCK_Q)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(q_full_end_at, q_end_at, disable_licm=True):
-        q_tile = tile_at(Q_LIST_row, at, BLOCK // BLOCK_Q)
+        q_tile = q_ahead
+        q_ahead = tile_at(Q_LIST_row, at + 1, q_end_at > at + 1, BLOCK // BLOCK_Q)
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
         q = tl.load(
@@ -557,9 +565,11 @@ def dq(
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
     kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
-        kv_tile = tile_at(KV_LIST_row, at, BLOCK // BLOCK_KV)
+        kv_tile = kv_ahead
+        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_full_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
@@ -577,9 +587,11 @@ def dq(
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
     kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
-        kv_tile = tile_at(KV_LIST_row, at, BLOCK // BLOCK_KV)
+        kv_tile = kv_ahead
+        kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         k = tl.load(

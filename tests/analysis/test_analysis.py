@@ -62,6 +62,14 @@ def test_full_and_partial_tiles_add_up():
     assert [count_tiles(kernel, 128, 128, 16, 16, cls) for cls in ("full", "partial", None)] == [28, 8, 36]
 
 
+@pytest.mark.parametrize(("kernel", "tiles"), [("fwd", 64 * 9 - 36), ("dkdv", 64 * 9 - 36)])
+def test_bounds_by_row_leave_what_is_within_reach(kernel, tiles):
+    """Documents, causal, 4096 rows in tiles of 64: a program's own tile and eight of the 500 rows before it (after it, for keys)."""
+    found = target("document_gqa").kernel(kernel)
+    assert count_tiles(found, 4096, 4096, 64, 64, reach=500) == tiles
+    assert count_tiles(found, 4096, 4096, 64, 64) == 64 * 65 // 2
+
+
 def test_the_sum_over_programs_is_what_is_counted():
     """Of 64 by 64 in tiles of 16: 1 + 2 + 3 + 4 a head."""
     numbers = {"B": 2, "Hq": 3, "BLOCK_Q": 16, "BLOCK_KV": 16, "Nq": 64, "Nk": 64}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 
@@ -137,3 +138,20 @@ def test_generated_code_compiles_and_depends_on_torch_and_triton_alone(path):
 def test_generated_code_is_clean_for_the_linter():
     result = subprocess.run([sys.executable, "-m", "ruff", "check", "generated"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout
+
+
+def test_listed_tiles_are_read_a_turn_ahead():
+    """Before the loop the first; in a turn the next, past a gap between joined ranges; none past the end."""
+    body = render(target("butterfly_gqa"))["kernels.py"].partition("def dkdv(")[2].partition("def dq(")[0]
+    full, _, partial = body.partition("# tiles that the mask or the ends of the tensors cut")
+    assert re.search(
+        r"q_ahead = tile_at\(Q_LIST_row, q_full_first_at, q_full_end_at > q_full_first_at, BLOCK // BLOCK_Q\)\n"
+        r" *# tiles with nothing to mask.*\n"
+        r" *for at in tl.range\(q_full_first_at, q_full_end_at, disable_licm=True\):\n"
+        r" *q_tile = q_ahead\n"
+        r" *q_ahead = tile_at\(Q_LIST_row, at \+ 1, q_full_end_at > at \+ 1, BLOCK // BLOCK_Q\)\n",
+        full,
+    )
+    jump = "q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))"
+    assert full.count(jump) == 1 and f"q_at = q_first_at\n        {jump}\n        q_ahead = tile_at(Q_LIST_row, q_at," in full
+    assert f"q_tile = q_ahead\n            q_at = at + 1\n            {jump}\n            q_ahead = tile_at(Q_LIST_row, q_at," in partial
