@@ -95,11 +95,12 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     if not tiled:
         return cycles
     rows = row.max_rows or MANY_ROWS
-    tiles, partial = (count_tiles(kernel, rows, MANY_ROWS, row.block_q, row.block_kv, cls, REACH) for cls in (None, "partial"))
+    shape = (rows, MANY_ROWS, row.block_q, row.block_kv)
+    cycles *= count_tiles(kernel, *shape, reach=REACH)
     listed = module.blocks is not None and module.blocks.data  # data alone says which tiles are partial
-    if listed or not any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
-        return cycles * tiles
-    return cycles * tiles + MASKED * scores / occupancy(module, kernel, row) * partial
+    if not listed and any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
+        cycles += MASKED * scores / occupancy(module, kernel, row) * count_tiles(kernel, *shape, "partial", REACH)
+    return cycles
 
 
 def occupancy(module: Module, kernel: Kernel, row: Row) -> int:

@@ -118,6 +118,6 @@ def count_tiles(kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv:
     def at(start: int) -> dict[str, int]:
         level = start + n_loop - n_own
         near = {0: max(0, level - reach), NO_BOUND: min(NO_BOUND, level + block[own] + reach)}
-        return {**values, **{name: near[value] for name, value in by_row.items()}, f"{own}_start": start}
+        return {**values, **{name: near.get(value, value) for name, value in by_row.items()}, f"{own}_start": start}
 
     return sum(int(evaluate(tiles, at(start))) for start in range(0, n_own, block[own]))
