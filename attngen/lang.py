@@ -63,7 +63,7 @@ LANGUAGE = frozenset({*POSITIONS, *CONDITIONS, SCORE, *CALLS})
 # What calls of a generated function, its wrapper, its kernels and the IR's text name already.
 TAKEN = frozenset({*FUNCTIONS, *WRAPPER}) | {
     *("at", "d_qk", "d_v", "dropout_keep", "dtype", "keep_mask", "math", "philox", "pid", "position", "tile_at", "tl", "torch", "triton"),
-    *(f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "tile", "tiles")),
+    *(f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")),
     *("inf", "mod", "nan"),
 }
 # Values of the kernels, and how those made of them are named.

@@ -280,18 +280,18 @@ def compare(
 
 def peak(who: str, variant: Variant, folder: Path, n: int) -> dict[str, Any]:
     """Bytes at the peak of mask, forward and backward, and of the mask alone."""
-    qkv, grad = draw(variant, 1, n)
+    leaves, grad = draw(variant, 1, n)
     ids = document_ids(1, n, DEVICE)
     module = load_module(folder) if who == "ours" else None
     maker = None if module else compiled_maker()
 
     def prepare() -> Any:
-        return variant.planned(module, qkv, ids) if module else make_block_mask(variant, ids, maker)
+        return variant.planned(module, leaves, ids) if module else make_block_mask(variant, ids, maker)
 
     def whole() -> None:
-        out = module.attention(*qkv, **variant.inputs(ids, [])) if module else flex_call(variant, qkv, prepare())()
+        out = module.attention(*leaves[:3], **variant.inputs(ids, leaves[3:])) if module else flex_call(variant, leaves, prepare())()
         torch.autograd.backward(out, grad)
-        for x in qkv:
+        for x in leaves:
             x.grad = None
 
     def most(function: Callable[[], object]) -> int:
@@ -306,7 +306,7 @@ def peak(who: str, variant: Variant, folder: Path, n: int) -> dict[str, Any]:
     whole()
     gc.collect()
     held = torch.cuda.memory_allocated()
-    inputs = sum(x.numel() * x.element_size() for x in (*qkv, grad))
+    inputs = sum(x.numel() * x.element_size() for x in (*leaves, grad))
     found = {"inputs": inputs, "held": held, "mask": most(prepare) - held, "peak": most(whole)}
     return {**found, "above": found["peak"] - inputs, "mask_ms": wall(prepare, 5)}
 

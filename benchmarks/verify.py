@@ -142,10 +142,8 @@ def main() -> None:
     jobs = [(path, dtype) for path in args.specs for dtype in load_spec(path).dtype if args.device == "cuda" or dtype != "bf16"]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, context, _start, (context.Lock(),)) as pool:
-        results = []
-        for found in pool.map(run_spec, *zip(*jobs), [args.device] * len(jobs)):
-            results.append(found)
-            args.out.write_text(page(results, args.device), encoding="utf-8")
+        results = list(pool.map(run_spec, *zip(*jobs), [args.device] * len(jobs)))
+    args.out.write_text(page(results, args.device), encoding="utf-8")
     bad = [line for _, table in results for line, ok in table if not ok]
     print(f"{args.out}: {sum(len(t) for _, t in results)} cases, {len(bad)} above the bar")
     for line in bad:

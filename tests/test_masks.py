@@ -293,6 +293,13 @@ def test_queries_before_the_first_key_see_nothing(built: Built, device: str) -> 
         assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all() and (grad[empty] == 0).all()
 
 
+@pytest.mark.parametrize(("batch", "n_q", "n_kv"), [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+@pytest.mark.parametrize("name", ["relative", "dilated"])
+def test_nothing_is_computed_of_nothing(name: str, batch: int, n_q: int, n_kv: int, built: Built, device: str) -> None:
+    result = run_case(built(name), spec(name), Case(batch, *heads_for(spec(name)), n_q, n_kv), "fp16", device)
+    assert result.ok, str(result)
+
+
 def test_modifiers_are_applied_in_the_specs_order(built: Built, device: str) -> None:
     q, k, v, inputs = make_inputs(spec("softcap_alibi"), case("softcap_alibi", 65, 65), torch.float16, device)
     first, second = (built(name).attention(q, k, v, **inputs) for name in ("softcap_alibi", "alibi_softcap"))

@@ -3,9 +3,10 @@
     cycles = MATRIX * (flops of the tile's dots / rate) + ALU * scores + STREAM * bytes loaded + LATENCY(stages) / occupancy
 
 Programs of 8 warps pay SPLIT of the first two more, for keeping their halves in step. Partial tiles of the forward take MASKED *
-scores / occupancy on top: its running maximum waits for the mask. Where data bounds the loop row by row, rows up to REACH away count.
-The constants are a least-squares fit to measured schedules of the three kernels on one H200; on those, the model's choice is 2 to 3%
-slower than the best on average (docs/perf-log.md).
+scores / occupancy on top: its running maximum waits for the mask (where data lists blocks it is not known which are partial). Where
+data bounds the loop row by row, rows up to REACH away count. The constants are a least-squares fit to measured schedules of the three
+kernels on one H200, on which the model's choice is 2 to 3% slower than the best on average, and MASKED to masked tiles alone; REACH is
+half a document of usual length (docs/perf-log.md, sections 2 and 12).
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def count_tiles(kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv:
     block = {"q": block_q, "kv": block_kv}
     values = {**unbounded(kernel), "BLOCK_Q": block_q, "BLOCK_KV": block_kv, AXIS_EXTENT[own]: n_own, AXIS_EXTENT[loop]: n_loop}
     tiles = visited(kernel, cls)
-    by_row = {name: value for name, value in values.items() if name.endswith(("_least", "_greatest"))}
+    given = {arg.name for arg in kernel.args}
+    by_row = {name: value for name, value in values.items() if name.endswith(("_least", "_greatest")) and name not in given}
 
     def at(start: int) -> dict[str, int]:
         level = start + n_loop - n_own

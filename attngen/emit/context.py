@@ -237,20 +237,24 @@ class KernelContext:
         counter = "at" if op.listed else tile
         (lo, hi), *more = ranges
         stop = hi
-        steps, before = [], []
+        steps: list[str] = []
+        before: list[str] = []
         moved = f"{op.var}_at" if op.listed else counter
         for (_, end), (next_lo, next_hi) in zip(ranges, more):
             stop += f" + ({next_hi} - {next_lo})"
             steps.append(f"{moved} = tl.where({moved} < {end}, {moved}, {moved} + ({next_lo} - {end}))")
         if op.listed:
             ahead, jumps, row = f"{op.var}_ahead", steps, self.var(op.listed)
+            if jumps:
+                stop, total = f"{op.var}_stop", stop
+                before = [f"{stop} = {total}"]
 
             def read(at: str) -> list[str]:
                 place = [f"{moved} = {at}", *jumps] if jumps else []
                 args = (row, moved if jumps else at, f"{stop} > {at}", f"BLOCK // {AXIS_DIM[op.var]}")
                 return [*place, f"{ahead} = tile_at({', '.join(args)})"]
 
-            before = read(lo)
+            before += read(lo)
             steps = [f"{tile} = {ahead}", *read("at + 1")]
         if op.cls != "all":
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")

@@ -45,7 +45,7 @@ SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1", "Ts", "
 SCORES = ("BLOCK_Q", "BLOCK_KV")
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
 # names of the printed kernel that are no values of the IR
-RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "tile", "tiles")}
+RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
 RESERVED |= {"D_QK_PAD", "D_V_PAD", "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {
     "at",

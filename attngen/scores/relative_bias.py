@@ -39,7 +39,7 @@ class RelativeBias(Score):
     def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        # Distances from the last query's to the first key down to the first query's to the last key: a query's row is a window of them.
-        distance = torch.arange(sizes.n_kv - 1, -sizes.n_q, -1, device=s.device).clamp(-self.max_distance, self.max_distance)
+        # Distances fall along the keys: a query's row is a window of these, one further on than that of the query after it.
+        distance = torch.arange(sizes.n_kv, -sizes.n_q, -1, device=s.device).clamp(-self.max_distance, self.max_distance)
         bias = inputs["relative_bias"].to(s.dtype)[:, distance + self.max_distance]
-        return s + bias.unfold(1, sizes.n_kv, 1).flip(1) if s.numel() else s
+        return s + bias.unfold(1, sizes.n_kv, 1).flip(1)[:, : sizes.n_q]

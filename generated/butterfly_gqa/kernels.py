@@ -378,15 +378,16 @@ def dkdv(
             dk = tl.dot(ds_cast, q, dk)
         q_first_at = position(Q_RANK_row, q_first, BLOCK // BLOCK_Q)
         q_end_at = position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
+        q_stop = q_full_first_at + (q_end_at - q_full_end_at)
         q_at = q_first_at
         q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))
-        q_ahead = tile_at(Q_LIST_row, q_at, q_full_first_at + (q_end_at - q_full_end_at) > q_first_at, BLOCK // BLOCK_Q)
+        q_ahead = tile_at(Q_LIST_row, q_at, q_stop > q_first_at, BLOCK // BLOCK_Q)
         # tiles that the mask or the ends of the tensors cut
-        for at in tl.range(q_first_at, q_full_first_at + (q_end_at - q_full_end_at), disable_licm=True):
+        for at in tl.range(q_first_at, q_stop, disable_licm=True):
             q_tile = q_ahead
             q_at = at + 1
             q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))
-            q_ahead = tile_at(Q_LIST_row, q_at, q_full_first_at + (q_end_at - q_full_end_at) > at + 1, BLOCK // BLOCK_Q)
+            q_ahead = tile_at(Q_LIST_row, q_at, q_stop > at + 1, BLOCK // BLOCK_Q)
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
             q = tl.load(

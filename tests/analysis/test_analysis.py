@@ -16,6 +16,8 @@ from attngen.analysis.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol, to_text
 from attngen.ir.graph import Row
+from attngen.passes.pipeline import lower
+from attngen.spec import parse_spec
 from tests.helpers import target
 
 SIZES = [(64, 64, 16, 16), (100, 100, 32, 16), (70, 130, 16, 32), (130, 70, 16, 32), (1, 200, 16, 16), (200, 1, 16, 16), (33, 0, 16, 16)]
@@ -68,6 +70,12 @@ def test_bounds_by_row_leave_what_is_within_reach(kernel, tiles):
     found = target("document_gqa").kernel(kernel)
     assert count_tiles(found, 4096, 4096, 64, 64, reach=500) == tiles
     assert count_tiles(found, 4096, 4096, 64, 64) == 64 * 65 // 2
+
+
+def test_a_number_of_the_call_is_no_bound_by_row_whatever_its_name():
+    text = "{name: later, head_dim: 64, mask: {expr: kv_idx >= x_least, params: {x_least: {scalar: int}}}}"
+    kernel = lower(parse_spec(text)).kernel("fwd")
+    assert count_tiles(kernel, 4096, 4096, 64, 64, reach=500) == 64 * 64
 
 
 def test_the_sum_over_programs_is_what_is_counted():

@@ -17,6 +17,8 @@ from attngen.emit.render import render
 from attngen.errors import AttngenError, VerifyError
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
+from attngen.passes.pipeline import lower
+from attngen.spec import parse_spec
 from tests.helpers import ROOT, SPECS, edit, target
 
 GENERATED = ROOT / "generated"
@@ -153,5 +155,14 @@ def test_listed_tiles_are_read_a_turn_ahead():
         full,
     )
     jump = "q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))"
-    assert full.count(jump) == 1 and f"q_at = q_first_at\n        {jump}\n        q_ahead = tile_at(Q_LIST_row, q_at," in full
-    assert f"q_tile = q_ahead\n            q_at = at + 1\n            {jump}\n            q_ahead = tile_at(Q_LIST_row, q_at," in partial
+    assert f"q_at = q_first_at\n        {jump}\n        q_ahead = tile_at(Q_LIST_row, q_at, q_stop > q_first_at," in full
+    assert "for at in tl.range(q_first_at, q_stop, disable_licm=True):\n            q_tile = q_ahead\n" in partial
+    assert f"            q_at = at + 1\n            {jump}\n            q_ahead = tile_at(Q_LIST_row, q_at, q_stop > at + 1," in partial
+
+
+def test_loops_over_many_joined_ranges_fit_their_lines():
+    seen = "{any_of: [{sliding_window: {left: 63}}, {sink_tokens: {count: 4}}]}"
+    text = f"{{name: joined, head_dim: 64, mask: {{all_of: [causal, {{block_sparse: {{block: 32}}}}, {seen}]}}}}"
+    lines = render(lower(parse_spec(text)))["kernels.py"].splitlines()
+    assert sum("q_at = tl.where(" in line for line in lines) > 4
+    assert max(map(len, lines)) <= 140

@@ -85,7 +85,7 @@ def test_the_choice_is_the_cheapest_of_those_that_fit(name):
         ("streaming_gqa", (64, 64, 4, 3)),
     ],
 )
-def test_a_forward_of_few_or_masked_tiles_shares_its_sm(name, tiles):
+def test_forwards_of_few_or_masked_tiles_take_smaller_ones(name, tiles):
     """As measured on an H200 (docs/perf-log.md, section 12)."""
     row = next(r for r in lowered(name)["pipeline-loads"].rows("fwd") if (r.device, r.max_rows) == ("sm90", None))
     assert (row.block_q, row.block_kv, row.num_warps, row.num_stages) == tiles
