@@ -123,9 +123,6 @@ def variants(window: int = 1024, prefix: int = 1024, sinks: int = 4, cap: float 
     def relative(bias: torch.Tensor) -> Mod:
         return lambda score, b, h, q, kv: score + bias[h, (q - kv).clamp(-DISTANCE, DISTANCE) + DISTANCE]
 
-    def dense(bias: torch.Tensor) -> Mod:
-        return lambda score, b, h, q, kv: score + bias[0, h, q, kv]
-
     left = {"sliding_window": {"left": window - 1}}
     same = {"expr": "ids[b, q_idx] == ids[b, kv_idx]", "params": {"ids": {"tensor": ["B", "Nk"], "dtype": "int32"}}}
     table = ({"relative_bias": {"max_distance": DISTANCE}},)
@@ -144,7 +141,6 @@ def variants(window: int = 1024, prefix: int = 1024, sinks: int = 4, cap: float 
         Variant("dilated", "dilated 4, 2048 away at most", {"dilated": {"step": 4, "reach": 2048}}, lambda ids: dilated),
         Variant("relative", f"relative bias {DISTANCE}", "causal", lambda ids: causal, table, relative, "relative_bias"),
         Variant("atomic", f"relative bias {DISTANCE}, atomics", "causal", lambda ids: causal, table, relative, "relative_bias", unordered),
-        Variant("dense", "dense bias", "causal", lambda ids: causal, ("dense_bias",), dense, "bias"),
     )
     return {v.name: v for v in found}
 
@@ -165,13 +161,8 @@ def draw(variant: Variant, batch: int, n: int) -> tuple[list[torch.Tensor], torc
     generator = torch.Generator(DEVICE).manual_seed(0)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     q, k, v, grad = (torch.randn(batch, h, n, DIM, device=DEVICE, dtype=torch.bfloat16, generator=generator) for h in heads)
-    shape, dtype = {
-        "relative_bias": ((HEADS, 2 * DISTANCE + 1), torch.float32),
-        "bias": ((1, HEADS, n, n), torch.bfloat16),
-        "": ((0,), torch.float32),
-    }[variant.bias]
-    bias = torch.randn(shape, device=DEVICE, dtype=dtype, generator=generator)
-    return [x.requires_grad_() for x in (q, k, v, bias) if x.numel()], grad
+    bias = torch.randn(HEADS, 2 * DISTANCE + 1, device=DEVICE, generator=generator)
+    return [x.requires_grad_() for x in (q, k, v, *([bias] if variant.bias else []))], grad
 
 
 def flex_call(variant: Variant, leaves: list[torch.Tensor], block_mask: Any) -> Callable[[], torch.Tensor]:
