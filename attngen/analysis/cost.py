@@ -92,7 +92,8 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     split = row.num_warps > 4
     cycles = (MATRIX + SPLIT_MATRIX * split) * matrix + (ALU + SPLIT_ALU * split) * scores
     cycles += STREAM * streamed_bytes(module, kernel, row)
-    cycles += LATENCY[min(row.num_stages, 3)] / occupancy(module, kernel, row)
+    programs = occupancy(module, kernel, row)
+    cycles += LATENCY[min(row.num_stages, 3)] / programs
     if not tiled:
         return cycles
     rows = row.max_rows or MANY_ROWS
@@ -100,7 +101,7 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     cycles *= count_tiles(kernel, *shape, reach=REACH)
     listed = module.blocks is not None and module.blocks.data  # data alone says which tiles are partial
     if not listed and any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
-        cycles += MASKED * scores / occupancy(module, kernel, row) * count_tiles(kernel, *shape, "partial", REACH)
+        cycles += MASKED * scores / programs * count_tiles(kernel, *shape, "partial", REACH)
     return cycles
 
 

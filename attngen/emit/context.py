@@ -227,41 +227,39 @@ class KernelContext:
         return {"ranges": [(self.scalar(lo), self.scalar(hi)) for lo, hi in op.ranges], "cls": op.cls}
 
     def _loop_header(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
-        """Loop variable, its range, what comes before it, and the lines that every turn starts with.
-
-        A listed tile's number is read a turn ahead: the loads of the tile need not wait for it, and get the whole ring of buffers.
-        """
+        """Loop variable, its range, what comes before it, and the lines that every turn starts with."""
         used = _names_in(body)
         ranges = text["ranges"]
         tile = f"{op.var}_tile" if op.cls != "all" else op.var
         counter = "at" if op.listed else tile
         (lo, hi), *more = ranges
         stop = hi
-        steps: list[str] = []
         before: list[str] = []
+        steps: list[str] = []
         moved = f"{op.var}_at" if op.listed else counter
         for (_, end), (next_lo, next_hi) in zip(ranges, more):
             stop += f" + ({next_hi} - {next_lo})"
             steps.append(f"{moved} = tl.where({moved} < {end}, {moved}, {moved} + ({next_lo} - {end}))")
         if op.listed:
-            ahead, jumps, row = f"{op.var}_ahead", steps, self.var(op.listed)
-            if jumps:
-                stop, total = f"{op.var}_stop", stop
-                before = [f"{stop} = {total}"]
-
-            def read(at: str) -> list[str]:
-                place = [f"{moved} = {at}", *jumps] if jumps else []
-                args = (row, moved if jumps else at, f"{stop} > {at}", f"BLOCK // {AXIS_DIM[op.var]}")
-                return [*place, f"{ahead} = tile_at({', '.join(args)})"]
-
-            before += read(lo)
-            steps = [f"{tile} = {ahead}", *read("at + 1")]
+            if more:
+                before, stop = [f"{op.var}_stop = {stop}"], f"{op.var}_stop"
+            before += self._read_ahead(op, lo, stop, moved, steps)
+            steps = [f"{tile} = {op.var}_ahead", *self._read_ahead(op, "at + 1", stop, moved, steps)]
         if op.cls != "all":
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
         options = ", disable_licm=True" if op.recompute else ""
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=LOOP_COMMENTS[op.cls])
+
+    def _read_ahead(self, op: Loop, at: str, stop: str, moved: str, jumps: list[str]) -> list[str]:
+        """Lines that read the number of the listed tile at a position, past the gaps between joined ranges.
+
+        Loops do so a turn ahead: the loads of a tile need not wait for its number, and get the whole ring of buffers.
+        """
+        place = [f"{moved} = {at}", *jumps] if jumps else []
+        args = (self.var(str(op.listed)), moved if jumps else at, f"{stop} > {at}", f"BLOCK // {AXIS_DIM[op.var]}")
+        return [*place, f"{op.var}_ahead = tile_at({', '.join(args)})"]
 
     def _position(self, op: Position, cls: str) -> dict[str, Any]:
         ratio = f"BLOCK // {AXIS_DIM['kv' if self.kernel.own_axis == 'q' else 'q']}"
