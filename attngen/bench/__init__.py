@@ -1,0 +1,1 @@
+"""Measuring: generated modules beside their peers, schedules beside each other."""

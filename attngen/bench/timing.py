@@ -1,0 +1,111 @@
+"""Times on a CUDA device, for comparisons: the calls interleaved, the L2 flushed, inputs rotated, clocks warm."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[int], object]  # takes the number of the turn, by which it picks one of several sets of inputs
+
+FLUSH_BYTES = 2**28  # several times the largest L2
+ROUND_MS = 12.0  # of device time that one call gets in a round, as far as 3 to 10 turns go
+CYCLES_PER_US = 2000  # of torch.cuda._sleep: no GPU's clock is much faster
+_flush: dict[torch.device, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one call: the median of each round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """(largest - smallest) / median of the rounds."""
+        return (max(self.rounds) - min(self.rounds)) / self.median
+
+
+def host_us(call: Call, turns: int = 50, rounds: int = 5) -> float:
+    """Microseconds of the host's time that one call takes to launch its work: the fastest round, the device kept busy meanwhile."""
+    call(0)
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(CYCLES_PER_US * 100 * turns)  # so that no call waits for the device, or finds it idle
+        started = time.perf_counter()
+        for turn in range(turns):
+            call(turn)
+        found.append((time.perf_counter() - started) / turns * 1e6)
+    torch.cuda.synchronize()
+    return min(found)
+
+
+def device_times(calls: Mapping[str, Call], rounds: int = 5) -> dict[str, Times]:
+    """Times of calls on the device, in milliseconds, without the host's.
+
+    Every call is warmed up; in each round each gets 3 to 10 turns in a row, and rounds go through the calls in alternating order.
+    Before a turn the L2 is flushed. The host runs ahead of the device, so that no turn waits for a launch.
+    """
+    names = list(calls)
+    turns, host = {}, {}
+    for name, call in calls.items():
+        call(0)
+        host[name] = _launch_us(call)
+        turns[name] = max(3, min(10, round(ROUND_MS / statistics.median(_turns(call, 3, host[name])))))
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        for name in names[:: 1 - i % 2 * 2]:
+            found[name].append(statistics.median(_turns(calls[name], turns[name], host[name])))
+    return {name: Times(tuple(found[name])) for name in names}
+
+
+def _launch_us(call: Call) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call(1)
+    return (time.perf_counter() - started) * 1e6
+
+
+def _turns(call: Call, turns: int, host: float) -> Sequence[float]:
+    """Milliseconds of each of some turns; `host` is how many microseconds the host takes for one."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if device not in _flush:
+        _flush[device] = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(CYCLES_PER_US * min(2e5, 1.5 * turns * (host + 20))))
+    spans = []
+    for turn in range(turns):
+        _flush[device].zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call(turn)
+        end.record()
+        spans.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in spans]
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What this GPU does now: a large bf16 matrix product in TFLOP/s, a large copy in TB/s (bytes read and written)."""
+
+    matmul_tflops: float
+    copy_tb_s: float
+
+
+def roofs(rounds: int = 3) -> Roofs:
+    """Measure both; needs 9 GiB for the moment."""
+    n, elements = 8192, 2**30
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x = torch.randn(elements, device="cuda")
+    y = torch.empty_like(x)
+    times = device_times({"matmul": lambda turn: torch.mm(a, b), "copy": lambda turn: y.copy_(x)}, rounds)
+    return Roofs(2 * n**3 / times["matmul"].median / 1e9, 2 * 4 * elements / times["copy"].median / 1e9)
