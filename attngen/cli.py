@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
@@ -21,6 +21,7 @@ from attngen.errors import AttngenError, FitError, SpecError, VerifyError, sugge
 
 if TYPE_CHECKING:
     from attngen.analysis.roofline import Problem
+    from attngen.bench.results import Results
     from attngen.ir.graph import Module
     from attngen.spec import Spec
 
@@ -439,6 +440,109 @@ def test(
             print(f"{case!s:<28}{dtype:<7}{errors}{ratio:<14}{'ok' if result.ok else 'FAILED'}", flush=True)
     if failed:
         raise AttngenError(f"{_count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error")
+
+
+@app.command()
+def bench(
+    specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
+    grid: Annotated[list[str] | None, typer.Option(metavar="NAME|FILE", help="paper, fa3 or a YAML file instead of SPECS")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096: one word of each kind")
+    ] = None,
+    peers: Annotated[str | None, typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")] = None,
+    n: Annotated[str, typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")] = "1024,4096,16384",
+    batch: Annotated[int | None, typer.Option(min=1, max=2**16, help="of SPECS: sequences [default: 16384 / rows]")] = None,
+    heads: Annotated[int, typer.Option(min=1, max=2**16, help="of SPECS: query heads")] = 16,
+    kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="of SPECS: K/V heads of gqa [default: heads / 4]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of SPECS: element type [default: the spec's first]")] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="folder for results.json, results.csv and plots")] = Path("bench"),
+    compare: Annotated[Path | None, typer.Option(help="results.json of another run: show what moved, fail if ours got slower")] = None,
+    from_: Annotated[Path | None, typer.Option("--from", help="measure nothing; show the results.json of a run")] = None,
+    dry: Annotated[bool, typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do")] = False,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="times are medians of so many rounds")] = 5,
+    jobs: Annotated[int | None, typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")] = None,
+    limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
+) -> None:
+    """Measure modules beside their peers on this GPU, in one run.
+
+    Forward, backward and both, of each cell (a spec and its sizes) in a process of its own, the peers in turn: milliseconds (medians of
+    rounds, the L2 flushed), TFLOP/s, the fraction of the roof that this run measured, the spread; peak memory of a forward and backward,
+    host time of a forward call, seconds to the first result with empty caches. Peers: ours, flash, cudnn, efficient, math (SDPA's
+    backends), flex (FlexAttention, written from the spec), fa4 (FlashAttention-4, where it is installed), naive. Dropout is off, masks
+    and plans are made before. A peer that fails or hangs loses its own figures alone.
+
+    With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
+    got slower or was lost. With --compare alone, the cells and peers are those of its file.
+
+    \b
+    attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
+    attngen bench --grid fa3 --only D128,causal --out bench
+    attngen bench --grid paper --grid fa3 --list
+    attngen bench --compare docs/bench/h200.json
+    attngen bench --from bench/results.json --compare docs/bench/h200.json
+    """
+    import tempfile
+    import time
+
+    from attngen.bench.results import Results, failures, moves, other_machine, read_results, write_whole
+    from attngen.bench.run import Setup, machine, progress, run
+    from attngen.bench.work import listing, select
+
+    if from_ is not None and (specs or grid or only or dry):
+        raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
+    old = read_results(compare) if compare else None
+    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit)
+    if from_ is not None:
+        results = read_results(from_)
+    else:
+        sizes = {"n": n, "batch": batch, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
+        work = select(specs or [], grid or [], old, only, peers, sizes)
+        if dry:
+            headings, rows = listing(work, setup)
+            _print_rows(headings, rows)
+            return
+        start = time.perf_counter()
+        with err.status("measuring the roofs") as status, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            results = Results(machine(setup, Path(folder)))
+            for i, lines in enumerate(run(work, setup, Path(folder), results, status.update), 1):
+                write_whole(out_dir / "results.json", results.text())
+                err.print(f"[{time.perf_counter() - start:.0f} s] {i}/{len(work)} {lines[0].cell}: {progress(lines)}")
+    _show_bench(results, out_dir)
+    failed = [f"{line.cell} {line.peer}: {line.why}" for line in results.failed()]
+    if old:
+        if different := other_machine(results, old):
+            print(f"another machine: {different}")
+        moved = moves(results, old)
+        for move in moved:
+            print(move)
+        print(f"{_count(len(moved), 'time')} moved; {_count(results.shared(old), 'line')} in both runs")
+        failed += [f"slower than in {compare}: {move}" for move in failures(moved)]
+    if failed:
+        raise AttngenError("\n".join(failed))
+
+
+def _show_bench(results: Results, out_dir: Path) -> None:
+    """Print the table of a run, and write its files."""
+    from attngen.bench import plots
+    from attngen.bench.results import HEADINGS, ratios, rows, write_whole
+
+    m = results.machine
+    print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
+    print(f"roofs: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
+    _print_rows(HEADINGS, rows(results))
+    for line in ratios(results):
+        print(line)
+    files = {"results.json": results.text(), "results.csv": results.csv(), **(plots.plots(results) if plots.available() else {})}
+    for name, text in files.items():
+        write_whole(out_dir / name, text)
+    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; {plots.MISSING}'}")
+
+
+def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = _table(*headings)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
 
 
 @app.command("list")

@@ -84,6 +84,10 @@ class Part(BaseModel):
                 found[i.name] = numbers if shape else float(numbers)
         return found
 
+    def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
+        """Values of its inputs for a benchmark, on the CPU, as those of a common user are: by default those of `sample`."""
+        return self.sample(sizes, generator)
+
     def describe(self) -> str:
         """One line for docs: the name, and the parameters that differ from their defaults."""
         given = self.model_dump(exclude_defaults=True)

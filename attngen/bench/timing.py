@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 
 Call = Callable[[int], object]  # takes the number of the turn, by which it picks one of several sets of inputs
 
@@ -15,6 +18,8 @@ FLUSH_BYTES = 2**28  # several times the largest L2
 ROUND_MS = 12.0  # of device time that one call gets in a round, as far as 3 to 10 turns go
 CYCLES_PER_US = 2000  # of torch.cuda._sleep: no GPU's clock is much faster
 _flush: dict[torch.device, torch.Tensor] = {}
+_sleep: Callable[[int], None] = torch.cuda._sleep  # these two have no types
+_event: Callable[..., Any] = torch.cuda.Event
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ def host_us(call: Call, turns: int = 50, rounds: int = 5) -> float:
     found = []
     for _ in range(rounds):
         torch.cuda.synchronize()
-        torch.cuda._sleep(CYCLES_PER_US * 100 * turns)  # so that no call waits for the device, or finds it idle
+        _sleep(CYCLES_PER_US * 100 * turns)  # so that no call waits for the device, or finds it idle
         started = time.perf_counter()
         for turn in range(turns):
             call(turn)
@@ -48,21 +53,24 @@ def host_us(call: Call, turns: int = 50, rounds: int = 5) -> float:
     return min(found)
 
 
-def device_times(calls: Mapping[str, Call], rounds: int = 5) -> dict[str, Times]:
+def device_times(calls: Mapping[str, Call], rounds: int = 5, say: Callable[[str], object] = lambda name: None) -> dict[str, Times]:
     """Times of calls on the device, in milliseconds, without the host's.
 
     Every call is warmed up; in each round each gets 3 to 10 turns in a row, and rounds go through the calls in alternating order.
-    Before a turn the L2 is flushed. The host runs ahead of the device, so that no turn waits for a launch.
+    Before a turn the L2 is flushed. The host runs ahead of the device, so that no turn waits for a launch. `say` is told whose turns
+    come next.
     """
     names = list(calls)
     turns, host = {}, {}
     for name, call in calls.items():
+        say(name)
         call(0)
         host[name] = _launch_us(call)
         turns[name] = max(3, min(10, round(ROUND_MS / statistics.median(_turns(call, 3, host[name])))))
     found: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         for name in names[:: 1 - i % 2 * 2]:
+            say(name)
             found[name].append(statistics.median(_turns(calls[name], turns[name], host[name])))
     return {name: Times(tuple(found[name])) for name in names}
 
@@ -80,11 +88,11 @@ def _turns(call: Call, turns: int, host: float) -> Sequence[float]:
     if device not in _flush:
         _flush[device] = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(CYCLES_PER_US * min(2e5, 1.5 * turns * (host + 20))))
+    _sleep(int(CYCLES_PER_US * min(2e5, 1.5 * turns * (host + 20))))
     spans = []
     for turn in range(turns):
         _flush[device].zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = _event(enable_timing=True), _event(enable_timing=True)
         start.record()
         call(turn)
         end.record()
@@ -102,10 +110,51 @@ class Roofs:
 
 
 def roofs(rounds: int = 3) -> Roofs:
-    """Measure both; needs 9 GiB for the moment."""
+    """Measure both; needs 9 GiB for the moment. The copy is of 4 GiB, which no L2 holds."""
     n, elements = 8192, 2**30
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     x = torch.randn(elements, device="cuda")
     y = torch.empty_like(x)
     times = device_times({"matmul": lambda turn: torch.mm(a, b), "copy": lambda turn: y.copy_(x)}, rounds)
     return Roofs(2 * n**3 / times["matmul"].median / 1e9, 2 * 4 * elements / times["copy"].median / 1e9)
+
+
+# ---------------------------------------------------------------------------------------------- the device, apart from time
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on: the GPU, the versions, and the roofs; a RuntimeError where torch sees no CUDA device."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device")
+    found = roofs()
+    versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    return {**versions, "matmul_tflops": found.matmul_tflops, "copy_tb_s": found.copy_tb_s}
+
+
+def settle() -> None:
+    """Wait for the device, and give back what nothing holds: cached memory, workspaces of libraries. Fails where a kernel has failed."""
+    torch.cuda.synchronize()
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def free_bytes() -> int:
+    """Memory that this process can still get."""
+    settle()
+    return torch.cuda.mem_get_info()[0]
+
+
+def held_bytes() -> int:
+    """Memory that tensors hold now."""
+    return torch.cuda.memory_allocated()
+
+
+def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:
+    """(allocated, reserved) at the peak of a function, above what is held before."""
+    settle()
+    held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - held[0], torch.cuda.max_memory_reserved() - held[1]

@@ -81,6 +81,9 @@ class Compound(Mask):
     def sample(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
         return {name: value for m in self.masks for name, value in m.sample(sizes, generator).items()}
 
+    def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
+        return {name: value for m in self.masks for name, value in m.workload(sizes, generator).items()}
+
     def _wrapped(self, m: Mask) -> str:
         return f"({m.describe()})" if isinstance(m, (AllOf, AnyOf)) else m.describe()
 

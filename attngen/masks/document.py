@@ -162,6 +162,16 @@ class Document(Mask):
             for x, cut, n in zip(("q", "kv"), cuts, (sizes.n_q, sizes.n_kv))
         }
 
+    def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
+        """Documents of about 1,000 keys, in order."""
+        import torch
+
+        count = -(-sizes.n_kv // 1000)
+        if not self.packed:
+            ids = torch.arange(sizes.n_kv) * count // max(1, sizes.n_kv)
+            return {"document_ids": ids.int().repeat(sizes.batch, 1)}
+        return {f"cu_seqlens_{x}": (torch.arange(count + 1) * n // max(1, count)).int() for x, n in (("q", sizes.n_q), ("kv", sizes.n_kv))}
+
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 

@@ -55,6 +55,13 @@ class KeyPadding(Mask):
     def expression(self) -> Bool:
         return symbol("kv_lengths") > KV if self.lengths else symbol("key_padding")
 
+    def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
+        """Sequences of half the keys to all of them."""
+        import torch
+
+        lengths = torch.randint(sizes.n_kv // 2, sizes.n_kv + 1, (sizes.batch,), generator=generator, dtype=torch.int32)
+        return {"kv_lengths": lengths} if self.lengths else {"key_padding": torch.arange(sizes.n_kv) < lengths[:, None]}
+
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 

@@ -1,0 +1,253 @@
+"""One cell in a process of its own: `python -m attngen.bench.child`, started by run.py, with empty caches of compiled kernels.
+
+It reads a job as a line of JSON, imports what it needs, and waits for a line. Then come, on that line, the first calls of the peers
+that compile; after a second line, when no other process uses the GPU, everything else: the other peers' first calls, memory, results
+beside the first peer's, times, host times. Whatever it finds it says at once, a message of JSON a line, and before each step whose turn
+it is, so that of a process that dies or hangs the one peer is known whose step it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attngen.bench.grids import Cell
+from attngen.bench.peers import Call, Peer
+from attngen.bench.problem import Inputs, Problem
+from attngen.bench.results import DIFFERS, sentence
+from attngen.reference import relative_error
+from attngen.spec import make_spec
+
+SETS = 3  # of inputs, at most, that calls take in turn
+HEAVY = 1 / 16  # of the free memory: a peer that keeps more for its backward has that timed alone
+HOST_MS = 100.0  # of device time for a round of host times
+RESULTS = ("out", "dq", "dk", "dv")
+NAN = 1e9  # stands for a difference that is no number, which JSON does not have
+
+Tell = Callable[..., None]
+
+
+def _channel() -> Tell:
+    """A way to say a message to the parent; what else is printed goes with the errors."""
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(**message: Any) -> None:
+        stream.write(json.dumps(message) + "\n")
+        stream.flush()
+
+    return tell
+
+
+class Bench:
+    """The peers of one cell."""
+
+    def __init__(self, job: dict[str, Any], known: dict[str, Peer], clock: Any, tell: Tell) -> None:
+        self.problem = Problem(Cell("", make_spec(job["spec"]), *job["sizes"]), job["device"], Path(job["folder"]))
+        self.peers = {name: known[name] for name in job["peers"]}
+        self.rounds, self.clock, self.tell = job["rounds"], clock, tell
+        self.calls: dict[str, Call] = {}  # of the peers that work, those that compile first
+        self.no_backward: set[str] = set()
+
+    def prepare(self) -> None:
+        """The first calls of peers that compile."""
+        self.tell(step="", doing="making the inputs")
+        self.tell(pairs=self.problem.pairs())
+        self.first_calls(compiles=True)
+        self.clock.settle()
+
+    def measure(self) -> None:
+        """All that has to have the device for itself."""
+        self.first_calls(compiles=False)
+        self.calls = {name: self.calls[name] for name in self.peers if name in self.calls}
+        for name in list(self.calls):
+            self.memory(name)
+        held = self.check()
+        self.times(held)
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    @contextlib.contextmanager
+    def step(self, name: str, doing: str, loses: bool = True) -> Any:
+        """One peer's step: an error in it is told, and with `loses` costs the peer all later steps."""
+        self.tell(step=name, doing=doing)
+        try:
+            yield
+        except Exception as error:  # of whatever kind a peer's libraries have
+            self.lose(name, doing, error, loses)
+
+    def lose(self, name: str, doing: str, error: Exception, loses: bool) -> None:
+        text = "out of memory" if isinstance(error, torch.OutOfMemoryError) else sentence(str(error))
+        kind = "" if type(error) in (RuntimeError, torch.OutOfMemoryError) else f"{type(error).__name__}: "
+        self.tell(peer=name, why=f"{doing}: {kind}{text}")
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        if loses:
+            self.calls.pop(name, None)
+        try:
+            self.clock.settle()
+        except Exception:  # the device's context is lost, and this process with it
+            os._exit(1)
+
+    @contextlib.contextmanager
+    def backward(self, name: str, doing: str) -> Any:
+        """A step that an error in costs the peer all that has a backward."""
+        self.no_backward.add(name)
+        with self.step(name, doing, loses=False):
+            yield
+            self.no_backward.discard(name)
+
+    def first_calls(self, compiles: bool) -> None:
+        chosen = [name for name, peer in self.peers.items() if peer.compiles == compiles]
+        inputs = self.problem.draw(0) if chosen else None
+        for name in chosen:
+            assert inputs is not None
+            self.clock.settle()
+            started = time.perf_counter()
+            out = None
+            with self.step(name, "first call"):
+                call = self.peers[name].prepare(self.problem)
+                with call.around():
+                    out = call.forward(inputs)
+                self.clock.settle()
+                self.calls[name] = call
+                self.tell(peer=name, note=call.note, first_fwd_s=time.perf_counter() - started)
+            if out is not None and name in self.calls:
+                with self.backward(name, "first backward"):
+                    inputs.gradients(out)
+                    self.clock.settle()
+                    self.tell(peer=name, first_s=time.perf_counter() - started)
+            del out
+
+    def forward(self, name: str, inputs: Inputs) -> torch.Tensor:
+        call = self.calls[name]
+        with call.around():
+            return call.forward(inputs)
+
+    def both(self, name: str, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """(out, gradients) of one call."""
+        out = self.forward(name, inputs)
+        return (out, *inputs.gradients(out))
+
+    def memory(self, name: str) -> None:
+        """The peak of inputs, forward and backward."""
+        if name not in self.no_backward:
+            with self.backward(name, "memory"):
+                allocated, reserved = self.clock.peak_bytes(lambda: self.both(name, self.problem.draw(0)))
+                self.tell(peer=name, allocated_mib=allocated / 2**20, reserved_mib=reserved / 2**20)
+
+    def check(self) -> dict[str, int]:
+        """Results beside those of the first peer; gives the bytes that each peer keeps for its backward."""
+        inputs, held = self.problem.draw(0), {}
+        reference: tuple[torch.Tensor, ...] | None = None
+        first = ""
+        labels = (*RESULTS, *(f"d{i.name}" for i in self.problem.cell.spec.inputs() if i.grad))
+        for name in list(self.calls):
+            found: tuple[torch.Tensor, ...] = ()
+            with self.step(name, "results"):
+                before = self.clock.held_bytes()
+                out = self.forward(name, inputs)
+                held[name] = self.clock.held_bytes() - before
+                found = (out.detach(),)
+                if name not in self.no_backward:
+                    with self.backward(name, "gradients"):
+                        found = (*found, *inputs.gradients(out))
+                del out
+                if reference is None:
+                    reference, first = found, name
+                    continue
+                errors = {label: relative_error(x, ref) for label, x, ref in zip(labels, found, reference)}
+                worst = max(errors, key=lambda label: (errors[label] != errors[label], errors[label]))
+                self.tell(peer=name, differs=min(errors[worst], NAN) if errors[worst] == errors[worst] else NAN)
+                if not errors[worst] <= DIFFERS:
+                    self.tell(peer=name, why=f"{worst} differs from that of {first} by {errors[worst]:.1e}")
+        return held
+
+    def times(self, held: dict[str, int]) -> None:
+        """The three times, peers in turn; of the backward of those that keep much for it, one peer at a time."""
+        free, one = self.clock.free_bytes(), self.problem.set_bytes
+        sets = [self.problem.draw(i) for i in range(max(1, min(SETS, int(free / 8 / one))))]
+        light = [name for name in self.calls if held.get(name, 0) <= HEAVY * free]
+        alone = [[name] for name in self.calls if name not in light]
+
+        def turn(function: Callable[[str, Inputs], object], name: str, number: int) -> object:
+            return function(name, sets[number % len(sets)])
+
+        medians = self.timed("fwd", {name: partial(turn, self.forward, name) for name in self.calls})
+        for group in (light, *alone):
+            outs: dict[str, list[torch.Tensor]] = {}
+            few = sets[: max(1, min(SETS, int(free / 4 / max(1, sum(held[name] for name in group if name in held)))))]
+            for name in group:
+                if name in self.calls and name not in self.no_backward:
+                    with self.step(name, "bwd", loses=False):
+                        outs[name] = [self.forward(name, inputs) for inputs in few]
+            pairs = {name: list(zip(few, made)) for name, made in outs.items()}
+            self.timed("bwd", {name: partial(_backward, pair) for name, pair in pairs.items()})
+            del outs, pairs
+            self.clock.settle()
+        self.timed("both", {name: partial(turn, self.both, name) for name in self.calls if name not in self.no_backward})
+        for name in list(self.calls):
+            with self.step(name, "host time", loses=False), self.calls[name].around():
+                forward, turns = self.calls[name].forward, int(HOST_MS / max(medians.get(name, 1.0), 0.01))
+                us = self.clock.host_us(lambda number: forward(sets[number % len(sets)]), max(3, min(50, turns)))  # noqa: B023
+                self.tell(peer=name, host_us=us)
+
+    def timed(self, direction: str, calls: dict[str, Callable[[int], object]]) -> dict[str, float]:
+        """Tell the times of calls; one that fails is left out, and the others start again. Gives their medians in ms."""
+        while calls:
+            current = [next(iter(calls))]
+
+            def say(name: str, current: list[str] = current) -> None:
+                current[0] = name
+                self.tell(step=name, doing=direction)
+
+            try:
+                found = self.clock.device_times(calls, self.rounds, say)
+            except Exception as error:  # of whatever kind a peer's libraries have
+                self.lose(current[0], direction, error, loses=False)
+                calls = {name: call for name, call in calls.items() if name != current[0]}
+                continue
+            for name, times in found.items():
+                self.tell(peer=name, **{f"{direction}_ms": times.median, f"{direction}_spread": times.spread})
+            return {name: times.median for name, times in found.items()}
+        return {}
+
+
+def _backward(pairs: list[tuple[Inputs, torch.Tensor]], number: int) -> object:
+    inputs, out = pairs[number % len(pairs)]
+    return inputs.gradients(out)
+
+
+def main() -> None:
+    tell = _channel()
+    warnings.simplefilter("ignore")
+    job = json.loads(sys.stdin.readline())
+    clock, peers = importlib.import_module(job["clock"]), importlib.import_module(job["peers_from"]).PEERS
+    if job["spec"] is None:
+        try:
+            tell(machine=clock.machine())
+        except RuntimeError as error:
+            tell(error=f"{sentence(str(error))}; `attngen bench --list` shows what would be measured")
+        return
+    bench = Bench(job, peers, clock, tell)
+    tell(imported=True)
+    for stage in (bench.prepare, bench.measure):
+        if not sys.stdin.readline():
+            return
+        stage()
+        tell(ready=True)
+
+
+if __name__ == "__main__":
+    main()

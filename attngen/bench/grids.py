@@ -1,0 +1,211 @@
+"""Which problems are measured: cells, the grids that come with attngen, and grids in YAML.
+
+A grid's file holds blocks of cells, each the product of its lists (SPEC files are relative to the current folder):
+
+    peers: [ours, flash, flex]         # optional
+    cells:
+      - specs: [specs/causal_gqa.yaml, specs/window_gqa.yaml]
+        n: [1024, 4096, [1, 65536]]    # rows of q, k and v; [rows of q, rows of k and v] where they differ
+        tokens: 16384                  # sequences are tokens / rows, or say batch: 4
+        heads: 16
+        kv_heads: 4                    # of gqa; by default a quarter of the heads
+        dtype: bf16                    # by default the first of the spec's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attngen.document import read_document, shown
+from attngen.errors import AttngenError, suggest
+from attngen.spec import Spec, load_spec, make_spec
+
+TOKENS, HEADS = 16384, 16  # where nothing else is said: rows of all sequences together, query heads
+ROWS = (512, 1024, 2048, 4096, 8192, 16384)
+_KEYS = ("specs", "n", "tokens", "batch", "heads", "kv_heads", "dtype")
+_MOST = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One problem: a spec in one element type, with its sizes. `grid` names the plot that it belongs to."""
+
+    grid: str
+    spec: Spec
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    n_q: int
+    n_kv: int
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        rows = f"N{self.n_q}" if self.n_q == self.n_kv else f"Nq{self.n_q} Nk{self.n_kv}"
+        return f"{self.spec.name} {self.dtype} B{self.batch} H{heads} {rows}"
+
+    @property
+    def score(self) -> str:
+        """The modifiers in words."""
+        return ", ".join(part.describe() for part in self.spec.score)
+
+    def words(self) -> dict[str, str]:
+        """By what `--only` chooses cells: one word of each kind."""
+        return {
+            "spec": self.spec.name,
+            "mask": self.spec.mask.describe(),
+            "sharing": self.spec.heads.sharing,
+            "dtype": self.dtype,
+            "dim": f"D{self.spec.head_dim.qk}",
+            "rows": f"N{self.n_kv}",
+        }
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells under a name, and the peers that they are measured beside if nobody says which."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    peers: tuple[str, ...]
+
+
+def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, batch: int | None = None, heads: int = HEADS,
+         kv_heads: int | None = None, dtype: str | None = None) -> Cell:  # fmt: skip
+    """A cell, with defaults for what is not said; AttngenError where the spec and the sizes do not go together."""
+    sharing = spec.heads.sharing
+    shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]
+    if kv_heads is not None and kv_heads != shared:
+        raise AttngenError(f"{spec.name} is {sharing}, which has {shared} K/V heads for {heads} query heads, not {kv_heads}")
+    if heads % shared:
+        raise AttngenError(f"{spec.name}: {heads} query heads are not a multiple of {shared} K/V heads")
+    if dtype is not None and dtype not in spec.dtype:
+        raise AttngenError(f"{spec.name} is not built for {dtype}; expected {' or '.join(spec.dtype)}")
+    return Cell(grid, spec, dtype or spec.dtype[0], batch or max(1, tokens // n_kv), heads, shared, n_q, n_kv)
+
+
+# ---------------------------------------------------------------------------------------------- grids that come with attngen
+
+
+def _spec(mask: str, sharing: str, dim: int, dtype: str) -> Spec:
+    name = f"{'full' if mask == 'none' else mask}_{sharing}_d{dim}"
+    return make_spec({"name": name, "heads": {"sharing": sharing}, "head_dim": dim, "dtype": dtype, "mask": mask})
+
+
+def paper() -> Grid:
+    """The seed study's: 4 sequences, 16 heads, D = 64, fp16, causal and not, MHA and MQA, forward and backward, naive too."""
+    specs = [_spec(mask, sharing, 64, "fp16") for mask in ("causal", "none") for sharing in ("mha", "mqa")]
+    return Grid("paper", tuple(cell("paper", s, n, n, batch=4) for s in specs for n in ROWS), ("ours", "flash", "naive"))
+
+
+def fa3() -> Grid:
+    """FlashAttention-3's: 16k rows in all, hidden size 2048, D in {64, 128, 256}, bf16, causal and not."""
+    specs = [_spec(mask, "mha", dim, "bf16") for dim in (64, 128, 256) for mask in ("causal", "none")]
+    cells = tuple(cell("fa3", s, n, n, heads=2048 // s.head_dim.qk) for s in specs for n in ROWS)
+    return Grid("fa3", cells, ("ours", "flash", "cudnn", "flex", "fa4"))
+
+
+GRIDS = {"paper": paper, "fa3": fa3}
+
+
+def find_grid(name: str) -> Grid:
+    """A grid by its name, or from its file."""
+    if name in GRIDS:
+        return GRIDS[name]()
+    if not Path(name).is_file():
+        hint = suggest(name, GRIDS)
+        raise AttngenError(f"--grid {shown(name)} is no grid of attngen and no file; {hint}")
+    return read_grid(Path(name))
+
+
+# ---------------------------------------------------------------------------------------------- grids in YAML
+
+
+def read_grid(path: Path) -> Grid:
+    """A grid from its file; AttngenError, with the line, where it does not hold one."""
+    try:
+        data, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        raise AttngenError(f"{path}: byte {error.start} is not UTF-8 text; expected a grid in YAML") from error
+    reader = _Reader(path, lines)
+    if not isinstance(data, dict) or not isinstance(data.get("cells"), list) or not data["cells"]:
+        raise AttngenError(f"{path}: expected a list under `cells:`, each with `specs` and `n`")
+    reader.known(data, ("peers", "cells"), ())
+    peers = data.get("peers", [])
+    if not isinstance(peers, list) or not all(isinstance(p, str) for p in peers):
+        raise reader.error(("peers",), "expected a list of names, as in [ours, flash]")
+    cells = [c for i, block in enumerate(data["cells"]) for c in reader.block(block, ("cells", i))]
+    return Grid(path.stem, tuple(cells), tuple(peers))
+
+
+class _Reader:
+    """Blocks of cells of one file; errors say the line."""
+
+    def __init__(self, path: Path, lines: dict[tuple[str | int, ...], int]) -> None:
+        self.path, self.lines = path, lines
+
+    def error(self, place: tuple[str | int, ...], text: str) -> AttngenError:
+        line = next((self.lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in self.lines), None)
+        key = next((f"`{key}`: " for key in reversed(place) if isinstance(key, str)), "")
+        return AttngenError(f"{self.path}{f', line {line}' if line else ''}: {key}{text}")
+
+    def known(self, data: dict[str, Any], keys: Sequence[str], place: tuple[str | int, ...]) -> None:
+        for key in data:
+            if key not in keys:
+                raise self.error((*place, key), f"is no key of a grid; {suggest(key, keys)}")
+
+    def block(self, data: Any, place: tuple[str | int, ...]) -> Iterator[Cell]:
+        if not isinstance(data, dict):
+            raise self.error(place, f"is `{shown(data)}`; expected `specs`, `n` and sizes")
+        self.known(data, _KEYS, place)
+        if "tokens" in data and "batch" in data:
+            raise self.error((*place, "batch"), "stands beside `tokens`; expected one of them")
+        sizes = {key: self.whole(data[key], (*place, key)) for key in ("tokens", "batch", "heads", "kv_heads") if key in data}
+        dtype = data.get("dtype")
+        if dtype not in (None, "bf16", "fp16", "fp32"):
+            raise self.error((*place, "dtype"), f"is `{shown(dtype)}`; expected bf16, fp16 or fp32")
+        for path in self.several(data, "specs", place):
+            if not isinstance(path, str):
+                raise self.error((*place, "specs"), f"is `{shown(path)}`; expected files, as in [specs/causal_gqa.yaml]")
+            spec = load_spec(path)
+            for rows in self.several(data, "n", place):
+                pair = rows if isinstance(rows, list) and len(rows) == 2 else [rows, rows]
+                n_q, n_kv = (self.whole(n, (*place, "n")) for n in pair)
+                try:
+                    yield cell(self.path.stem, spec, n_q, n_kv, dtype=dtype, **sizes)
+                except AttngenError as error:
+                    raise self.error(place, str(error)) from error
+
+    def several(self, data: dict[str, Any], key: str, place: tuple[str | int, ...]) -> list[Any]:
+        found = data.get(key)
+        if found is None or found == []:
+            raise self.error(place, f"has no `{key}`; expected a list of them")
+        return found if isinstance(found, list) else [found]
+
+    def whole(self, value: Any, place: tuple[str | int, ...]) -> int:
+        if type(value) is not int or not 1 <= value <= _MOST:
+            raise self.error(place, f"is `{shown(value)}`; expected a whole number from 1 to {_MOST}")
+        return value
+
+
+# ---------------------------------------------------------------------------------------------- parts of a grid
+
+
+def only(cells: Sequence[Cell], text: str) -> list[Cell]:
+    """The cells that have one of the words given of each kind: `D64,D128,causal,N4096`; AttngenError for a word that none has."""
+    known = [{kind: word.lower() for kind, word in c.words().items()} for c in cells]
+    wanted: dict[str, set[str]] = {}
+    for word in (w.strip().lower() for w in text.split(",") if w.strip()):
+        word = f"n{word}" if word.isdigit() else word
+        kinds = {kind for words in known for kind, value in words.items() if value == word}
+        if not kinds:
+            raise AttngenError(f"--only: no cell has `{shown(word)}`; {suggest(word, {w for words in known for w in words.values()})}")
+        for kind in kinds:
+            wanted.setdefault(kind, set()).add(word)
+    found = [c for c, words in zip(cells, known) if all(words[kind] in some for kind, some in wanted.items())]
+    if not found:
+        raise AttngenError(f"--only {shown(text)} leaves no cell")
+    return found

@@ -1,0 +1,122 @@
+"""Plots of a run, as SVG that is the same to the byte for the same figures: TFLOP/s over N, and memory over N."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attngen.bench.grids import Cell
+from attngen.bench.results import Line, Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MISSING = "no plots: matplotlib is not installed; `pip install attngen[plot]` brings it"
+COLOURS = ("#0b6bcb", "#d1495b", "#3a7d44", "#8d5a97", "#b3761d", "#5b6770", "#17a2a2", "#222222")
+NAMES = {"fwd": "forward", "bwd": "backward"}
+WIDTH, HEIGHT = 3.1, 2.7  # inches of a panel
+Panel = tuple[str, list[Line]]
+
+
+def available() -> bool:
+    """Whether matplotlib is at hand."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plots(results: Results) -> dict[str, str]:
+    """SVG texts by file name: two for each grid of the run."""
+    found = {}
+    for grid in dict.fromkeys(line.cell.grid for line in results.lines):
+        panels = _panels(line for line in results.lines if line.cell.grid == grid)
+        found[f"{grid}-tflops.svg"] = _tflops(panels, results)
+        found[f"{grid}-memory.svg"] = _memory(panels, results)
+    return found
+
+
+def _panels(lines: Iterable[Line]) -> list[Panel]:
+    """One for each spec and shape of heads, with its title."""
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(_title(line.cell), []).append(line)
+    return list(found.items())
+
+
+def _title(c: Cell) -> str:
+    dim = c.spec.head_dim
+    width = f"D={dim.qk}" if dim.qk == dim.v else f"D={dim.qk}/{dim.v}"
+    heads = f"H={c.heads}" if c.heads == c.kv_heads else f"H={c.heads}/{c.kv_heads}"
+    modifiers = f", {c.score}" if c.score else ""
+    return f"{c.spec.mask.describe()}{modifiers}, {c.spec.heads.sharing}\n{width}, {heads}, {c.dtype}"
+
+
+def _tflops(panels: Sequence[Panel], results: Results) -> str:
+    roof = results.machine["matmul_tflops"]
+
+    def draw(axes: Axes, row: int, lines: list[Line]) -> None:
+        direction = ("fwd", "bwd")[row]
+        _curves(axes, lines, results.peers(), f"{direction}_tflops", "-")
+        axes.axhline(roof, color="#888888", linestyle="--", linewidth=1)
+        axes.set_ylim(0, 1.08 * roof)
+
+    note = f"dashed: {roof:.0f} TFLOP/s, a bf16 matrix product in the same run"
+    return _figure(panels, [f"{NAMES[d]}, TFLOP/s" for d in NAMES], draw, results, note)
+
+
+def _memory(panels: Sequence[Panel], results: Results) -> str:
+    def draw(axes: Axes, row: int, lines: list[Line]) -> None:
+        _curves(axes, lines, results.peers(), "allocated_mib", "-")
+        _curves(axes, lines, results.peers(), "reserved_mib", ":")
+        axes.set_yscale("log", base=2)
+
+    return _figure(panels, ["peak MiB, forward and backward"], draw, results, "solid: allocated; dotted: reserved")
+
+
+def _curves(axes: Axes, lines: list[Line], peers: Sequence[str], figure: str, style: str) -> None:
+    for i, peer in enumerate(peers):
+        points = sorted((line.cell.n_kv, line.figures[figure]) for line in lines if line.peer == peer and figure in line.figures)
+        if points:
+            ours = {"linewidth": 2.2, "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
+            xs, ys = zip(*points)
+            label = ("attngen" if peer == "ours" else peer) if style == "-" else None
+            axes.plot(xs, ys, style, color=COLOURS[i % len(COLOURS)], marker="o", markersize=3, label=label, **ours)  # type: ignore[arg-type]
+
+
+def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Results, note: str) -> str:
+    """A grid of panels: a column for each, a row for each kind of figure."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    fixed: Any = {"svg.hashsalt": "attngen", "font.family": "DejaVu Sans", "font.size": 8, "axes.titlesize": 8}
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(fixed)
+        figure = Figure(figsize=(max(2, len(panels)) * WIDTH, len(rows) * HEIGHT + 0.9), layout="constrained")
+        grid = figure.subplots(len(rows), len(panels), squeeze=False)
+        handles: dict[str, Any] = {}
+        for column, (title, lines) in enumerate(panels):
+            ticks = sorted({line.cell.n_kv for line in lines})
+            for row, label in enumerate(rows):
+                axes = grid[row][column]
+                draw(axes, row, lines)
+                axes.set_xscale("log", base=2)
+                axes.set_xticks(ticks)
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n % 1024 == 0 else f"{n:g}"))
+                axes.xaxis.set_minor_locator(NullLocator())
+                axes.grid(color="#e4e4e4", linewidth=0.6)
+                if row == 0:
+                    axes.set_title(title)
+                if column == 0:
+                    axes.set_ylabel(label)
+                if row == len(rows) - 1:
+                    axes.set_xlabel("N")
+                handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels())}
+        m = results.machine
+        figure.supxlabel(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; {note}", fontsize=7)
+        if handles:
+            figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
+        made = io.StringIO()
+        figure.savefig(made, format="svg", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in made.getvalue().splitlines()) + "\n"

@@ -1,0 +1,101 @@
+"""A cell with its data on a device: inputs of calls, what masks and modifiers read, and how many scores count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attngen.bench.flex import Mods, mods
+from attngen.bench.grids import Cell
+from attngen.parts import Sizes
+from attngen.testing import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of tensors: q, k, v, what is learned of the spec's inputs, and the gradient of the output."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    learned: tuple[torch.Tensor, ...]
+    grad: torch.Tensor
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What the backward gives gradients of."""
+        return (self.q, self.k, self.v, *self.learned)
+
+    def gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The backward of a call on this set; it can run again."""
+        return torch.autograd.grad(out, self.leaves, self.grad, retain_graph=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A cell on a device. `folder` holds the generated module of its spec. Data is the same in every process."""
+
+    cell: Cell
+    device: str
+    folder: Path
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.cell.dtype]
+
+    @property
+    def sizes(self) -> Sizes:
+        c = self.cell
+        return Sizes(c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv)
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """The inputs of mask and modifiers, by name: one for all sets of q, k and v."""
+        generator = torch.Generator().manual_seed(0)
+        own = {i.name for i in self.cell.spec.inputs() if i.dtype == "T"}
+        found: dict[str, Any] = {}
+        for part in (self.cell.spec.mask, *self.cell.spec.score):
+            for name, x in part.workload(self.sizes, generator).items():
+                found[name] = x.to(self.device, self.dtype if name in own else x.dtype) if isinstance(x, torch.Tensor) else x
+        blocks = self.cell.spec.mask.blocks()
+        if blocks and not blocks.pattern:  # half of them, the diagonal's among these
+            rows, columns = (-(-n // blocks.size) for n in (self.cell.n_q, self.cell.n_kv))
+            table = torch.rand(1, 1, rows, columns, generator=generator) < 0.5
+            found["block_mask"] = (table | torch.eye(rows, columns, dtype=torch.bool)).to(self.device)
+        for i in self.cell.spec.inputs():
+            if i.grad:
+                found[i.name].requires_grad_()
+        return found
+
+    @cached_property
+    def mods(self) -> Mods:
+        """The mask and the scores as functions of positions."""
+        return mods(self.cell.spec, self.sizes, self.given, self.device)
+
+    def pairs(self) -> int:
+        """Pairs of query and key that the mask lets see each other, of all sequences and query heads."""
+        return self.mods.visible_pairs(self.sizes, self.device)
+
+    def draw(self, number: int) -> Inputs:
+        """A set of normal values; the same for the same number."""
+        c, dim = self.cell, self.cell.spec.head_dim
+        generator = torch.Generator(self.device).manual_seed(number)
+
+        def normal(heads: int, rows: int, width: int) -> torch.Tensor:
+            return torch.randn(c.batch, heads, rows, width, generator=generator, device=self.device, dtype=self.dtype)
+
+        q, k, v = normal(c.heads, c.n_q, dim.qk), normal(c.kv_heads, c.n_kv, dim.qk), normal(c.kv_heads, c.n_kv, dim.v)
+        learned = tuple(self.given[i.name] for i in c.spec.inputs() if i.grad)
+        grad = normal(c.heads, c.n_q, dim.v)
+        return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), learned, grad)
+
+    @property
+    def set_bytes(self) -> int:
+        """Bytes of one set."""
+        c, dim = self.cell, self.cell.spec.head_dim
+        rows_q, rows_kv = c.batch * c.heads * c.n_q, c.batch * c.kv_heads * c.n_kv
+        return self.dtype.itemsize * (rows_q + rows_kv) * (dim.qk + dim.v)

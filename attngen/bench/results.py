@@ -1,0 +1,277 @@
+"""What was measured: lines of figures, one for each cell and peer; as JSON, CSV and tables, and beside an older run.
+
+JSON is one line for each cell and peer, so that two runs can be read as a diff. Keys of a line: those of FIGURES where there is a
+figure, `why` where one is missing or the results differ, `note` for a remark.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attngen import __version__
+from attngen.bench.grids import Cell
+from attngen.document import shown
+from attngen.errors import AttngenError
+from attngen.spec import make_spec
+
+DIRECTIONS = ("fwd", "bwd", "both")
+WORK = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # FLOPs over those of the forward, as FlashAttention's papers count them
+FIGURES = (
+    *(f"{d}_{figure}" for d in DIRECTIONS for figure in ("ms", "spread", "tflops", "roof")),
+    "allocated_mib",
+    "reserved_mib",
+    "host_us",
+    "first_fwd_s",
+    "first_s",
+    "differs",
+)
+KEYS = ("grid", "spec", "dtype", "batch", "heads", "kv_heads", "n_q", "n_kv", "peer")
+FLOOR = 0.02  # of a cell's time: what moved less has not moved
+DIFFERS = 2e-2  # relative difference of results at which a comparison has failed
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of a roof, MiB, microseconds, seconds."""
+
+    cell: Cell
+    peer: str
+    figures: dict[str, float]
+    why: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the same line has in another run."""
+        c, dim = self.cell, self.cell.spec.head_dim
+        means = (c.spec.mask.describe(), c.score, dim.qk, dim.v)
+        return (c.spec.name, *means, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, self.peer)
+
+    def data(self) -> dict[str, Any]:
+        """As JSON and CSV have it."""
+        c = self.cell
+        keys = (c.grid, c.spec.name, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, self.peer)
+        words = {name: text for name, text in (("why", self.why), ("note", self.note)) if text}
+        return {**dict(zip(KEYS, keys)), **{name: self.figures[name] for name in FIGURES if name in self.figures}, **words}
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run. `machine`: gpu, torch, triton, and the roofs matmul_tflops and copy_tb_s."""
+
+    machine: dict[str, Any]
+    lines: list[Line] = field(default_factory=list)
+
+    def cells(self) -> list[Cell]:
+        return list(dict.fromkeys(line.cell for line in self.lines))
+
+    def peers(self) -> list[str]:
+        return list(dict.fromkeys(line.peer for line in self.lines))
+
+    def failed(self) -> list[Line]:
+        """Lines that a user has to hear of: ours without a figure, and results that differ."""
+        return [x for x in self.lines if x.peer == "ours" and x.why or not x.figures.get("differs", 0.0) <= DIFFERS]
+
+    def shared(self, other: Results) -> int:
+        """How many lines are in the other run too."""
+        return len({line.key for line in self.lines} & {line.key for line in other.lines})
+
+    def text(self) -> str:
+        """As JSON."""
+        specs = {c.spec.name: c.spec.canonical() for c in self.cells()}
+        head = {"attngen": __version__, **self.machine}
+        parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        parts.append('"specs": ' + _listed("{", [f"{json.dumps(n)}: {json.dumps(s)}" for n, s in sorted(specs.items())], "}"))
+        parts.append('"lines": ' + _listed("[", [json.dumps(line.data()) for line in self.lines], "]"))
+        return _listed("{", parts, "}") + "\n"
+
+    def csv(self) -> str:
+        made = io.StringIO()
+        writer = csv.DictWriter(made, [*KEYS, *FIGURES, "why", "note"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(line.data() for line in self.lines)
+        return made.getvalue()
+
+
+def _listed(begin: str, parts: Sequence[str], end: str) -> str:
+    return f"{begin}\n" + ",\n".join(parts) + f"\n{end}"
+
+
+def read_results(path: Path) -> Results:
+    """A run from its JSON; AttngenError where the file holds none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        specs = {name: make_spec(spec, str(path)) for name, spec in data["specs"].items()}
+        cells: dict[tuple[Any, ...], Cell] = {}
+        lines = []
+        for line in data["lines"]:
+            at = tuple(line[key] for key in KEYS[:-1])
+            cell = cells.setdefault(at, Cell(at[0], specs[at[1]], *at[2:]))
+            figures = {name: float(line[name]) for name in FIGURES if name in line}
+            lines.append(Line(cell, line["peer"], figures, line.get("why", ""), line.get("note", "")))
+        machine = {key: data[key] for key in data if key not in ("attngen", "specs", "lines")}
+        float(machine["matmul_tflops"]), float(machine["copy_tb_s"]), machine["gpu"], machine["torch"], machine["triton"]  # noqa: B018
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AttngenError(f"{path}: not the results of `attngen bench`; expected its results.json") from error
+    return Results(machine, lines)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
+            fresh = Path(temporary) / path.name
+            fresh.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(fresh, path)
+    except OSError as error:
+        raise AttngenError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def rates(cell: Cell, machine: dict[str, Any], pairs: int, direction: str, ms: float) -> dict[str, float]:
+    """TFLOP/s of a time, and which part of it the nearest roof would take.
+
+    FLOPs are 4 D for each pair of query and key that the mask lets see each other, D the mean of both head dimensions. The roof is the
+    larger of the times of this run's bf16 matrix product for these FLOPs, and of its copy for what must be read and written.
+    """
+    dim, size = cell.spec.head_dim, ELEMENT_BYTES[cell.dtype]
+    flops = WORK[direction] * 2 * (dim.qk + dim.v) * pairs
+    rows_q, rows_kv = cell.batch * cell.heads * cell.n_q, cell.batch * cell.kv_heads * cell.n_kv
+    forward = size * (rows_q + rows_kv) * (dim.qk + dim.v) + 4 * rows_q
+    backward = size * (rows_q * 2 * (dim.qk + dim.v) + rows_kv * 2 * (dim.qk + dim.v)) + 4 * rows_q
+    moved = {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
+    roof_ms = max(flops / machine["matmul_tflops"] / 1e9, moved / machine["copy_tb_s"] / 1e9)
+    return {f"{direction}_tflops": round(flops / ms / 1e9, 2), f"{direction}_roof": round(roof_ms / ms, 4)}
+
+
+def sentence(text: str) -> str:
+    """An error in one short line, without the folders of paths."""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    return shorten(re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", first))
+
+
+def shorten(text: str, most: int = 120) -> str:
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    return clean if len(clean) <= most else f"{clean[: most - 3]}..."
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+HEADINGS = ("cell", "peer", "fwd ms", "TFLOP/s", "roof", "bwd ms", "TFLOP/s", "roof", "both ms", "TFLOP/s", "+-", "MiB", "reserved",
+            "host us", "first s", "")  # fmt: skip
+
+
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """The table under HEADINGS; a cell's name stands at its first line. `+-` is the largest spread of the three."""
+    before: Cell | None = None
+    for line in results.lines:
+        f = line.figures
+        found = [str(line.cell) if line.cell is not before else "", line.peer]
+        for d in DIRECTIONS:
+            found += [
+                _number(f, f"{d}_ms", ".3f"),
+                _number(f, f"{d}_tflops", ".0f"),
+                *([_number(f, f"{d}_roof", ".0%")] if d != "both" else []),
+            ]
+        spread = max((f[f"{d}_spread"] for d in DIRECTIONS if f"{d}_spread" in f), default=None)
+        found.append("" if spread is None else f"{spread:.1%}")
+        found += [
+            _number(f, "allocated_mib", ".0f"),
+            _number(f, "reserved_mib", ".0f"),
+            _number(f, "host_us", ".0f"),
+            _number(f, "first_s", ".1f"),
+        ]
+        before = line.cell
+        yield (*found, "; ".join(filter(None, (line.why, line.note))))
+
+
+def _number(figures: dict[str, float], name: str, form: str) -> str:
+    return format(figures[name], form) if name in figures else "-"
+
+
+def ratios(results: Results) -> Iterator[str]:
+    """How ours compares with each peer, over the cells that have both: the geometric mean of the ratios, and the least."""
+    times = {(line.cell, line.peer, d): line.figures[f"{d}_ms"] for line in results.lines for d in DIRECTIONS if f"{d}_ms" in line.figures}
+    for peer in results.peers():
+        parts = []
+        for d, name in (("fwd", "forward"), ("bwd", "backward")):
+            found = [
+                (times[c, peer, d] / times[c, "ours", d], c) for c in results.cells() if (c, peer, d) in times and (c, "ours", d) in times
+            ]
+            if peer != "ours" and found:
+                least, where = min(found, key=lambda pair: pair[0])
+                mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
+                parts.append(f"{name} {mean:.2f}x of {len(found)}, least {least:.2f}x ({where})")
+        if parts:
+            yield f"ours over {peer}: {'; '.join(parts)}"
+
+
+# ---------------------------------------------------------------------------------------------- an older run
+
+
+@dataclass(frozen=True)
+class Move:
+    """A time that moved by more than its spread. `before` or `after` is None where there is no figure."""
+
+    line: Line
+    direction: str
+    before: float | None
+    after: float | None
+    least: float  # by which part of itself a time must move to be here
+
+    @property
+    def slower(self) -> bool:
+        return self.after is None or self.before is not None and self.after > self.before
+
+    def __str__(self) -> str:
+        what = f"{self.line.cell} {self.line.peer} {self.direction}"
+        if self.before is None or self.after is None:
+            return f"{what}: {_ms(self.before)} before, {_ms(self.after)} now{f' ({self.line.why})' if self.line.why else ''}"
+        return f"{what}: {_ms(self.before)} before, {_ms(self.after)} now: {self.after / self.before - 1:+.1%} (spread {self.least:.1%})"
+
+
+def _ms(value: float | None) -> str:
+    return "no figure" if value is None else f"{value:.3f} ms"
+
+
+def moves(new: Results, old: Results) -> list[Move]:
+    """Times of lines that both runs have, which moved by more than both spreads together and FLOOR; also figures lost and gained."""
+    known = {line.key: line for line in old.lines}
+    found = []
+    for line in new.lines:
+        if line.key not in known:
+            continue
+        for d in DIRECTIONS:
+            before, after = (x.figures.get(f"{d}_ms") for x in (known[line.key], line))
+            least = max(FLOOR, sum(x.figures.get(f"{d}_spread", 0.0) for x in (known[line.key], line)))
+            if before is None and after is None:
+                continue
+            if before is None or after is None or abs(after / before - 1) > least:
+                found.append(Move(line, d, before, after, least))
+    return found
+
+
+def other_machine(new: Results, old: Results) -> str:
+    """What is not the same of the machines, in one line; empty if all is."""
+    parts = [f"{key} {shown(old.machine[key])} then, {shown(new.machine[key])} now" for key in ("gpu", "torch", "triton")
+             if old.machine[key] != new.machine[key]]  # fmt: skip
+    return "; ".join(parts)
+
+
+def failures(found: Iterable[Move]) -> list[Move]:
+    """What fails a comparison: ours got slower, or has no figure any more."""
+    return [move for move in found if move.slower and move.line.peer == "ours"]

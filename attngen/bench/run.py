@@ -1,0 +1,305 @@
+"""Running cells: a process for each, several getting ready at once, one measuring.
+
+The first calls of peers that compile are made by up to `jobs` processes at a time, so their seconds are those of a machine that is
+busy: `--jobs 1` gives clean ones. Then each process measures alone. A peer that fails, hangs beyond the limit or takes its process
+down loses its own figures: the cell starts again without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attngen.bench.grids import Cell
+from attngen.bench.results import FIGURES, Line, Results, rates, sentence
+from attngen.errors import AttngenError
+from attngen.spec import Spec
+
+Work = Mapping[Cell, Sequence[str]]  # the cells, and the peers that each is to be measured beside
+
+START_S = 180.0  # that a process gets to import what it needs
+GONE_S = 10.0  # that one gets to end by itself
+DIGITS = {
+    "ms": 5,
+    "spread": 2,
+    "mib": 1,
+    "us": 1,
+    "s": 2,
+}  # of figures, by the last part of their names; `ms` and `spread` significant ones
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How cells are run. `peers_from` and `clock` are modules: PEERS, and what timing.py has."""
+
+    rounds: int = 5
+    jobs: int = 1
+    limit_s: float = 120.0  # for one step: a first call, one turn of a peer
+    device: str = "cuda"
+    peers_from: str = "attngen.bench.peers"
+    clock: str = "attngen.bench.timing"
+
+    def cannot(self, cell: Cell, peer: str) -> str:
+        """Why a peer cannot do a cell; empty if it can."""
+        said: str = importlib.import_module(self.peers_from).PEERS[peer].cannot(cell)
+        return said
+
+
+@dataclass
+class Attempt:
+    """A cell that is to be run, the peers that are left, and what was found of the others."""
+
+    cell: Cell
+    peers: list[str]
+    lost: dict[str, str] = field(default_factory=dict)
+    pairs: int = 0
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+    whys: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Keep what a message says."""
+        if "pairs" in message:
+            self.pairs = message["pairs"]
+        if name := message.get("peer"):
+            self.figures.setdefault(name, {}).update({key: x for key, x in message.items() if key in FIGURES})
+            self.whys.setdefault(name, []).extend([message["why"]] if "why" in message else [])
+            self.notes[name] = message.get("note", self.notes.get(name, ""))
+
+    def lines(self, asked: Sequence[str], setup: Setup, machine: dict[str, Any]) -> list[Line]:
+        """The cell's lines, for all peers that were asked for."""
+        found = []
+        for name in asked:
+            figures = {key: _rounded(key, x) for key, x in self.figures.get(name, {}).items()}
+            for key in [key for key in figures if key.endswith("_ms")]:
+                figures |= rates(self.cell, machine, self.pairs, key.removesuffix("_ms"), figures[key])
+            why = setup.cannot(self.cell, name) or self.lost.get(name) or "; ".join(dict.fromkeys(self.whys.get(name, [])))
+            found.append(Line(self.cell, name, {key: figures[key] for key in FIGURES if key in figures}, why, self.notes.get(name, "")))
+        return found
+
+
+def _rounded(name: str, x: float) -> float:
+    unit = name.rpartition("_")[2]
+    return float(f"{x:.{DIGITS[unit]}g}") if unit in ("ms", "spread") else round(x, DIGITS[unit]) if unit in DIGITS else float(f"{x:.2g}")
+
+
+class Lost(Exception):
+    """A process that ended, or said nothing within the limit; the peer whose step it was, if it was one's."""
+
+    def __init__(self, peer: str, why: str) -> None:
+        self.peer, self.why = peer, why
+        super().__init__(why)
+
+
+class Child:
+    """A process that measures one cell (none: the machine)."""
+
+    def __init__(self, attempt: Attempt | None, setup: Setup, folder: Path, module: Path) -> None:
+        self.attempt, self.setup, self.folder = attempt, setup, folder
+        self.step = self.doing = ""
+        self.imported = False
+        self.rest = b""
+        folder.mkdir()
+        caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+        threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, len(os.sched_getaffinity(0)) // setup.jobs))}
+        with (folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "attngen.bench.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**threads, **os.environ, **caches},
+                start_new_session=True,  # with the processes that it starts, to be ended with them
+            )
+        job: dict[str, Any] = {"clock": setup.clock, "peers_from": setup.peers_from, "spec": None}
+        if attempt:
+            c = attempt.cell
+            job |= {"spec": c.spec.canonical(), "sizes": [c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv]}
+            job |= {"device": setup.device, "folder": str(module), "peers": attempt.peers, "rounds": setup.rounds}
+        self.send(json.dumps(job))
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(OSError):  # of one that has died, which reading it will show
+            self.process.stdin.write(f"{line}\n".encode())
+            self.process.stdin.flush()
+
+    def until(self, key: str, limit_s: float) -> dict[str, Any]:
+        """Take its messages up to one with that key; Lost if it ends before, or says nothing for so many seconds."""
+        while True:
+            message = self._message(limit_s)
+            if key in message:
+                return message
+            if "error" in message:
+                raise AttngenError(message["error"])
+            self.step, self.doing = message.get("step", self.step), message.get("doing", self.doing)
+            if self.attempt:
+                self.attempt.take(message)
+
+    def go(self) -> Lost | None:
+        """Let it make its next stage; what was lost, if it did not get to the end."""
+        try:
+            if not self.imported:
+                self.until("imported", START_S)
+                self.imported = True
+            self.send("go")
+            self.until("ready", self.setup.limit_s)
+        except Lost as lost:
+            self.stop()
+            return lost
+        return None
+
+    def _message(self, limit_s: float) -> dict[str, Any]:
+        assert self.process.stdout
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self.rest:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise Lost(self.step, f"{self.doing or 'start'}: no end within {limit_s:g} s")
+            read = os.read(self.process.stdout.fileno(), 65536)
+            if not read:
+                raise Lost(self.step, f"{self.doing or 'start'}: {self._end()}")
+            self.rest += read
+        line, _, self.rest = self.rest.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _end(self) -> str:
+        """How it ended, and the last error that it printed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GONE_S)
+        code = self.process.poll()
+        how = "still runs" if code is None else f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        log = (self.folder / "log").read_text(errors="replace").splitlines()
+        last = next((line for line in reversed(log) if "Error" in line), "")
+        return f"its process {how}" + (f" ({sentence(last)})" if last else "")
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it, and what it started."""
+        if self.process.returncode is not None and not self.folder.exists():
+            return
+        self.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def machine(setup: Setup, folder: Path) -> dict[str, Any]:
+    """The GPU, the versions and the roofs of this run; AttngenError where there is no device."""
+    child = Child(None, setup, folder / "machine", folder)
+    try:
+        found: dict[str, Any] = child.until("machine", START_S)["machine"]
+    except Lost as lost:
+        raise AttngenError(f"the GPU cannot be measured: {lost.why}") from lost
+    finally:
+        child.stop()
+    return {**found, **{key: round(found[key], 3) for key in ("matmul_tflops", "copy_tb_s")}}
+
+
+def build(specs: Sequence[Spec], folder: Path) -> dict[str, Path]:
+    """Generate the modules of specs, by their names."""
+    from attngen.emit.files import write_module
+    from attngen.emit.render import render
+    from attngen.passes.pipeline import lower
+
+    for spec in specs:
+        write_module(render(lower(spec)), folder / spec.name)
+    return {spec.name: folder / spec.name for spec in specs}
+
+
+def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callable[[str], None]) -> Iterator[list[Line]]:
+    """Measure each cell beside its peers; gives the lines of each as it is done.
+
+    `results` has the machine, and gets the lines, in the order of the cells; `watch` is told what goes on.
+    """
+    watch("generating modules")
+    cells, peers = list(work), dict(work)
+    modules = build(list({c.spec.name: c.spec for c in cells}.values()), folder)
+    pending = deque(Attempt(c, [p for p in peers[c] if not setup.cannot(c, p)]) for c in cells)
+    count = 0
+    done: list[Child] = []
+
+    def start() -> list[Child]:
+        """The next processes, which import what they need and wait."""
+        nonlocal count
+        found: list[Child] = []
+        while pending and len(found) < setup.jobs:
+            attempt, count = pending.popleft(), count + 1
+            found.append(Child(attempt, setup, folder / f"cell{count}", modules[attempt.cell.spec.name]))
+            done.append(found[-1])
+        return found
+
+    try:
+        batch = start()
+        while batch:
+            watch(f"compiling {len(batch)} of {len(batch) + len(pending)} cells that are left")
+            with ThreadPoolExecutor(len(batch)) as pool:
+                try:
+                    lost = list(pool.map(Child.go, batch))
+                except BaseException:  # whoever interrupts does not want to wait for them
+                    for child in batch:
+                        child.kill()
+                    raise
+            upcoming = start()
+            for child, gone in zip(batch, lost):
+                assert child.attempt
+                watch(f"measuring {child.attempt.cell}")
+                gone = gone or child.go()
+                child.stop()
+                again = _without(child.attempt, gone) if gone else None
+                if again:
+                    pending.append(again)
+                    continue
+                lines = child.attempt.lines(peers[child.attempt.cell], setup, results.machine)
+                results.lines.extend(lines)
+                results.lines.sort(key=lambda line: cells.index(line.cell))
+                yield lines
+            batch = upcoming or start()
+    finally:
+        for child in done:
+            child.stop()
+
+
+def _without(attempt: Attempt, gone: Lost) -> Attempt | None:
+    """The cell again without the peer that was lost, or None where nothing is left; it was nobody's step if all are."""
+    if not gone.peer:
+        attempt.lost |= dict.fromkeys(attempt.peers, gone.why)
+        return None
+    said = attempt.whys.get(gone.peer, [])
+    lost = {**attempt.lost, gone.peer: said[-1] if said else gone.why}
+    rest = [name for name in attempt.peers if name != gone.peer]
+    if not rest:
+        attempt.lost = lost
+        attempt.figures.clear()
+        return None
+    return Attempt(attempt.cell, rest, lost)
+
+
+def progress(lines: Sequence[Line]) -> str:
+    """A cell in one line: TFLOP/s forward and backward of each peer."""
+    return "; ".join(f"{x.peer} {_rate(x, 'fwd')}/{_rate(x, 'bwd')}{f' ({x.why})' if x.why else ''}" for x in lines) + " TFLOP/s"
+
+
+def _rate(line: Line, direction: str) -> str:
+    rate = line.figures.get(f"{direction}_tflops")
+    return "-" if rate is None else f"{rate:.0f}"

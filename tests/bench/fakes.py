@@ -1,0 +1,112 @@
+"""Peers and a clock for the CPU: what goes wrong on a GPU goes wrong here on purpose, in a real child process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from attngen.bench.peers import PEERS as REAL
+from attngen.bench.peers import Call, Peer
+from attngen.bench.problem import Inputs, Problem
+from attngen.bench.timing import Times
+
+
+def machine() -> dict[str, Any]:
+    return {"gpu": "none", "torch": "2", "triton": "3", "matmul_tflops": 0.5, "copy_tb_s": 0.5}
+
+
+def settle() -> None:
+    pass
+
+
+def free_bytes() -> int:
+    return 2**40
+
+
+def held_bytes() -> int:
+    return 0
+
+
+def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:
+    function()
+    return 3 * 2**20, 4 * 2**20
+
+
+def host_us(call: Callable[[int], object], turns: int) -> float:
+    call(0)
+    return 10.0 + turns
+
+
+def device_times(calls: Mapping[str, Callable[[int], object]], rounds: int, say: Callable[[str], object]) -> dict[str, Times]:
+    """The n-th call takes n milliseconds and a half."""
+    found = {}
+    for i, (name, call) in enumerate(calls.items(), 1):
+        say(name)
+        call(0), call(1)
+        found[name] = Times(tuple(i + 0.5 + 0.01 * r for r in range(rounds)))
+    return found
+
+
+def _fails(problem: Problem) -> Call:
+    raise ValueError(f"{problem.folder}/x.cu: no kernel image\nand more")
+
+
+def _wrong(problem: Problem) -> Call:
+    right = REAL["naive"].prepare(problem).forward
+    return Call(lambda x: 2 * right(x), note="doubled")
+
+
+def _hangs(problem: Problem) -> Call:
+    time.sleep(1000)
+    raise AssertionError
+
+
+def _dies(problem: Problem) -> Call:
+    right, calls = REAL["naive"].prepare(problem).forward, [0]
+
+    def forward(x: Inputs) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] > 3:  # first call, memory, results; then the times
+            os.abort()
+        return right(x)
+
+    return Call(forward)
+
+
+def _late(problem: Problem) -> Call:
+    """Its second backward fails."""
+    right, calls = REAL["naive"].prepare(problem).forward, [0]
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+            return grad
+
+    return Call(lambda x: Late.apply(right(x)))
+
+
+def _said(cell: object) -> str:
+    return ""
+
+
+PEERS = {
+    "ours": Peer("ours", _said, REAL["naive"].prepare, compiles=True),
+    "fails": Peer("fails", _said, _fails),
+    "wrong": Peer("wrong", _said, _wrong),
+    "hangs": Peer("hangs", _said, _hangs, compiles=True),
+    "dies": Peer("dies", _said, _dies),
+    "late": Peer("late", _said, _late),
+    "refuses": Peer("refuses", lambda cell: "not today", _fails),
+    "math": REAL["math"],
+}

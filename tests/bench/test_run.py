@@ -1,0 +1,96 @@
+"""Cells in processes of their own, through the real protocol, on the CPU: what a peer does wrong costs it its own figures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from attngen.bench.grids import Cell, cell
+from attngen.bench.results import FIGURES, Line, Results
+from attngen.bench.run import Setup, machine, progress, run
+from attngen.spec import make_spec
+from tests.helpers import ROOT
+
+SETUP = Setup(rounds=3, jobs=2, limit_s=4.0, device="cpu", peers_from="tests.bench.fakes", clock="tests.bench.fakes")
+SPEC = make_spec({"name": "small", "heads": {"sharing": "gqa"}, "head_dim": 16, "dtype": "fp32", "mask": "causal"})
+
+
+def measured(cells: dict[Cell, tuple[str, ...]], folder: Path) -> tuple[Results, list[str]]:
+    results = Results({"matmul_tflops": 0.5, "copy_tb_s": 0.5})
+    watched: list[str] = []
+    for lines in run(cells, SETUP, folder, results, watched.append):
+        assert "TFLOP/s" in progress(lines)
+    return results, watched
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        first, second = (cell("specs", SPEC, n, n, batch=2, heads=4) for n in (24, 32))
+        work = {first: ("ours", "fails", "wrong", "dies", "late", "refuses", "math"), second: ("ours", "hangs")}
+        found, watched = measured(work, folder)
+        assert machine(SETUP, folder)["gpu"] == "none"
+    assert watched[0] == "generating modules" and "measuring small fp32 B2 H4/1 N24" in watched
+    assert sorted(p.name for p in folder.iterdir()) == ["small"]  # what processes left is gone
+    return found
+
+
+def line(results: Results, peer: str, n: int = 24) -> Line:
+    (found,) = [x for x in results.lines if x.peer == peer and x.cell.n_q == n]
+    return found
+
+
+def test_lines_come_in_order(results: Results) -> None:
+    assert [(x.cell.n_q, x.peer) for x in results.lines] == [
+        *((24, peer) for peer in ("ours", "fails", "wrong", "dies", "late", "refuses", "math")),
+        *((32, peer) for peer in ("ours", "hangs")),
+    ]
+
+
+def test_a_peer_that_works_has_every_figure(results: Results) -> None:
+    for n in (24, 32):
+        ours = line(results, "ours", n)
+        assert set(ours.figures) == set(FIGURES) - {"differs"} and ours.why == ""
+        assert (ours.figures["fwd_ms"], ours.figures["allocated_mib"], ours.figures["reserved_mib"]) == (1.51, 3.0, 4.0)
+        assert ours.figures["fwd_spread"] == pytest.approx(0.02 / 1.51, rel=0.05)
+        pairs = 2 * 4 * n * (n + 1) / 2
+        # half a TFLOP/s, half a TB/s: so small a problem is bound by what it moves, in 4 bytes
+        moved = 4 * 2 * (4 + 1) * n * 2 * 16 + 4 * 2 * 4 * n
+        assert ours.figures["fwd_tflops"] == pytest.approx(4 * 16 * pairs / 1.51e9, abs=0.01)
+        assert ours.figures["fwd_roof"] == pytest.approx(max(4 * 16 * pairs, moved) / 0.5e9 / 1.51, abs=1e-4)
+    assert line(results, "math").figures["differs"] < 1e-5 and line(results, "math").why == ""
+
+
+def test_an_error_costs_the_peer_its_figures(results: Results) -> None:
+    fails = line(results, "fails")
+    assert (fails.figures, fails.why) == ({}, "first call: ValueError: x.cu: no kernel image")
+
+
+def test_wrong_results_are_said(results: Results) -> None:
+    wrong = line(results, "wrong")
+    assert wrong.why.startswith("out differs from that of ours by 1.0e+00") and wrong.note == "doubled"
+    assert wrong in results.failed() and line(results, "math") not in results.failed()
+
+
+def test_a_death_while_times_are_taken(results: Results) -> None:
+    dies = line(results, "dies")
+    assert (dies.figures, dies.why) == ({}, "fwd: its process ended by SIGABRT")
+
+
+def test_a_hang(results: Results) -> None:
+    hangs = line(results, "hangs", 32)
+    assert (hangs.figures, hangs.why) == ({}, "first call: no end within 4 s")
+
+
+def test_a_backward_that_runs_out_of_memory_leaves_the_forward(results: Results) -> None:
+    late = line(results, "late")
+    assert {"fwd_ms", "host_us", "first_s"} < set(late.figures) and "bwd_ms" not in late.figures and "allocated_mib" not in late.figures
+    assert late.why == "memory: out of memory"
+
+
+def test_what_a_peer_refuses_is_not_run(results: Results) -> None:
+    assert (line(results, "refuses").figures, line(results, "refuses").why) == ({}, "not today")
