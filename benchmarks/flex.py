@@ -41,8 +41,10 @@ from typing import Any
 import torch
 import torch._functorch.config
 import triton
-from sdpa_flash import build, roofs
 
+from attngen.bench.run import build
+from attngen.bench.timing import roofs
+from attngen.spec import parse_spec
 from attngen.testing import load_module
 
 Mod = Callable[..., Any]  # a mask_mod or score_mod
@@ -517,12 +519,13 @@ def compare_all(chosen: list[Variant], documents: Variant, args: argparse.Namesp
             children += [c for c in (*firsts.values(), *pairs.values(), *memory.values()) if c]
             for v in {v.name: v for v in (*chosen, *([documents] if memory else []))}.values():
                 started = time.perf_counter()
-                build(v.spec(), work)
+                build([parse_spec(v.spec())], work)
                 built[v.name] = time.perf_counter() - started
             say(f"wrote {len(built)} modules in {sum(built.values()):.1f} s")
             await_ready(children)
             say("all processes are ready")
-            product, copy = roofs()
+            found_roofs = roofs()
+            product, copy = found_roofs.matmul_tflops, found_roofs.copy_tb_s
             torch.cuda.empty_cache()
             found |= {"matmul_tflops": product, "copy_tb_s": copy, "torch": torch.__version__, "triton": triton.__version__}
             found["heading"] = [

@@ -14,18 +14,37 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-from sdpa_flash import build, median
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attngen.analysis.numbers import emitted_bytes
 from attngen.analysis.roofline import Problem
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.ir.graph import Module
 from attngen.ir.interface import DIRECTIONS
+from attngen.passes.pipeline import lower
+from attngen.spec import parse_spec
+from attngen.testing import load_module
 
 SHARES = (1, 2, 4, 8, 16)  # one block in so many
+
+
+def build(text: str, folder: Path) -> tuple[Module, ModuleType]:
+    """The module of a spec, lowered and imported."""
+    spec = parse_spec(text)
+    module = lower(spec)
+    write_module(render(module), folder / spec.name)
+    return module, load_module(folder / spec.name)
+
+
+def median(function: object) -> float:
+    """Milliseconds."""
+    return float(triton.testing.do_bench(function, warmup=25, rep=120, return_mode="median"))
 
 
 def times(call: object, qkv: list[torch.Tensor], grad: torch.Tensor) -> tuple[float, float]:

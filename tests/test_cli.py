@@ -15,7 +15,7 @@ import pytest
 from attngen.cli import main
 from tests.helpers import ROOT
 
-COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "list", "new", "schema")
+COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "list", "new", "schema")
 PASSES = (
     "build", "inline-scores", "base-two", "hoist-scalars", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles",
     "pipeline-loads", "dce", "legalize-triton",

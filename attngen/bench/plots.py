@@ -8,13 +8,24 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attngen.bench.grids import Cell
+from attngen.bench.peers import PEERS
 from attngen.bench.results import Line, Results
+from attngen.masks.none import NoMask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MISSING = "no plots: matplotlib is not installed; `pip install attngen[plot]` brings it"
-COLOURS = ("#0b6bcb", "#d1495b", "#3a7d44", "#8d5a97", "#b3761d", "#5b6770", "#17a2a2", "#222222")
+COLOURS = (  # of PEERS
+    "#0b6bcb",
+    "#d1495b",
+    "#3a7d44",
+    "#8d5a97",
+    "#b3761d",
+    "#5b6770",
+    "#17a2a2",
+    "#222222",
+)
 NAMES = {"fwd": "forward", "bwd": "backward"}
 WIDTH, HEIGHT = 3.1, 2.7  # inches of a panel
 Panel = tuple[str, list[Line]]
@@ -47,8 +58,9 @@ def _title(c: Cell) -> str:
     dim = c.spec.head_dim
     width = f"D={dim.qk}" if dim.qk == dim.v else f"D={dim.qk}/{dim.v}"
     heads = f"H={c.heads}" if c.heads == c.kv_heads else f"H={c.heads}/{c.kv_heads}"
+    mask = "no mask" if isinstance(c.spec.mask, NoMask) else c.spec.mask.describe()
     modifiers = f", {c.score}" if c.score else ""
-    return f"{c.spec.mask.describe()}{modifiers}, {c.spec.heads.sharing}\n{width}, {heads}, {c.dtype}"
+    return f"{mask}{modifiers}, {c.spec.heads.sharing}\n{width}, {heads}, {c.dtype}"
 
 
 def _tflops(panels: Sequence[Panel], results: Results) -> str:
@@ -56,7 +68,7 @@ def _tflops(panels: Sequence[Panel], results: Results) -> str:
 
     def draw(axes: Axes, row: int, lines: list[Line]) -> None:
         direction = ("fwd", "bwd")[row]
-        _curves(axes, lines, results.peers(), f"{direction}_tflops", "-")
+        _curves(axes, lines, f"{direction}_tflops", "-")
         axes.axhline(roof, color="#888888", linestyle="--", linewidth=1)
         axes.set_ylim(0, 1.08 * roof)
 
@@ -66,21 +78,22 @@ def _tflops(panels: Sequence[Panel], results: Results) -> str:
 
 def _memory(panels: Sequence[Panel], results: Results) -> str:
     def draw(axes: Axes, row: int, lines: list[Line]) -> None:
-        _curves(axes, lines, results.peers(), "allocated_mib", "-")
-        _curves(axes, lines, results.peers(), "reserved_mib", ":")
+        _curves(axes, lines, "allocated_mib", "-")
+        _curves(axes, lines, "reserved_mib", ":")
         axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
 
     return _figure(panels, ["peak MiB, forward and backward"], draw, results, "solid: allocated; dotted: reserved")
 
 
-def _curves(axes: Axes, lines: list[Line], peers: Sequence[str], figure: str, style: str) -> None:
-    for i, peer in enumerate(peers):
+def _curves(axes: Axes, lines: list[Line], figure: str, style: str) -> None:
+    for peer, colour in zip(PEERS, COLOURS):
         points = sorted((line.cell.n_kv, line.figures[figure]) for line in lines if line.peer == peer and figure in line.figures)
         if points:
             ours = {"linewidth": 2.2, "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
             xs, ys = zip(*points)
             label = ("attngen" if peer == "ours" else peer) if style == "-" else None
-            axes.plot(xs, ys, style, color=COLOURS[i % len(COLOURS)], marker="o", markersize=3, label=label, **ours)  # type: ignore[arg-type]
+            axes.plot(xs, ys, style, color=colour, marker="o", markersize=3, label=label, **ours)  # type: ignore[arg-type]
 
 
 def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Results, note: str) -> str:

@@ -215,9 +215,9 @@ def ratios(results: Results) -> Iterator[str]:
             if peer != "ours" and found:
                 least, where = min(found, key=lambda pair: pair[0])
                 mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
-                parts.append(f"{name} {mean:.2f}x of {len(found)}, least {least:.2f}x ({where})")
+                parts.append(f"{name} {mean:.2f}x on average, {least:.2f}x at least ({where})")
         if parts:
-            yield f"ours over {peer}: {'; '.join(parts)}"
+            yield f"ours over {peer}, {len(found)} cells: {'; '.join(parts)}"
 
 
 # ---------------------------------------------------------------------------------------------- an older run

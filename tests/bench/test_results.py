@@ -1,0 +1,224 @@
+"""Results as JSON, CSV, tables and plots, beside an older run, and the command that shows them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from attngen.bench import plots
+from attngen.bench.grids import cell, paper
+from attngen.bench.results import FIGURES, Line, Results, failures, moves, other_machine, rates, ratios, read_results, rows, sentence
+from attngen.bench.run import Setup
+from attngen.bench.work import select
+from attngen.cli import main
+from attngen.errors import AttngenError
+from attngen.spec import make_spec
+from tests.helpers import ROOT
+
+MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "matmul_tflops": 800.0, "copy_tb_s": 4.0}
+CELLS = paper().cells[:3]
+
+
+def line(at: int, peer: str, fwd: float | None, bwd: float | None = None, spread: float = 0.01, why: str = "") -> Line:
+    figures = {}
+    for d, ms in (("fwd", fwd), ("bwd", bwd)):
+        if ms is not None:
+            figures |= {f"{d}_ms": ms, f"{d}_spread": spread} | rates(CELLS[at], MACHINE, 1000, d, ms)
+    return Line(CELLS[at], peer, {**figures, "allocated_mib": 100.0 + at, "host_us": 20.0}, why, "a remark" if peer == "flash" else "")
+
+
+def results(*lines: Line) -> Results:
+    return Results(dict(MACHINE), list(lines))
+
+
+RUN = results(
+    line(0, "ours", 1.0, 2.5),
+    line(0, "flash", 2.0, 2.5),
+    line(0, "naive", None, why='first call: "out of\nmemory"'),
+    line(1, "ours", 4.0, 9.0),
+    line(1, "flash", 2.0, 18.0),
+)
+
+
+def test_json_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(RUN.text())
+    back = read_results(path)
+    assert back.text() == RUN.text() and back.machine == RUN.machine
+    assert [x.key for x in back.lines] == [x.key for x in RUN.lines]
+    assert [(x.figures, x.why, x.note) for x in back.lines] == [(x.figures, x.why, x.note) for x in RUN.lines]
+    assert len([x for x in RUN.text().splitlines() if '"peer": ' in x]) == len(RUN.lines)  # one a line
+    assert moves(back, RUN) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"specs": {}, "lines": []}', RUN.text().replace('"spec": "causal_mha_d64"', '"spec": "x"')]
+)
+def test_what_holds_no_results(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(AttngenError, match=r"x.json: not the results of `attngen bench`; expected its results.json"):
+        read_results(path)
+
+
+def test_csv() -> None:
+    found = list(csv.DictReader(io.StringIO(RUN.csv())))
+    assert [x["peer"] for x in found] == ["ours", "flash", "naive", "ours", "flash"]
+    assert float(found[0]["fwd_ms"]) == 1.0 and found[2]["fwd_ms"] == "" and found[2]["why"].startswith("first call")
+    assert set(FIGURES) < set(found[0])
+
+
+def test_rates_by_hand() -> None:
+    spec = make_spec({"name": "x", "heads": {"sharing": "mqa"}, "head_dim": {"qk": 192, "v": 128}})
+    c = cell("", spec, 100, 200, batch=2, heads=8)
+    pairs = 10**9  # bound by arithmetic
+    assert rates(c, MACHINE, pairs, "fwd", 2.0) == {"fwd_tflops": 320.0, "fwd_roof": 0.4}
+    assert rates(c, MACHINE, pairs, "bwd", 2.0) == {"bwd_tflops": 800.0, "bwd_roof": 1.0}
+    assert rates(c, MACHINE, pairs, "both", 2.8) == {"both_tflops": 800.0, "both_roof": 1.0}
+    rows_q, rows_kv = 2 * 8 * 100, 2 * 200  # bound by memory: q, k, v, out and the LSE; then those and dO, and three gradients
+    forward = 2 * (rows_q + rows_kv) * 320 + 4 * rows_q
+    assert rates(c, MACHINE, 1, "fwd", 1e-3)["fwd_roof"] == pytest.approx(forward / 4e12 / 1e-6, abs=1e-4)
+    backward = 2 * (rows_q * (192 + 128 + 128 + 192) + rows_kv * 2 * (192 + 128)) + 4 * rows_q
+    assert rates(c, MACHINE, 1, "bwd", 1e-3)["bwd_roof"] == pytest.approx(backward / 4e12 / 1e-6, abs=1e-4)
+
+
+def test_the_table_and_the_ratios() -> None:
+    found = list(rows(RUN))
+    assert found[0][:3] == (str(CELLS[0]), "ours", "1.000") and found[1][:2] == ("", "flash")
+    assert found[2][2:5] == ("-", "-", "-") and found[2][-1].startswith("first call")
+    (text,) = ratios(RUN)  # naive has no figures
+    assert text == (
+        f"ours over flash, 2 cells: forward 1.00x on average, 0.50x at least ({CELLS[1]}); "
+        f"backward 1.41x on average, 1.00x at least ({CELLS[0]})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "spread", "moved"),
+    [
+        (1.0, 1.019, 0.001, ""),  # below the floor
+        (1.0, 1.03, 0.001, "+3.0%"),
+        (1.0, 0.95, 0.001, "-5.0%"),
+        (1.0, 1.05, 0.03, ""),  # within both spreads together
+        (1.0, 1.07, 0.03, "+7.0%"),
+        (1.0, None, 0.01, "1.000 ms before, no figure now"),
+        (None, 1.0, 0.01, "no figure before, 1.000 ms now"),
+        (None, None, 0.01, ""),
+    ],
+)
+@pytest.mark.parametrize("peer", ["ours", "flash"])
+def test_what_moved(before: float | None, after: float | None, spread: float, moved: str, peer: str) -> None:
+    found = moves(results(line(0, peer, after, spread=spread)), results(line(0, peer, before, spread=spread), line(1, peer, 9.0)))
+    assert len(found) == bool(moved) and all(moved in str(move) for move in found)
+    slower = peer == "ours" and bool(moved) and (after is None or before is not None and after > before)
+    assert bool(failures(found)) == slower
+
+
+def test_another_machine() -> None:
+    other = Results({**MACHINE, "gpu": "NVIDIA B200", "triton": "3.9.0"})
+    assert other_machine(other, RUN) == "gpu NVIDIA H200 then, NVIDIA B200 now; triton 3.6.0 then, 3.9.0 now"
+    assert other_machine(RUN, RUN) == ""
+
+
+def test_the_cells_of_an_older_run(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(RUN.text())
+    old = read_results(tmp_path / "old.json")
+    work = select([], [], old, None, None, {})
+    assert [(str(c), peers) for c, peers in work.items()] == [
+        (str(CELLS[0]), ("ours", "flash", "naive")),
+        (str(CELLS[1]), ("ours", "flash")),
+    ]
+    assert [c.spec.hash() for c in work] == [c.spec.hash() for c in CELLS[:2]]
+
+
+def test_errors_lose_their_folders() -> None:
+    assert sentence("\n  /home/me/x/y.cu(3): a / b is not /tmp/z\nmore") == "y.cu(3): a / b is not z"
+    assert len(sentence("x" * 500)) == 120
+
+
+# ---------------------------------------------------------------------------------------------- plots
+
+
+def test_plots_are_the_same_to_the_byte() -> None:
+    if not plots.available():
+        pytest.fail("matplotlib is missing; it comes with the dev extra")
+    found = plots.plots(RUN)
+    assert list(found) == ["paper-tflops.svg", "paper-memory.svg"] and found == plots.plots(RUN)
+    for text in found.values():
+        assert text.startswith("<?xml") and "<dc:date>" not in text and str(ROOT) not in text
+    assert found["paper-tflops.svg"].count("<!-- causal, mha -->") == 1
+    assert "<!-- attngen -->" in found["paper-tflops.svg"] and "<!-- flash -->" in found["paper-memory.svg"]
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *args])
+    return (caught.value.code or 0), *capsys.readouterr()
+
+
+def test_a_run_is_shown_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("old.json").write_text(RUN.text())
+    code, output, _ = command(capsys, "--from", "old.json", "--compare", "old.json", "--out", "bench")
+    assert (
+        code == 0
+        and "roofs: 800 TFLOP/s bf16 matrix product, 4.00 TB/s copy" in output
+        and output.endswith("0 times moved; 5 lines in both runs\n")
+    )
+    assert {p.name for p in Path("bench").iterdir()} == {"results.json", "results.csv", "paper-tflops.svg", "paper-memory.svg"}
+    assert Path("bench/results.json").read_text() == RUN.text()
+    slow = replace(RUN, lines=[line(0, "ours", 1.5, 2.5), line(0, "flash", 9.0, 2.5)], machine={**MACHINE, "torch": "2.15.0"})
+    Path("slow.json").write_text(slow.text())
+    monkeypatch.setattr(plots, "available", lambda: False)
+    code, output, errors = command(capsys, "--from", "slow.json", "--compare", "old.json", "--out", "b2")
+    assert code == 1 and "another machine: torch 2.11.0 then, 2.15.0 now" in output and "2 times moved" in output
+    assert errors == f"error: slower than in old.json: {CELLS[0]} ours fwd: 1.000 ms before, 1.500 ms now: +50.0% (spread 2.0%)\n"
+    assert "no plots: matplotlib is not installed; `pip install attngen[plot]` brings it" in output
+    assert {p.name for p in Path("b2").iterdir()} == {"results.json", "results.csv"}
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--from", "x.json", "--grid", "fa3"], "--from shows a run as it is; leave out SPECS, --grid, --only and --list"),
+        (["--from", "x.json"], "x.json: No such file or directory"),
+        ([], "nothing to measure; expected `attngen bench specs/NAME.yaml`, `attngen bench --grid fa3` or --compare FILE"),
+    ],
+)
+def test_a_wrong_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(capsys, *args)[0::2] == (1, f"error: {error}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the clock of tests/bench/fakes.py; ours is Triton's interpreter."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("attngen.bench.run.Setup", partial(Setup, device="cpu", clock="tests.bench.fakes"))
+    (tmp_path / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\nmask: {all_of: [causal, document]}\n")
+    code, output, errors = command(
+        capsys, "small.yaml", "--n", "48", "--batch", "1", "--heads", "2", "--peers", "naive,ours,flash", "--rounds", "2"
+    )
+    assert code == 0, errors
+    assert re.search(
+        r"^\[\d+ s\] 1/1 small fp16 B1 H2 N48: ours \d+/\d+; flash -/- \(no mask but causal and none\); naive \d+/\d+ TFLOP/s$",
+        errors,
+        re.M,
+    )
+    found = read_results(tmp_path / "bench" / "results.json")
+    assert [x.peer for x in found.lines] == ["ours", "flash", "naive"] and not found.failed()
+    assert 0 < found.lines[2].figures["differs"] < 1e-2
+    assert "bench/specs-tflops.svg" in output
