@@ -503,10 +503,16 @@ def bench(
             return
         start = time.perf_counter()
         with err.status("measuring the roofs") as status, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            results = Results(machine(setup, Path(folder)))
-            for i, lines in enumerate(run(work, setup, Path(folder), results, status.update), 1):
-                write_whole(out_dir / "results.json", results.text())
-                err.print(f"[{time.perf_counter() - start:.0f} s] {i}/{len(work)} {lines[0].cell}: {progress(lines)}")
+
+            def watch(text: str, done: bool = False) -> None:
+                status.update(text)
+                if done or not err.is_terminal:
+                    err.print(f"[{time.perf_counter() - start:.0f} s] {text}")
+
+            results = Results({**machine(setup, Path(folder)), "rounds": rounds})
+            for i, lines in enumerate(run(work, setup, Path(folder), results, watch), 1):
+                write_whole(out_dir / "results.json", results.text())  # what a run that is ended early keeps
+                watch(f"{i}/{len(work)} {lines[0].cell}: {progress(lines)}", done=True)
     _show_bench(results, out_dir)
     failed = [f"{line.cell} {line.peer}: {line.why}" for line in results.failed()]
     if old:

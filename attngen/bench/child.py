@@ -120,13 +120,13 @@ class Bench:
                 call = self.peers[name].prepare(self.problem)
                 with call.around():
                     out = call.forward(inputs)
-                self.clock.settle()
+                self.clock.wait()
                 self.calls[name] = call
                 self.tell(peer=name, note=call.note, first_fwd_s=time.perf_counter() - started)
             if out is not None and name in self.calls:
                 with self.backward(name, "first backward"):
                     inputs.gradients(out)
-                    self.clock.settle()
+                    self.clock.wait()
                     self.tell(peer=name, first_s=time.perf_counter() - started)
             del out
 
@@ -176,6 +176,7 @@ class Bench:
 
     def times(self, held: dict[str, int]) -> None:
         """The three times, peers in turn; of the backward of those that keep much for it, one peer at a time."""
+        self.tell(step="", doing="making the inputs")
         free, one = self.clock.free_bytes(), self.problem.set_bytes
         sets = [self.problem.draw(i) for i in range(max(1, min(SETS, int(free / 8 / one))))]
         light = [name for name in self.calls if held.get(name, 0) <= HEAVY * free]

@@ -235,9 +235,16 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
     watch("generating modules")
     cells, peers = list(work), dict(work)
     modules = build(list({c.spec.name: c.spec for c in cells}.values()), folder)
-    pending = deque(Attempt(c, [p for p in peers[c] if not setup.cannot(c, p)]) for c in cells)
+    attempts = [Attempt(c, [p for p in peers[c] if not setup.cannot(c, p)]) for c in cells]
+    pending = deque(a for a in attempts if a.peers)
     count = 0
     done: list[Child] = []
+
+    def keep(attempt: Attempt) -> list[Line]:
+        lines = attempt.lines(peers[attempt.cell], setup, results.machine)
+        results.lines.extend(lines)
+        results.lines.sort(key=lambda line: cells.index(line.cell))
+        return lines
 
     def start() -> list[Child]:
         """The next processes, which import what they need and wait."""
@@ -249,6 +256,9 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
             done.append(found[-1])
         return found
 
+    for attempt in attempts:
+        if not attempt.peers:
+            yield keep(attempt)
     try:
         batch = start()
         while batch:
@@ -270,10 +280,7 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
                 if again:
                     pending.append(again)
                     continue
-                lines = child.attempt.lines(peers[child.attempt.cell], setup, results.machine)
-                results.lines.extend(lines)
-                results.lines.sort(key=lambda line: cells.index(line.cell))
-                yield lines
+                yield keep(child.attempt)
             batch = upcoming or start()
     finally:
         for child in done:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ FLUSH_BYTES = 2**28  # several times the largest L2
 ROUND_MS = 12.0  # of device time that one call gets in a round, as far as 3 to 10 turns go
 CYCLES_PER_US = 2000  # of torch.cuda._sleep: no GPU's clock is much faster
 _flush: dict[torch.device, torch.Tensor] = {}
-_sleep: Callable[[int], None] = torch.cuda._sleep  # these two have no types
+_sleep: Callable[[int], None] = torch.cuda._sleep  # these have no types
+_cudnn: Callable[[], int] = torch.backends.cudnn.version
 _event: Callable[..., Any] = torch.cuda.Event
 
 
@@ -128,12 +131,20 @@ def machine() -> dict[str, Any]:
         raise RuntimeError("torch sees no CUDA device")
     found = roofs()
     versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    versions["cudnn"] = str(_cudnn())
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["fa4"] = metadata.version("flash-attn-4")
     return {**versions, "matmul_tflops": found.matmul_tflops, "copy_tb_s": found.copy_tb_s}
 
 
-def settle() -> None:
-    """Wait for the device, and give back what nothing holds: cached memory, workspaces of libraries. Fails where a kernel has failed."""
+def wait() -> None:
+    """Until the device has done what it was asked for. Fails where a kernel has failed."""
     torch.cuda.synchronize()
+
+
+def settle() -> None:
+    """Wait, and give back what nothing holds: cached memory, workspaces of libraries."""
+    wait()
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -156,5 +167,5 @@ def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:
     held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     function()
-    torch.cuda.synchronize()
+    wait()
     return torch.cuda.max_memory_allocated() - held[0], torch.cuda.max_memory_reserved() - held[1]

@@ -19,6 +19,10 @@ def machine() -> dict[str, Any]:
     return {"gpu": "none", "torch": "2", "triton": "3", "matmul_tflops": 0.5, "copy_tb_s": 0.5}
 
 
+def wait() -> None:
+    pass
+
+
 def settle() -> None:
     pass
 

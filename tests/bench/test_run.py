@@ -30,8 +30,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        first, second = (cell("specs", SPEC, n, n, batch=2, heads=4) for n in (24, 32))
-        work = {first: ("ours", "fails", "wrong", "dies", "late", "refuses", "math"), second: ("ours", "hangs")}
+        first, second, third = (cell("specs", SPEC, n, n, batch=2, heads=4) for n in (24, 32, 40))
+        work = {first: ("ours", "fails", "wrong", "dies", "late", "refuses", "math"), second: ("ours", "hangs"), third: ("refuses",)}
         found, watched = measured(work, folder)
     assert watched[0] == "generating modules" and "measuring small fp32 B2 H4/1 N24" in watched
     assert sorted(p.name for p in folder.iterdir()) == ["small"]  # what processes left is gone
@@ -47,6 +47,7 @@ def test_lines_come_in_order(results: Results) -> None:
     assert [(x.cell.n_q, x.peer) for x in results.lines] == [
         *((24, peer) for peer in ("ours", "fails", "wrong", "dies", "late", "refuses", "math")),
         *((32, peer) for peer in ("ours", "hangs")),
+        (40, "refuses"),
     ]
 
 
@@ -92,4 +93,5 @@ def test_a_backward_that_runs_out_of_memory_leaves_the_forward(results: Results)
 
 
 def test_what_a_peer_refuses_is_not_run(results: Results) -> None:
-    assert (line(results, "refuses").figures, line(results, "refuses").why) == ({}, "not today")
+    for n in (24, 40):
+        assert (line(results, "refuses", n).figures, line(results, "refuses", n).why) == ({}, "not today")
