@@ -26,6 +26,7 @@ class DeviceClass:
     threads_per_warp: int = 32
     matrix_rows: int  # least rows of a matrix instruction's accumulator
     flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed
+    tma: bool = False  # has an engine that copies tiles by descriptors of tensors, made by the host
     reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
@@ -53,7 +54,7 @@ class Device:
 
 _CUDA = (
     "CUDA C++ Programming Guide 13.0, technical specifications per compute capability; "
-    "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block"
+    "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block; Tensor Memory Accelerator from 9.0 on"
 )
 
 CLASSES = {
@@ -77,6 +78,7 @@ CLASSES = {
             smem_per_sm=228 * KIB,
             matrix_rows=64,
             flops_per_cycle={"16-bit": 4096, "tf32": 2048, "ieee": 256},
+            tma=True,
             reads_shared=True,
             moves_random=False,
             source=f"{_CUDA}; NVIDIA H100 whitepaper, 2022",
@@ -89,6 +91,7 @@ CLASSES = {
             smem_per_sm=228 * KIB,
             matrix_rows=64,
             flops_per_cycle={"16-bit": 8192, "tf32": 4096, "ieee": 256},
+            tma=True,
             reads_shared=True,
             keeps_reused=True,
             source=f"{_CUDA}; NVIDIA Blackwell datasheet, 2024",

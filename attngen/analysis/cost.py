@@ -1,17 +1,19 @@
 """The model that tile selection minimises: cycles of one SM per tile, times the tiles that the mask leaves.
 
-    cycles = MATRIX * (flops of the tile's dots / rate) + ALU * scores + STREAM * bytes loaded + LATENCY(stages) / occupancy
+    cycles = matrix * (flops of the tile's dots / rate) + alu * scores + stream * bytes loaded + latency(stages) / occupancy
 
-Programs of 8 warps pay SPLIT of the first two more, for keeping their halves in step. Partial tiles of the forward take MASKED *
-scores / occupancy on top: its running maximum waits for the mask (where data lists blocks it is not known which are partial). Where
-data bounds the loop row by row, rows up to REACH away count. The constants are a least-squares fit to measured schedules of the three
-kernels on one H200, on which the model's choice is 2 to 3% slower than the best on average, and MASKED to masked tiles alone; REACH is
-half a document of usual length (docs/perf-log.md, sections 2 and 12).
+Programs of 8 warps pay `split` of the first two more, for keeping their halves in step. Partial tiles of the forward take `masked` *
+scores / occupancy on top: its running maximum waits for the mask (where data lists blocks it is not known which are partial). A program
+takes `start` / occupancy besides its tiles. Where data bounds the loop row by row, rows up to REACH away count.
+
+The constants are least-squares fits to measured schedules of the kernels on one H200: POINTERS to tiles that threads copy,
+DESCRIPTORS to tiles that the device's engine copies. On these the model's choice is 2 to 3% slower than the best on average; REACH is half
+a document of usual length (docs/perf-log.md, sections 2, 12 and 13).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,16 +23,29 @@ from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Dot, Gather, Load, SoftmaxStep
 
-MATRIX = 0.62
-ALU = 0.032  # cycles per score: the exponential and the arithmetic around it
-STREAM = 0.008  # cycles per byte that a turn loads from L2
-LATENCY = {1: 2500, 2: 1080, 3: 665}  # cycles per turn that only other programs on the SM hide, by depth of the ring
-SPLIT_MATRIX, SPLIT_ALU = 0.2, 0.019
-MASKED = 0.17  # cycles per score of a partial tile of the forward that only other programs on the SM hide
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The constants of the model, and what Triton's compiler does with registers, as measured."""
+
+    matrix: float
+    alu: float  # cycles per score: the exponential and the arithmetic around it
+    stream: float  # cycles per byte that a turn loads from L2
+    latency: tuple[float, float, float]  # cycles per turn that only other programs on the SM hide, by depth of the ring: 1, 2, 3
+    split_matrix: float
+    split_alu: float
+    masked: float  # cycles per score of a partial tile of the forward that only other programs on the SM hide
+    start: float  # cycles of a program before and after its loops that only other programs on the SM hide
+    tight: float  # cycles per score and register of live tiles above ROOMY, of which the compiler makes worse code
+    other_registers: int  # per thread: what it takes besides live tiles
+    live_limit: int  # registers per thread that live tiles may take before it spills
+
+
+POINTERS = Fit(0.62, 0.032, 0.008, (2500, 1080, 665), 0.2, 0.019, 0.17, 0, 0, 70, 170)
+DESCRIPTORS = Fit(0.85, 0.011, 0, (2500, 1010, 536), 0.13, 0.031, 0.085, 7000, 0.016 / 64, 30, 200)
+ROOMY = 128
 REACH = 500  # rows before and after a tile that stand for what documents and the like let it see
-# Triton's compiler, as measured (docs/perf-log.md); the limits of the hardware are in devices.py
-OTHER_REGISTERS = 70  # per thread: what it takes besides live tiles
-LIVE_LIMIT = 170  # registers per thread that live tiles may take before it spills
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
 MANY_ROWS = 4096  # rows that stand for "any number"
 
@@ -62,7 +77,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
         name += "+blocks" if not module.blocks.data else "+data+pairs" if _reads_pairs(kernel) else "+data"
     name += "+dropout" * kernel.draws
     qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
-    tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
+    tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"
     score = f" score={module.score}" if module.score != "none" and kernel.loops else ""
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
 
@@ -74,7 +89,8 @@ def _reads_pairs(kernel: Kernel) -> bool:
 
 def cost(module: Module, kernel: Kernel, row: Row) -> float:
     """Modelled SM cycles of a kernel over one head with as many rows as the schedule row is for; inf if it cannot run."""
-    if misfit(module, kernel, row) or registers_per_thread(module, kernel, row) > LIVE_LIMIT or spills(module, kernel, row):
+    fit, live = fitted(row), registers_per_thread(module, kernel, row)
+    if misfit(module, kernel, row) or live > fit.live_limit or spills(module, kernel, row):
         return float("inf")
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp
@@ -90,10 +106,11 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
         matrix += flops / device.flops_per_cycle[how] * (2 if crowded else 1)
     scores = row.block_q * row.block_kv
     split = row.num_warps > 4
-    cycles = (MATRIX + SPLIT_MATRIX * split) * matrix + (ALU + SPLIT_ALU * split) * scores
-    cycles += STREAM * streamed_bytes(module, kernel, row)
+    cycles = (fit.matrix + fit.split_matrix * split) * matrix
+    cycles += (fit.alu + fit.split_alu * split + fit.tight * max(0, live - ROOMY)) * scores
+    cycles += fit.stream * streamed_bytes(module, kernel, row)
     programs = occupancy(module, kernel, row)
-    cycles += LATENCY[min(row.num_stages, 3)] / programs
+    cycles += fit.latency[min(row.num_stages, 3) - 1] / programs
     if not tiled:
         return cycles
     rows = row.max_rows or MANY_ROWS
@@ -101,15 +118,20 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     cycles *= count_tiles(kernel, *shape, reach=REACH)
     listed = module.blocks is not None and module.blocks.data  # data alone says which tiles are partial
     if not listed and any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
-        cycles += MASKED * scores / programs * count_tiles(kernel, *shape, "partial", REACH)
-    return cycles
+        cycles += fit.masked * scores / programs * count_tiles(kernel, *shape, "partial", REACH)
+    return cycles + fit.start / programs * -(-rows // own)
+
+
+def fitted(row: Row) -> Fit:
+    """The constants that hold for a schedule row."""
+    return DESCRIPTORS if row.tma else POINTERS
 
 
 def occupancy(module: Module, kernel: Kernel, row: Row) -> int:
     """Programs that share an SM: bound by shared memory and by registers."""
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp
-    registers = min(device.registers_per_thread, registers_per_thread(module, kernel, row) + OTHER_REGISTERS)
+    registers = min(device.registers_per_thread, registers_per_thread(module, kernel, row) + fitted(row).other_registers)
     by_sram = device.smem_per_sm // max(1, sram_bytes(module, kernel, row) + device.smem_reserved)
     return max(1, min(by_sram, device.registers_per_sm // (registers * threads)))
 

@@ -18,6 +18,7 @@ from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Gather, Init, Lo
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
 BARRIERS = 32  # bytes, of what runs beside the program's warps
+TMA_BARRIERS = 64  # bytes, of the copies in flight
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
 WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
@@ -46,7 +47,7 @@ def tile_bytes(t: Type) -> Expr:
 
 
 @cache
-def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved: int, random: int, aligned: bool = True) -> Expr:
+def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved: int, random: int, aligned: bool = True, tma: bool = False) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
     How deep a ring of `stages` is depends on whether matrix instructions read their operands from shared memory (see
@@ -85,7 +86,7 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
     if not device.shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared:
-            statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
+            statistics = ALIGNMENT * cdiv(statistics + barriers + TMA_BARRIERS * tma, ALIGNMENT) + barriers
         streamed += statistics
     streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
@@ -159,7 +160,7 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
-    return sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module))
+    return sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma)
 
 
 def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:

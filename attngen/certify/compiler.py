@@ -23,10 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attngen.analysis.sram import aligned
+from attngen.analysis.sram import aligned, sizes
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.interface import SIGNATURES
+from attngen.ir.ops import Base, Load
 
 _TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}
 _EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
@@ -66,15 +67,21 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
     """
     device = CLASSES[row.device]
     element = "fp32" if row.elem_bytes == 4 else next(d for d in module.dtypes if d != "fp32")
-    types = []
+    types, dims = [], sizes(module, row)
+    described = {}  # tensor -> rows and columns of its tiles
+    for op in kernel.ops():
+        base = kernel.op(op.src.tensor) if isinstance(op, Load) and op.via else None
+        if isinstance(op, Load) and isinstance(base, Base):
+            described[base.src.tensor] = ", ".join(str(dims[d.removesuffix("_PAD")]) for d in op.type.dims)
     for arg in kernel.args:
         dtype = element if arg.type.dtype == "T" else _TYPES[arg.type.dtype]
-        types.append((arg.name, dtype if arg.role == "scalar" else f"*{dtype}"))
+        tile = described.get(arg.name) if row.tma else None
+        types.append((arg.name, f"tensordesc<{dtype}[1, 1, {tile}]>" if tile else dtype if arg.role == "scalar" else f"*{dtype}"))
     return Job(
         file,
         kernel.name,
         tuple(types),
-        (("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv)),
+        (("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("TMA", row.tma)),
         (("num_warps", row.num_warps), ("num_stages", row.num_stages)),
         device.arch if arch is None else arch,
         device.threads_per_warp,

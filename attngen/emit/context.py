@@ -41,6 +41,7 @@ from attngen.ir.ops import (
     Yield,
 )
 
+SIZES = ("B", "Hq", "Hkv", "group", "Nq", "Nk")  # scalars that the tensors' shapes give
 LETTERS = {"B": "b", "Hq": "h", "Hkv": "h", "Nq": "n", "Nk": "n", "Tq": "t", "Tk": "t"}  # how strides are named; others by number
 
 
@@ -62,6 +63,7 @@ class KernelView:
     params: list[str]
     tiles: list[str]
     dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
+    tma: bool  # has the flag TMA, by which tiles are read through descriptors, given in place of their tensors
     learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
     not_specialized: list[str]
     prologue: list[str]
@@ -145,7 +147,8 @@ class KernelContext:
         args = kernel.args
         nodes = self.block("entry", "entry")
         used = _names_in(nodes)
-        sizes = [a.name for a in args if a.role == "scalar"]
+        scalars = [a.name for a in args if a.role == "scalar"]
+        numbers, sizes = [s for s in scalars if s not in SIZES], [s for s in scalars if s in SIZES]
         tensors = [a for a in args if a.role != "scalar"]
         strides = [s for a in tensors for s in stride_names(a) if s in used]
         prologue = self._prologue(used)
@@ -153,11 +156,12 @@ class KernelContext:
         return KernelView(
             name=kernel.name,
             summary=SUMMARIES[kernel.name],
-            params=[*(a.name for a in tensors), *sizes, *strides],
+            params=[*(a.name for a in tensors), *numbers, *sizes, *strides],
             tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
             dropout=kernel.draws,
+            tma=any(isinstance(op, Load) and op.via for op in kernel.ops()),
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
-            not_specialized=[s for s in sizes if s in ("Nq", "Nk", "dropout_threshold")],
+            not_specialized=[s for s in (*numbers, *sizes) if s in ("Nq", "Nk", "dropout_threshold")],
             prologue=prologue,
             nodes=nodes,
             words=words,
@@ -181,7 +185,8 @@ class KernelContext:
             if off in used or f"{axis}_idx" in used:
                 lines.append(f"{off} = tl.arange(0, {AXIS_DIM[axis]})")
         if "dtype" in used:
-            tensor = next(a.name for a in self.kernel.args if a.type.dtype == "T")
+            tensors = [a for a in self.kernel.args if a.type.dtype == "T"]
+            tensor = next((a.name for a in tensors if a.role == "out"), tensors[0].name)  # those read may be descriptors
             lines.append(f"dtype = {tensor}.dtype.element_ty")
         if f"{own.var}_idx" in used:
             lines.append(f"{own.var}_idx = {own.var}_start + {own.var}_off")
@@ -289,7 +294,9 @@ class KernelContext:
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)
         assert isinstance(tensor, Arg)
-        return {"var": op.name, "expr": self._start(op.src, tensor)}
+        users = [self.kernel.op(name) for name in self.kernel.graph.successors(op.name)]
+        described = all(isinstance(u, Load) and u.via for u in users)
+        return {"var": op.name, "expr": self._start(op.src, tensor), "described": described}
 
     def _start(self, access: Access, tensor: Arg) -> str:
         """Where the rows of one (batch, head) of a tensor start, in 64 bits."""
@@ -334,7 +341,17 @@ class KernelContext:
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls, op.type.dims)
         other = "False" if op.type.dtype == "b1" else self._constant(op.other)
-        return {"var": self.var(op.name), "ptr": self._pointer(op.src, op.type.dims), "check": check, "other": other}
+        text = {"var": self.var(op.name), "ptr": self._pointer(op.src, op.type.dims), "check": check, "other": other}
+        return {**text, "described": self._described(op) if op.via else ""}
+
+    def _described(self, op: Load) -> str:
+        """The tile, read through a descriptor: its sequence and head are dimensions of one element."""
+        base = self.kernel.op(op.src.tensor)
+        assert isinstance(base, Base)
+        heads = [self.scalar(i) for i in base.src.index]
+        rows, _ = op.src.axes()
+        shape = ", ".join(op.type.dims)
+        return f"{base.src.tensor}.load([{', '.join([*heads, f'{rows}_start', '0'])}]).reshape({shape})"
 
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)

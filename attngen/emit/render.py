@@ -13,12 +13,12 @@ import jinja2
 import sympy
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
-from attngen.emit.context import KernelContext, KernelView, stride_names
+from attngen.emit.context import SIZES, KernelContext, KernelView, stride_names
 from attngen.errors import AttngenError, suggest
 from attngen.ir.expr import clamp, floordiv, mod, parse, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Module, Unfit
 from attngen.ir.interface import DROPOUT_SCALARS, STRIP, block_lists, verify_interface
-from attngen.ir.ops import Base, Gather, Load, Map, Mask
+from attngen.ir.ops import AXIS_DIM, Base, Gather, Load, Map, Mask
 from attngen.ir.text import print_module
 from attngen.scores import derive_functions
 
@@ -115,6 +115,7 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
         "interpreted": _interpreted(module, sizes[0]),
         "device_classes": device_classes,
         "kernels": list(views.values()),
+        "tma": any(view.tma for view in views.values()),
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
@@ -138,8 +139,9 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
                 continue
             blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
             config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
+            config |= {"TMA": row.tma} if views[kernel].tma else {}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
-            entry.append((row.max_rows, json.dumps(config)))
+            entry.append((row.max_rows, "{" + ", ".join(f'"{key}": {value}' for key, value in config.items()) + "}"))
         out.append((kernel, list(classes.items())))
     return out
 
@@ -218,6 +220,8 @@ def _module_context(module: Module) -> dict[str, Any]:
         "keyword_args": [f"{n}={n}" for n in passed] + dropping + ["scale=self.scale", "return_lse=return_lse"],
         "tensors": tensors,
         "scalars": scalars,
+        "integers": _integers(numbers),
+        "needing": [f"{name}.requires_grad" for name in ("q", "k", "v", *learned)],
         "operands": tensors + scalars,
         "operands_in": [
             f"plan.{n}" if n in fields or (data and n in lists) else f"blocks.{n}" if n in lists else n for n in tensors + scalars
@@ -244,7 +248,9 @@ class _Data(NamedTuple):
     inputs: list[Input]  # that say it, or from which it is derived
     checks: list[str]
     derive_calls: list[tuple[list[str], str]]
+    tensors: list[str]
     operands: list[str]
+    integers: str  # those of the operands, as a tuple that is added to another
     schema: list[str]
     sizes: str  # of sequences and heads: 1 where the mask is the same for all
     shape: str  # of what there is an element of for each strip of a block
@@ -261,11 +267,19 @@ def _data(module: Module, blocks: Blocks, planned: list[str], fields: list[str],
         inputs,
         [_input_check(i) for i in inputs],
         [(list(d.names), f"{d.function}({', '.join(map(_source_size, d.sources))})") for d in derived],
+        tensors,
         tensors + numbers,
+        _integers([i for i in module.inputs if i.name in numbers]),
         [f"{kinds.get(n, 'Tensor')} {n}" for n in tensors + numbers],
         ", ".join(sizes),
         ", ".join([*sizes, "-(-q.shape[2] // BLOCK)", f"-(-k.shape[2] // BLOCK) * {blocks.size // STRIP}"]),
     )
+
+
+def _integers(numbers: list[Input]) -> str:
+    """Source that adds integers of a call to a tuple: Triton compiles a kernel of its own for some values of these."""
+    names = [i.name for i in numbers if i.dtype == "i32"]
+    return f" + ({', '.join(names)},)" if names else ""
 
 
 def _depends(kernel: Kernel, letter: str) -> bool:
@@ -427,29 +441,47 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
     sizes = {**_SIZES, "B": "count.shape[0]", "Hq": "count.shape[1]"} if kernel.name == "blocks" else _SIZES
     heads = [sizes[str(axis.extent)] for axis in kernel.grid[1:]]
-    args = [_TENSORS.get(a.name, a.name.lower()) for a in kernel.args if a.role != "scalar"]
-    args += [sizes.get(a.name, a.name) for a in kernel.args if a.role == "scalar"]
+    scalars = [a.name for a in kernel.args if a.role == "scalar"]
+    args = [_argument(kernel, a.name) for a in kernel.args if a.role != "scalar"] + [s for s in scalars if s not in SIZES]
+    given = [sizes[s] for s in scalars if s in SIZES]
     for a in (a for a in kernel.args if a.role != "scalar"):
         tensor, strides = _TENSORS.get(a.name, a.name.lower()), stride_names(a)
         taken = [i for i, s in enumerate(strides) if s in view.params]
         if len(taken) > 1 and len(taken) == len(strides):
-            args.append(f"*{tensor}.stride()[:{len(strides)}]")
+            given.append(f"*{tensor}.stride()[:{len(strides)}]")
         else:
-            args += [f"{tensor}.stride({i})" for i in taken]
-    grid = " * ".join([f'triton.cdiv({rows}, config["{block}"])', *heads])
+            given += [f"{tensor}.stride({i})" for i in taken]
+    programs = " * ".join([f'triton.cdiv({rows}, config["{block}"])', *heads])
     tensor = "out" if kernel.name == "delta" else "q"
+    flags = {"DROPOUT": "seed is not None"} if view.dropout else {}
+    flags |= {"LEARN": "need_inputs"} if view.learns else {}
+    more = "".join(f', "{name}": {value}' for name, value in flags.items())
+    config = f'kernels.schedule("{kernel.name}", {tensor}, {rows})'
+    lines = (f"    {line}" for line in _fill(args, WIDTH - 16))
     return "\n".join(
         [
-            f'config = kernels.schedule("{kernel.name}", {tensor}, {rows})',
-            f"grid = ({grid},)",
-            f"kernels.{kernel.name}[grid](",
-            *(f"    {line}" for line in _fill(args, WIDTH - 16)),
-            *(["    DROPOUT=seed is not None,"] if view.dropout else []),
-            *(["    LEARN=need_inputs,"] if view.learns else []),
-            "    **config,",
-            ")",
+            f'launch = _LAUNCHES.get(("{kernel.name}", kinds))',
+            "if launch is None:",
+            f"    config = {f'{{**{config}{more}}}' if more else config}",
+            f"    programs = {programs}",
+            "    numbers = (",
+            *(f"        {line}" for line in _fill(given, WIDTH - 20)),
+            "    )",
+            f'    launch = _LAUNCHES["{kernel.name}", kinds] = kernels.Launch(kernels.{kernel.name}, config, programs, numbers)',
+            *([f"launch({', '.join(args)})"] if len(", ".join(args)) < WIDTH - 20 else ["launch(", *lines, ")"]),
         ]
     )
+
+
+def _argument(kernel: Kernel, name: str) -> str:
+    """What the wrapper gives a kernel for one of its tensors: the tensor, or what tiles of its rows are read from."""
+    tensor = _TENSORS.get(name, name.lower())
+    for op in kernel.ops():
+        if isinstance(op, Load) and op.via:
+            base = kernel.op(op.src.tensor)
+            if isinstance(base, Base) and base.src.tensor == name:
+                return f'kernels.tiles(launch.config, {tensor}, "{AXIS_DIM[op.src.axes()[0]]}")'
+    return tensor
 
 
 def _call(name: str, args: list[str]) -> str:

@@ -235,6 +235,7 @@ class Row:
     block_kv: int
     num_warps: int
     num_stages: int
+    tma: bool = False  # loads marked `via(descriptor)` are copied by the device's engine, the others by threads
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,16 @@ class Base(Op):
 
 @dataclass(frozen=True)
 class Load(Op):
-    """Read a tile; out of bounds reads give `other`. In a loop, tiles in SRAM have a ring of `num_stages` buffers."""
+    """Read a tile; out of bounds reads give `other`. In a loop, tiles in SRAM have a ring of `num_stages` buffers.
+
+    `via` descriptor: where the schedule says so, a copy engine fetches it by a descriptor of the tensor, and checks its bounds itself.
+    """
 
     src: Access = field(metadata=OPERAND)
     type: Type
     check: Checks = ()
     other: Expr = sympy.Integer(0)
+    via: str = ""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ RESERVED |= {
     "at",
     "BLOCK",
     "DROPOUT",
+    "TMA",
     "LEARN",
     "floor_div",
     "floor_mod",
@@ -731,6 +732,24 @@ def placed(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"%{next(n for n, s in spaces.items() if s == '?')} has no memory space"
 
 
+def described(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Loads by descriptor are of tiles of rows of one head, zeros where out of bounds, for shared memory; rows that take them are for
+    devices that can."""
+    from attngen.devices import CLASSES
+
+    by_descriptor = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
+    for op in by_descriptor:
+        tensor, index = _accessed(kernel, op)
+        rows = [str(i) for i in index if str(i) in AXIS_DIM]
+        whole = isinstance(tensor, Arg) and tensor.role == "in" and len(index) == 4 and [str(i) for i in index[2:]] == rows
+        if op.via != "descriptor" or op.type.dtype != "T" or op.type.space not in ("sram", "?") or not whole or op.other != 0:
+            yield f"%{op.name} is read via({op.via}); expected `descriptor`, of a tile %T[b, h, rows, columns] in sram whose outside is 0"
+    for row in module.rows(kernel.name):
+        if row.tma and not (by_descriptor and row.device in CLASSES and CLASSES[row.device].tma):
+            why = f"{row.device} has no engine that reads them" if by_descriptor else f"no load of @{kernel.name} is via(descriptor)"
+            yield f"{row.device}: TMA=1, but {why}"
+
+
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every row of the schedule table fits the device class it is for."""
     from attngen.analysis.sram import misfit
@@ -837,6 +856,7 @@ _SCHEDULED: dict[str, Rule] = {
     "full-is-proven": full_is_proven,
     "ends-hidden": ends_hidden,
     "placed": placed,
+    "described": described,
     "fits": fits,
 }
 _TARGET: dict[str, Rule] = {

@@ -12,6 +12,7 @@ from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.dce import Dce
+from attngen.passes.describe_loads import DescribeLoads
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
 from attngen.passes.legalize_triton import LegalizeTriton
@@ -38,6 +39,7 @@ def passes(spec: Spec) -> tuple[Pass, ...]:
         ListTiles(),
         Simplify(),
         PlaceMemory(),
+        DescribeLoads(),
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages),
         PipelineLoads(num_stages=s.stages),
         Dce(),

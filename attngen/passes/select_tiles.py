@@ -24,11 +24,14 @@ from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.ir.interface import STRIP
+from attngen.ir.ops import Load
 from attngen.passes.base import Pass
 
 BLOCKS = (16, 32, 64, 128)
 WARPS = (4, 8)
-SHORT_ROWS = (64,)  # ranges of rows, besides "any number", that get a schedule of their own
+# Ranges of rows, besides "any number", that get a schedule of their own. Up to the last of them launching a kernel takes the host as
+# long as running it takes the device, and descriptors cost the host more than they save the device (docs/perf-log.md, section 13).
+SHORT_ROWS = (64, 512)
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,15 @@ class SelectTiles(Pass):
                 yield Unfit(device, elem, error.reason)
                 continue
             for row, after in zip(rows, rows[1:]):
-                if replace(row, max_rows=None) != after:
+                if replace(row, max_rows=after.max_rows) != after:
                     yield row
             yield rows[-1]
 
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
+            tma = limit is None and elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
             for q, kv, w in product(blocks_q, blocks_kv, warps):
-                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1)
+                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma)
 
         most = module.blocks.size if module.blocks else BLOCKS[-1]  # tiles divide blocks
         blocks = tuple(b for b in BLOCKS if b <= most)

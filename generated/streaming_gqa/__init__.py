@@ -11,6 +11,7 @@ dropout:   no
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import re
@@ -58,15 +59,25 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    _check(q, k, v)
+    plain = _plain(q, k, v)
+    if not plain or torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    kinds = _kinds(q, k, v) if plain else None
+    if not plain or kinds not in _READY:
+        _check(q, k, v)
+        kinds = _ready(kinds, q, k, v) if plain else None
     scale = _check_scale(scale)
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         q, k, v = q.float(), k.float(), v.float()
-    out, lse = FORWARD(
-        q, k, v, scale,
-    )
+    if kinds is None:
+        out, lse = FORWARD(
+            q, k, v, scale,
+        )
+    else:
+        out, lse = _eager(
+            kinds, q, k, v, scale,
+        )
     out = out.to(dtype)
     return (out, lse) if return_lse else out
 
@@ -94,15 +105,34 @@ class Attention(torch.nn.Module):
         return f"spec={SPEC_HASH}, scale={self.scale}"
 
 
+def _eager(
+    kinds, q, k, v, scale,
+):
+    """The operator's (out, lse), without torch's dispatcher."""
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    if (wanted and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
+        return _Attention.apply(
+            q, k, v, scale, kinds,
+        )
+    return _forward(
+        q, k, v, scale, kinds,
+    )
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        q, k, v, scale,
+        q, k, v, scale, kinds=None,
     ):
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = FORWARD(
-                q, k, v, scale,
+        if kinds is None:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = FORWARD(
+                    q, k, v, scale,
+                )
+        else:
+            out, lse = _forward(
+                q, k, v, scale, kinds,
             )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -118,7 +148,8 @@ class _Attention(torch.autograd.Function):
             return None, None, None, *rest
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        dq, dk, dv = BACKWARD(
+        direct = _plain(q, k, v) and not torch.is_grad_enabled()
+        dq, dk, dv = (_backward if direct else BACKWARD)(
             grad_out, grad_lse, q, k, v, out, lse, *ctx.scalars, need_q, need_k or need_v,
         )
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
@@ -139,20 +170,28 @@ class _Gradients(torch.autograd.Function):
 
 
 def _forward(
-    q, k, v, scale,
+    q, k, v, scale, kinds=None,
 ):
-    """Launch the forward kernel: (out, lse)."""
-    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    """Launch the forward kernel: (out, lse). `kinds` are those of q, k and v where these are known to be addressable."""
+    if kinds is None:
+        q, k, v = _addressable(q), _addressable(k), _addressable(v)
+        kinds = _kinds(q, k, v)
     out, lse = _empty_results(q, k, v)
     if out.numel():
         with _on(q.device):
-            config = kernels.schedule("fwd", q, q.shape[2])
-            grid = (triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0],)
-            kernels.fwd[grid](
-                q, k, v, out, lse, scale, q.shape[1], q.shape[1] // k.shape[1], q.shape[2],
-                k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-                *lse.stride()[:2],
-                **config,
+            launch = _LAUNCHES.get(("fwd", kinds))
+            if launch is None:
+                config = kernels.schedule("fwd", q, q.shape[2])
+                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
+                numbers = (
+                    q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
+                    *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
+                )
+                launch = _LAUNCHES["fwd", kinds] = kernels.Launch(kernels.fwd, config, programs, numbers)
+            launch(
+                kernels.tiles(launch.config, q, "BLOCK_Q"),
+                kernels.tiles(launch.config, k, "BLOCK_KV"),
+                kernels.tiles(launch.config, v, "BLOCK_KV"), out, lse, scale,
             )
     return out, lse
 
@@ -164,35 +203,54 @@ def _backward(
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
     dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    kinds = _kinds(grad_out, q, k, v, out, lse)
     with _on(q.device):
         if out.numel():
-            config = kernels.schedule("delta", out, q.shape[2])
-            grid = (triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0],)
-            kernels.delta[grid](
-                out, grad_out, lse, delta, lse2, q.shape[1], q.shape[2], *out.stride()[:3],
-                *grad_out.stride()[:3], *lse.stride()[:2], *delta.stride()[:2], *lse2.stride()[:2],
-                **config,
-            )
+            launch = _LAUNCHES.get(("delta", kinds))
+            if launch is None:
+                config = kernels.schedule("delta", out, q.shape[2])
+                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
+                numbers = (
+                    q.shape[1], q.shape[2], *out.stride()[:3], *grad_out.stride()[:3],
+                    *lse.stride()[:2], *delta.stride()[:2], *lse2.stride()[:2],
+                )
+                launch = _LAUNCHES["delta", kinds] = kernels.Launch(kernels.delta, config, programs, numbers)
+            launch(out, grad_out, lse, delta, lse2)
             if grad_lse is not None:
                 delta.sub_(grad_lse.masked_fill(lse == -math.inf, 0.0))
         if need_q and dq.numel():
-            config = kernels.schedule("dq", q, q.shape[2])
-            grid = (triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0],)
-            kernels.dq[grid](
-                q, k, v, grad_out, lse2, delta, dq, scale, q.shape[1], q.shape[1] // k.shape[1],
-                q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                *grad_out.stride()[:3], *lse2.stride()[:2], *delta.stride()[:2], *dq.stride()[:3],
-                **config,
+            launch = _LAUNCHES.get(("dq", kinds))
+            if launch is None:
+                config = kernels.schedule("dq", q, q.shape[2])
+                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
+                numbers = (
+                    q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
+                    *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
+                    *delta.stride()[:2], *dq.stride()[:3],
+                )
+                launch = _LAUNCHES["dq", kinds] = kernels.Launch(kernels.dq, config, programs, numbers)
+            launch(
+                kernels.tiles(launch.config, q, "BLOCK_Q"),
+                kernels.tiles(launch.config, k, "BLOCK_KV"),
+                kernels.tiles(launch.config, v, "BLOCK_KV"),
+                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, dq, scale,
             )
         if need_kv and dk.numel():
-            config = kernels.schedule("dkdv", q, k.shape[2])
-            grid = (triton.cdiv(k.shape[2], config["BLOCK_KV"]) * k.shape[1] * q.shape[0],)
-            kernels.dkdv[grid](
-                q, k, v, grad_out, lse2, delta, dk, dv, scale, k.shape[1], q.shape[1] // k.shape[1],
-                q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                *grad_out.stride()[:3], *lse2.stride()[:2], *delta.stride()[:2], *dk.stride()[:3],
-                *dv.stride()[:3],
-                **config,
+            launch = _LAUNCHES.get(("dkdv", kinds))
+            if launch is None:
+                config = kernels.schedule("dkdv", q, k.shape[2])
+                programs = triton.cdiv(k.shape[2], config["BLOCK_KV"]) * k.shape[1] * q.shape[0]
+                numbers = (
+                    k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
+                    *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
+                    *delta.stride()[:2], *dk.stride()[:3], *dv.stride()[:3],
+                )
+                launch = _LAUNCHES["dkdv", kinds] = kernels.Launch(kernels.dkdv, config, programs, numbers)
+            launch(
+                kernels.tiles(launch.config, q, "BLOCK_Q"),
+                kernels.tiles(launch.config, k, "BLOCK_KV"),
+                kernels.tiles(launch.config, v, "BLOCK_KV"),
+                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, dk, dv, scale,
             )
     return dq, dk, dv
 
@@ -263,6 +321,8 @@ def _addressable(x: torch.Tensor) -> torch.Tensor:
 
 def _empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     """An uninitialised [B, H, N, width] whose dimensions lie in memory in the order of x's, unless that puts rows too far apart."""
+    if width == x.shape[3] and x.is_contiguous():
+        return torch.empty_like(x)
     order = sorted(range(3), key=x.stride, reverse=True)
     if width * math.prod(x.shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
         order = [0, 1, 2]
@@ -271,9 +331,51 @@ def _empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     return torch.empty((*shape, width), device=x.device, dtype=x.dtype).permute(*inverse, 3)
 
 
-def _on(device: torch.device) -> torch.cuda.device:
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
     """Triton launches on the current device; make it the tensors' own."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
+
+
+_HERE = contextlib.nullcontext()
+
+
+class _Memo(dict):
+    """What calls have found out, by kinds of tensors; of so many kinds that it starts anew."""
+
+    def __setitem__(self, key: tuple, value: object) -> None:
+        if len(self) >= 4096:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_READY, _LAUNCHES = _Memo(), _Memo()  # kinds of q, k and v that are right and addressable; launches by kernel and kinds
+
+
+def _ready(kinds: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple | None:
+    """The kinds of checked tensors, remembered; None where the kernels cannot read these in place, which is left to the operator."""
+    if any(_addressable(x) is not x for x in (q, k, v)):
+        return None
+    _READY[kinds] = True
+    return kinds
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Whether autograd alone looks on: no compilation, transform, mode or subclass, for which there are the operators."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all([type(x) in _PLAIN and x.layout is torch.strided for x in tensors])
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _kinds(*tensors: torch.Tensor | None) -> tuple:
+    """All that the launch of a kernel depends on besides what the tensors hold."""
+    return tuple(
+        [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() % 16 == 0) for x in tensors]
+    )
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
@@ -286,7 +388,7 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """One sentence for the first thing wrong with a call."""
+    """One sentence for the first thing wrong with q, k and v."""
     _check_rows(q, "q", q, HEAD_DIM_QK, "[B, Hq, Nq, 128]")
     _check_rows(q, "k", k, HEAD_DIM_QK, "[B, Hkv, Nk, 128]")
     _check_rows(q, "v", v, HEAD_DIM_V, "[B, Hkv, Nk, 128]")

@@ -9,6 +9,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,20 +29,22 @@ DEVICE_CLASSES = {
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (512, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (512, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
     "delta": {
@@ -63,42 +66,46 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2}),
+            (512, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (512, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (512, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("any", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
     "dq": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
 }
@@ -124,6 +131,40 @@ def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
     raise AssertionError("the last row of a schedule has no limit")
 
 
+class Launch:
+    """Launches a kernel on tensors of one kind (shapes, strides, dtypes, alignment), of which Triton looks at the first alone."""
+
+    def __init__(self, kernel, config: dict[str, int], programs: int, numbers: tuple[int, ...]) -> None:
+        self.kernel, self.config, self.grid, self.numbers = kernel, config, (programs, 1, 1), numbers
+        self.start = None
+
+    def __call__(self, *args: object) -> None:
+        """Launch it: `args` are its tensors and the numbers that differ from call to call, `numbers` the others."""
+        if self.start is not None:
+            self.start(*args, *self.numbers)
+            return
+        compiled = self.kernel[self.grid](*args, *self.numbers, **self.config)
+        if compiled is not None:  # by the interpreter nothing is
+            self.numbers += tuple(self.config[p.name] for p in self.kernel.params if p.is_constexpr)
+            self.start = compiled[self.grid]
+
+
+def tiles(config: dict[str, int], x: torch.Tensor, block: str) -> torch.Tensor | TensorDescriptor:
+    """What a kernel reads tiles of `config[block]` rows from: the tensor; or a descriptor of it, where the schedule says TMA.
+
+    Descriptors need rows that start at multiples of 16 bytes; a tensor whose rows do not is copied.
+    """
+    if not config["TMA"]:
+        return x
+    if not x.numel():
+        x = x.new_zeros((1, 1, 1, x.shape[3]))  # no tile of it is read
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 or any(s % unit for n, s in zip(x.shape, x.stride()[:3]) if n > 1):
+        x = x.clone(memory_format=torch.contiguous_format)
+    strides = [s if n > 1 else unit for n, s in zip(x.shape, x.stride()[:3])]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, config[block], triton.next_power_of_2(x.shape[3])])
+
+
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def fwd(
     Q, K, V, O, LSE, scale, Hq, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
@@ -131,6 +172,7 @@ def fwd(
     stride_lse_b, stride_lse_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     # Forward: online softmax over key tiles, one program per query tile.
     pid = tl.program_id(0)
@@ -140,22 +182,28 @@ def fwd(
     b = pid // q_tiles // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
-    dtype = Q.dtype.element_ty
+    dtype = O.dtype.element_ty
     q_idx = q_start + q_off
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+    if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
-    K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
+    if not TMA:
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
+    if not TMA:
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
-    q = tl.load(
-        Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-        mask=(q_idx < Nq)[:, None],
-        other=0.0,
-    )
+    if TMA:
+        q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
+    else:
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
@@ -166,17 +214,23 @@ def fwd(
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
-        k = tl.load(
-            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-        )
+        if TMA:
+            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+            )
         s = tl.dot(q, tl.trans(k))
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
         alpha = tl.exp2((m - m_new) * qk_scale)
         rescaled = acc * alpha[:, None]
-        v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-        )
+        if TMA:
+            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+            )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -187,11 +241,14 @@ def fwd(
         kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
-        k = tl.load(
-            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-            mask=(kv_idx < Nk)[:, None],
-            other=0.0,
-        )
+        if TMA:
+            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
@@ -203,11 +260,14 @@ def fwd(
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = tl.exp2((m - m_seen) * qk_scale)
         rescaled = acc * alpha[:, None]
-        v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-            mask=(kv_idx < Nk)[:, None],
-            other=0.0,
-        )
+        if TMA:
+            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -272,6 +332,7 @@ def dkdv(
     stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     # Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.
     pid = tl.program_id(0)
@@ -281,32 +342,42 @@ def dkdv(
     b = pid // kv_tiles // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
-    dtype = Q.dtype.element_ty
+    dtype = dK.dtype.element_ty
     kv_idx = kv_start + kv_off
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
-    V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
+    if not TMA:
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
+    if not TMA:
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(hkv, tl.int64) * stride_dk_h
     dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(hkv, tl.int64) * stride_dv_h
     qk_scale = LOG2E * scale
-    k = tl.load(
-        K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-        mask=(kv_idx < Nk)[:, None],
-        other=0.0,
-    )
-    v = tl.load(
-        V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-        mask=(kv_idx < Nk)[:, None],
-        other=0.0,
-    )
+    if TMA:
+        k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+    else:
+        k = tl.load(
+            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+            mask=(kv_idx < Nk)[:, None],
+            other=0.0,
+        )
+    if TMA:
+        v = V.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_V)
+    else:
+        v = tl.load(
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+            mask=(kv_idx < Nk)[:, None],
+            other=0.0,
+        )
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     # query heads that share this key head
     for g in tl.range(0, group, disable_licm=True):
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
+        if not TMA:
+            Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
+        if not TMA:
+            dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
         LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g + hkv * group, tl.int64) * stride_delta_h
         q_end = tl.cdiv(tl.maximum(0, tl.minimum(Nq, 1023 + Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q)
@@ -316,12 +387,18 @@ def dkdv(
         # tiles with nothing to mask: no mask, no bounds checks
         for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
             q_start = q_tile * BLOCK_Q
-            q = tl.load(
-                Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-            )
-            do = tl.load(
-                dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
-            )
+            if TMA:
+                q = Q.load([b, g + hkv * group, q_start, 0]).reshape(BLOCK_Q, D_QK)
+            else:
+                q = tl.load(
+                    Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+                )
+            if TMA:
+                do = dO.load([b, g + hkv * group, q_start, 0]).reshape(BLOCK_Q, D_V)
+            else:
+                do = tl.load(
+                    dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
+                )
             lse2 = tl.load(LSE2_head + q_start + q_off)
             delta = tl.load(DELTA_head + q_start + q_off)
             dp = tl.dot(v, tl.trans(do))
@@ -337,16 +414,22 @@ def dkdv(
             q_tile = tl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
-            q = tl.load(
-                Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-                mask=(q_idx < Nq)[:, None],
-                other=0.0,
-            )
-            do = tl.load(
-                dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
-                mask=(q_idx < Nq)[:, None],
-                other=0.0,
-            )
+            if TMA:
+                q = Q.load([b, g + hkv * group, q_start, 0]).reshape(BLOCK_Q, D_QK)
+            else:
+                q = tl.load(
+                    Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+                    mask=(q_idx < Nq)[:, None],
+                    other=0.0,
+                )
+            if TMA:
+                do = dO.load([b, g + hkv * group, q_start, 0]).reshape(BLOCK_Q, D_V)
+            else:
+                do = tl.load(
+                    dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
+                    mask=(q_idx < Nq)[:, None],
+                    other=0.0,
+                )
             lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
             delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
             dp = tl.dot(v, tl.trans(do))
@@ -384,6 +467,7 @@ def dq(
     stride_dq_b, stride_dq_h, stride_dq_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     # Backward, dQ: one program per query tile, over key tiles.
     pid = tl.program_id(0)
@@ -393,29 +477,39 @@ def dq(
     b = pid // q_tiles // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
-    dtype = Q.dtype.element_ty
+    dtype = dQ.dtype.element_ty
     q_idx = q_start + q_off
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
+    if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+    if not TMA:
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
-    K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
+    if not TMA:
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
+    if not TMA:
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
-    q = tl.load(
-        Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-        mask=(q_idx < Nq)[:, None],
-        other=0.0,
-    )
-    do = tl.load(
-        dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
-        mask=(q_idx < Nq)[:, None],
-        other=0.0,
-    )
+    if TMA:
+        q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
+    else:
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+    if TMA:
+        do = dO.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_V)
+    else:
+        do = tl.load(
+            dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
     lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
     delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
@@ -426,14 +520,20 @@ def dq(
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
-        k = tl.load(
-            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-        )
+        if TMA:
+            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+            )
         s = tl.dot(q, tl.trans(k))
         p = tl.exp2(s * qk_scale - lse2[:, None])
-        v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-        )
+        if TMA:
+            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+            )
         dp = tl.dot(do, tl.trans(v))
         ds = p * (dp - delta[:, None])
         ds_cast = ds.to(dtype)
@@ -443,11 +543,14 @@ def dq(
         kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
-        k = tl.load(
-            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-            mask=(kv_idx < Nk)[:, None],
-            other=0.0,
-        )
+        if TMA:
+            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
@@ -455,11 +558,14 @@ def dq(
             float("-inf"),
         )
         p = tl.exp2(s * qk_scale - lse2[:, None])
-        v = tl.load(
-            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-            mask=(kv_idx < Nk)[:, None],
-            other=0.0,
-        )
+        if TMA:
+            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
         dp = tl.dot(do, tl.trans(v))
         ds = p * (dp - delta[:, None])
         ds_cast = ds.to(dtype)

@@ -76,7 +76,9 @@ def test_another_tile_size_appears_in_the_kernels(ir):
     row = next(line for line in between(ir, "schedule @fwd\n", "\n\n").splitlines() if line.startswith("  sm90 bytes=2 rows<=inf"))
     edited = "  sm90 bytes=2 rows<=inf : BLOCK_Q=32 BLOCK_KV=16 num_warps=2 num_stages=2"
     kernels = emit(edit(ir, (row, edited)))["kernels.py"]
-    assert '(None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 2, "num_stages": 2})' in between(kernels, '("sm90", 2)', '("sm100", 2)')
+    assert '(None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 2, "num_stages": 2, "TMA": False})' in between(
+        kernels, '("sm90", 2)', '("sm100", 2)'
+    )
 
 
 def test_one_more_stage_appears_in_the_kernels(ir):
@@ -133,7 +135,7 @@ def test_generated_code_compiles_and_depends_on_torch_and_triton_alone(path):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add("." if node.level else (node.module or "").split(".")[0])
-    assert imported <= {"torch", "triton", "functools", "math", "numbers", "re", "typing", "__future__", "."}
+    assert imported <= {"torch", "triton", "contextlib", "functools", "math", "numbers", "re", "typing", "__future__", "."}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="needs ruff")

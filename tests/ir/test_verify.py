@@ -260,6 +260,22 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "%rescaled has no memory space",
         ),
     ],
+    "described": [
+        ("causal_gqa", "via(descriptor)", "via(pigeon)", "%q is read via(pigeon); expected `descriptor`"),
+        ("causal_gqa", "check(q) via(", "check(q) other(1) via(", "of a tile %T[b, h, rows, columns] in sram whose outside is 0"),
+        (
+            "causal_gqa",
+            "num_warps=4 num_stages=1",
+            "num_warps=4 num_stages=1 TMA=1",
+            "sm80: TMA=1, but no load of @delta is via(descriptor)",
+        ),
+        (
+            "causal_gqa",
+            "schedule @fwd\n",
+            "schedule @fwd\n  gfx942 bytes=2 rows<=8 : BLOCK_Q=16 BLOCK_KV=16 num_warps=4 num_stages=1 TMA=1\n",
+            "gfx942: TMA=1, but gfx942 has no engine that reads them",
+        ),
+    ],
     "fits": [
         (
             "causal_gqa",

@@ -1,0 +1,38 @@
+"""describe-loads: which tiles a copy engine can fetch by a descriptor of their tensor.
+
+before:  %k = load %K[b, h // group, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
+after:   %k = load %K[b, h // group, kv, d_qk] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_QK] @sram
+
+Those that go to shared memory, of consecutive rows of one head. Threads then compute no addresses, and keep none in registers;
+whether they do is a schedule row's choice (TMA=1), since only some devices have such an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Load, Op
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class DescribeLoads(Pass):
+    name: ClassVar[str] = "describe-loads"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return module.map_kernels(lambda kernel: kernel.rewrite(lambda _, op: [_describe(kernel, op)]))
+
+
+def _describe(kernel: Kernel, op: Op) -> Op:
+    if not isinstance(op, Load) or not describable(kernel, op):
+        return op
+    return replace(op, via="descriptor")
+
+
+def describable(kernel: Kernel, op: Load) -> bool:
+    """Whether a load is of a tile for shared memory, of consecutive rows of one head of a tensor [batch, head, row, column]."""
+    rows = kernel.type_of(op.src.tensor).dims
+    return op.type.space == "sram" and op.type.dtype == "T" and len(rows) == 4 and len(op.src.axes()) == 2
