@@ -59,7 +59,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
     if module.blocks is not None and kernel.dots:
-        name += "+blocks" if not module.blocks.data else "+data+pairs" if _reads_pairs(kernel) else "+data"
+        name += "+blocks" if not module.blocks.data else "+data+pairs" if reads_pairs(kernel) else "+data"
     name += "+dropout" * kernel.draws
     qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
@@ -67,7 +67,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
 
 
-def _reads_pairs(kernel: Kernel) -> bool:
+def reads_pairs(kernel: Kernel) -> bool:
     """Whether the mask reads something for each score."""
     return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == SCORES for op in kernel.ops())
 
