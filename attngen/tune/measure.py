@@ -48,7 +48,8 @@ class Launch:
     """Stands in for a kernel: passes its launches on, and keeps the last one."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel, self.compiled = kernel, None
+        self.kernel = kernel
+        self.compiled: Any = None
         self.again: Callable[[], object] = lambda: None
 
     def __getitem__(self, grid: object) -> Callable[..., object]:
@@ -66,7 +67,7 @@ class Launch:
     @property
     def spilled_bytes(self) -> int:
         """Of each thread, in local memory."""
-        return 4 * getattr(self.compiled, "n_spills", 0)
+        return 4 * self.compiled.n_spills if self.compiled is not None else 0  # nothing is compiled where it is interpreted
 
 
 class Compile:

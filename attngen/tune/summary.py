@@ -45,7 +45,7 @@ def measured(plan: Plan, found: Outcome) -> Iterator[str]:
     )
     yield from (f"    {count} spill" if reason == "spills" else f"    {reason}" for reason, count in reasons.items())
     if found.left_out:
-        yield f"    {found.left_out} left out: the budget was spent"
+        yield f"    {found.left_out} left out"
 
 
 def totals(found: Iterable[tuple[Plan, Outcome]]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from attngen.analysis.cost import cost
 from attngen.analysis.sram import elem_sizes
+from attngen.analysis.tiles import tile_loops
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.pipeline import stages
 from attngen.spec import Schedule, Spec
@@ -22,6 +23,7 @@ from attngen.tune.workers import Lost
 LIMIT_S = 30.0  # for one request
 NOISE = 0.02  # what is faster by less is not faster
 SCREEN_ROUNDS, FINAL_ROUNDS = 2, 7  # of every candidate alone; of the best, interleaved
+MOST_LOST = 3  # of a cell: what it measures against may be what hangs
 FINALISTS = 3  # besides the model's choice
 
 Answer = tuple[float, ...] | str  # milliseconds of each round, or why there are none
@@ -144,17 +146,20 @@ def outcome(data: dict[str, Any]) -> Outcome:
 def compete(cell: Cell, plan: Plan, rows: Iterable[Row], ask: Ask, budget_s: float = float("inf")) -> Outcome:
     """Measure schedules one after another, until the budget is spent; then the best of them and the model's choice, interleaved.
 
-    One that hangs, crashes, spills or is wrong is out, with the reason.
+    One that hangs, crashes, spills or is wrong is out, with the reason. Where too many hang or crash, the rest is left out.
     """
-    started = time.perf_counter()
+    started, kernel = time.perf_counter(), plan.kernel(cell)
     tried: list[Tried] = []
-    left_out = 0
+    left_out = lost = 0
     for row in rows:
-        price = cost(plan.placed, plan.kernel(cell), row)
-        if tried and time.perf_counter() - started > budget_s:
+        if tried and time.perf_counter() - started > budget_s or lost == MOST_LOST:
             left_out += 1
             continue
-        answer = _asked(ask, cell, row)
+        price = cost(plan.placed, kernel, row) if tile_loops(kernel) else 0.0  # nothing is modelled of others
+        try:
+            (answer,) = ask((cell, [row], SCREEN_ROUNDS), LIMIT_S)
+        except Lost as error:
+            answer, lost = str(error), lost + 1
         tried.append(Tried(row, price, failed=answer) if isinstance(answer, str) else Tried(row, price, statistics.median(answer)))
     ran = sorted((t for t in tried if t.ms is not None), key=lambda t: t.median)
     model = [t for t in tried[:1] if t in ran]
@@ -170,14 +175,6 @@ def _together(ask: Ask, cell: Cell, tried: Sequence[Tried]) -> list[Tried]:
         with suppress(Lost):
             answers = ask((cell, [t.row for t in tried], FINAL_ROUNDS), LIMIT_S)
     return [t if isinstance(answer, str) else replace(t, rounds=answer) for t, answer in zip(tried, answers)]
-
-
-def _asked(ask: Ask, cell: Cell, row: Row) -> Answer:
-    try:
-        (answer,) = ask((cell, [row], SCREEN_ROUNDS), LIMIT_S)
-    except Lost as error:
-        return str(error)
-    return answer
 
 
 @dataclass(frozen=True)

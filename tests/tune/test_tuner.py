@@ -129,6 +129,12 @@ def test_what_crashes_hangs_spills_or_is_wrong_is_out_and_the_rest_goes_on():
     assert f"{kept()[1]} gave no answer within 30 s" in text and "1 spill" in text and "100.0%" in text
 
 
+def test_where_too_many_are_lost_the_rest_is_left_out():
+    lost = {name: Lost("gave no answer within 30 s") for name in kept()[1:]}
+    found = compete(CELL, planned(), rows(), Gpu(lost))
+    assert [bool(t.failed) for t in found.tried] == [False, True, True, True] and found.left_out == len(kept()) - 4
+
+
 def test_without_the_models_choice_any_other_wins():
     found = compete(CELL, planned(), rows(), Gpu({kept()[0]: "spills 8 bytes", kept()[1]: 0.999}))
     made = found.entry(planned(), "3.6.0")
