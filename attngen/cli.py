@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from attngen import __version__
-from attngen.devices import CLASSES, FALLBACK_CUDA
+from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA
 from attngen.errors import AttngenError, FitError, SpecError, VerifyError, suggest
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attngen.bench.results import Results
     from attngen.ir.graph import Module
     from attngen.spec import Spec
+    from attngen.tune.tuner import Plan
 
 app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
@@ -42,6 +43,7 @@ SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="a spec file, as 
 SPECS, GENERATED = Path("specs"), Path("generated")
 FEW = 4  # specs that one process compiles sooner than another would start
 UNLIMITED = 10_000  # columns, where nobody's terminal limits them
+T = TypeVar("T")
 
 
 def _version(value: bool) -> None:
@@ -121,16 +123,21 @@ def _given(specs: list[Path] | None, every: bool, command: str) -> list[Path]:
 
 
 def _modules(loaded: Sequence[tuple[Path, Spec]], out_dir: Path, workers: int | None = None) -> Iterator[tuple[Module, dict[str, str]]]:
-    """The modules of specs and their files, with the readings that `out_dir` has of them; many are made by as many processes as cores."""
+    """The modules of specs and their files, with the readings that `out_dir` has of them."""
+    return _each(_module, loaded, out_dir, workers=workers)
+
+
+def _each(make: Callable[..., T], loaded: Sequence[tuple[Path, Spec]], *args: object, workers: int | None = None) -> Iterator[T]:
+    """`make(path, spec, *args)` of each spec; many are made by as many processes as cores."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     workers = min(workers or len(os.sched_getaffinity(0)), len(loaded) // FEW)
     with err.status("compiling") as status, ExitStack() as stack:
-        each: Callable[..., Iterator[tuple[Module, dict[str, str]]]] = map
+        each: Callable[..., Iterator[T]] = map
         if workers > 1:
             each = stack.enter_context(ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))).map
-        made = each(_module, *zip(*loaded), repeat(out_dir))
+        made = each(make, *zip(*loaded), *map(repeat, args))
         for path, _ in loaded:
             status.update(f"compiling {path}")
             yield next(made)
@@ -549,6 +556,80 @@ def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     out.print(table)
+
+
+@app.command()
+def tune(
+    specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="every spec in specs/")] = False,
+    device: Annotated[str | None, typer.Option(help=f"of {', '.join(DEVICES)} [default: the GPU here]")] = None,
+    budget: Annotated[float | None, typer.Option(min=1, help="seconds of measuring [default: as many as it takes]")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show what would be measured, and why the rest would not; needs no GPU")
+    ] = False,
+    whole_grid: Annotated[
+        int | None, typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")] = None,
+    table: Annotated[Path | None, typer.Option(metavar="FILE", help="the table [default: the device's, in attngen/tune]")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
+) -> None:
+    """Measure the schedules that the model left, and keep the fastest.
+
+    What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 1k,
+    4k and 16k queries and keys. The fastest go into a table, from which `attngen build` takes them for every kernel of their
+    class; where none is faster than the model's choice by more than times spread, that stays.
+
+    \b
+    attngen tune specs/causal_mha.yaml --dry-run         the candidates; needs no GPU
+    attngen tune specs/causal_mha.yaml --budget 60
+    attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
+    attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
+    """
+    from attngen.spec import load_spec
+    from attngen.tune import run, summary
+    from attngen.tune.classes import RANGES
+    from attngen.tune.table import Table, path_of, read_table
+
+    loaded = [(path, load_spec(path)) for path in _given(specs, every, "tune")]
+    sources = {spec.name: path for path, spec in loaded}
+    if len(sources) < len(loaded):
+        raise SpecError("two of the specs have one name; expected each once")
+    if whole_grid is not None and whole_grid not in (sizes := [rows for _, rows in RANGES]):
+        raise AttngenError(f"--whole-grid {whole_grid} is not a size that is measured; expected one of {', '.join(map(str, sizes))}")
+    name, here = run.which_device(device, dry_run, results)
+    plans = list(_each(_plan, loaded, DEVICES[name].cls))
+    if dry_run:
+        for plan in plans:
+            print("\n".join(summary.candidates(plan)))
+        return
+    if whole_grid is not None:
+        with run.machine(plans, sources, jobs) as gpu:
+            print(summary.aligned(summary.COMPARED, summary.COMPARED_WIDTHS))
+            for cell, pair in run.compare_all(plans, gpu, whole_grid):
+                print(summary.compared(cell, pair), flush=True)
+        return
+    path = table or path_of(name)
+    before = read_table(path) if path.is_file() else Table(name)
+    found = run.read_results(results, name, plans)
+    print(summary.aligned(summary.MEASURED))
+    for plan, known in run.known(plans, found):
+        print("\n".join(summary.measured(plan, known)))
+    if here:
+        with run.machine(plans, sources, jobs) as gpu:
+            for plan, made in run.tune(plans, gpu, found, budget or float("inf")):
+                print("\n".join(summary.measured(plan, made)), flush=True)
+    print("\n".join(summary.totals(run.known(plans, found))))
+    after = run.tabled(before, plans, found)
+    path.write_text(after.text(), encoding="utf-8")
+    print(f"{path} has {len(after.entries)} measured schedules\nnext: attngen build --all; attngen verify --all --write")
+
+
+def _plan(path: Path, spec: Spec, device_class: str) -> Plan:
+    from attngen.tune.tuner import plan
+
+    with _naming(path):
+        return plan(spec, device_class)
 
 
 @app.command("list")

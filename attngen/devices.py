@@ -31,6 +31,7 @@ class DeviceClass:
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
     shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
+    tuned_on: str = ""  # the device whose measured schedules (attngen/tune) the class takes, where there are any
     source: str
 
     @property
@@ -81,6 +82,7 @@ CLASSES = {
             tma=True,
             reads_shared=True,
             moves_random=False,
+            tuned_on="H200",
             source=f"{_CUDA}; NVIDIA H100 whitepaper, 2022",
         ),
         DeviceClass(

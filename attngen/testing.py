@@ -132,16 +132,21 @@ def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: i
     else:
         q, k, v = (tensor(h, n, w) for h, n, w in zip(heads, (case.n_q, case.n_kv, case.n_kv), widths))
     counts = Sizes(case.batch, case.q_heads, case.kv_heads, case.n_q, case.n_kv)
+    return q, k, v, make_mask_inputs(spec, counts, dtype, device, generator)
+
+
+def make_mask_inputs(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str, generator: torch.Generator) -> dict[str, Any]:
+    """What masks and modifiers read in a call of these sizes, and a random mask of blocks: keyword arguments."""
     own = {i.name for i in spec.inputs() if i.dtype == "T"}
     inputs: dict[str, Any] = {}
     for part in (spec.mask, *spec.score):
-        for name, value in part.sample(counts, generator).items():
+        for name, value in part.sample(sizes, generator).items():
             inputs[name] = value.to(device, dtype if name in own else value.dtype) if isinstance(value, torch.Tensor) else value
     blocks = spec.mask.blocks()
     if blocks and not blocks.pattern:
-        shape = [case.batch, case.q_heads, -(-case.n_q // blocks.size), -(-case.n_kv // blocks.size)]
+        shape = [sizes.batch, sizes.q_heads, -(-sizes.n_q // blocks.size), -(-sizes.n_kv // blocks.size)]
         inputs["block_mask"] = (torch.rand(shape, generator=generator) < 0.6).to(device)
-    return q, k, v, inputs
+    return inputs
 
 
 def make_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

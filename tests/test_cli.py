@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attngen.cli import main
 from tests.helpers import ROOT
 
-COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "list", "new", "schema")
+COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "tune", "list", "new", "schema")
 PASSES = (
     "build", "inline-scores", "base-two", "hoist-scalars", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles",
     "pipeline-loads", "dce", "legalize-triton",
@@ -331,6 +332,48 @@ def test_theory_counts_for_a_model(project: Path, attngen: Cli) -> None:
 )
 def test_a_model_that_does_not_fit_is_one_sentence(project: Path, attngen: Cli, args: list[str], message: str) -> None:
     assert attngen("explain", "specs/good.yaml", *args, code=1) == f"error: {message}\n"
+
+
+# ---------------------------------------------------------------------------------------------- tune
+
+
+def test_a_dry_run_of_tune_shows_candidates_and_reasons(project: Path, attngen: Cli) -> None:
+    lines = attngen("tune", "specs/good.yaml", "--dry-run", "--device", "a100").splitlines()
+    found = [re.fullmatch(r"good @(\w+) bf16: (\d+) of (\d+): \d+x\d+x\d+x\d(, \d+x\d+x\d+x\d)*", line) for line in lines if line[0] != " "]
+    assert [m and m[1] for m in found] == ["fwd", "delta", "dkdv", "dq"]
+    for i, line in enumerate(lines):
+        if "@dq" in line:
+            counts = [int(text.split()[0]) for text in lines[i + 1 :]]
+            assert int(found[3][2]) + sum(counts) == int(found[3][3]) == 128 and counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_tune_without_a_gpu_says_what_it_needs(project: Path, attngen: Cli) -> None:
+    assert "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`" in attngen("tune", "--all", code=1)
+    assert "--device H2000 is not a device; did you mean `H200`?" in attngen("tune", "--all", "--device", "H2000", code=1)
+    assert "--whole-grid 5 is not a size that is measured; expected one of 1024" in attngen("tune", "--all", "--whole-grid", "5", code=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_tune_makes_the_table_of_results_without_a_gpu(project: Path, attngen: Cli) -> None:
+    from attngen.spec import load_spec
+    from attngen.tune.run import read_results
+    from attngen.tune.table import read_table
+    from attngen.tune.tuner import Outcome, Tried, plan
+
+    plans = [plan(load_spec(project / "specs" / "good.yaml"), "sm90")]
+    results = read_results(project / "r.jsonl", "H200", plans)
+    cell, found = next(plans[0].cells())
+    tried = [Tried(row, 1.0 + i, ms) for i, (row, ms) in enumerate(zip(found.kept, (0.5, 0.25, 1.0)))]
+    results.keep(Outcome(cell, tuple(tried), 0, 1.0), {"gpu": "NVIDIA H200", "torch": "2", "triton": "3"})
+    lines = attngen("tune", "specs/good.yaml", "--results", "r.jsonl", "--table", "t.json").splitlines()
+    assert lines[1].split()[:4] == ["good", "fwd", "1024", "3"] and lines[1].split()[-2:] == ["100.0%", "0.50"]
+    assert lines[2:4] == [
+        "@fwd: rank correlation of modelled costs and times 0.50 (median of 1, 0.50 to 0.50)",
+        "faster than the model's choice in 1 of 1, by 100.0% (median), 100.0% at most",
+    ]
+    assert lines[4] == "t.json has 1 measured schedules"
+    assert [entry.ms for entry in read_table(project / "t.json").entries.values()] == [0.25]
 
 
 # ---------------------------------------------------------------------------------------------- as a process

@@ -43,7 +43,7 @@ class Fit:
 
 
 POINTERS = Fit(0.62, 0.032, 0.008, (2500, 1080, 665), 0.2, 0.019, 0.17, 0, 0, 70, 170)
-DESCRIPTORS = Fit(0.85, 0.011, 0, (2500, 1010, 536), 0.13, 0.031, 0.085, 7000, 0.016 / 64, 30, 200)
+DESCRIPTORS = Fit(0.85, 0.011, 0, (2500, 1010, 536), 0.13, 0.031, 0.085, 7000, 0.016 / 64, 30, 210)
 ROOMY = 128
 REACH = 500  # rows before and after a tile that stand for what documents and the like let it see
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
@@ -74,7 +74,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
     if module.blocks is not None and kernel.dots:
-        name += "+blocks" if not module.blocks.data else "+data+pairs" if _reads_pairs(kernel) else "+data"
+        name += "+blocks" if not module.blocks.data else "+data+pairs" if reads_pairs(kernel) else "+data"
     name += "+dropout" * kernel.draws
     qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"
@@ -82,7 +82,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
 
 
-def _reads_pairs(kernel: Kernel) -> bool:
+def reads_pairs(kernel: Kernel) -> bool:
     """Whether the mask reads something for each score."""
     return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == SCORES for op in kernel.ops())
 

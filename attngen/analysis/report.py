@@ -39,8 +39,8 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
 
 
 def schedule(row: Row) -> dict[str, Any]:
-    """What names a schedule row."""
-    return asdict(row)
+    """What names a schedule row, and whether it was measured."""
+    return {name: value for name, value in asdict(row).items() if name != "measured" or value}
 
 
 def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:

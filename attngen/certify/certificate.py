@@ -19,10 +19,10 @@ Found = dict[tuple[str, Row], Reading]  # by kernel and schedule row
 
 
 def chosen(module: Module, targets: Sequence[str], every: bool) -> list[tuple[Kernel, Row]]:
-    """The schedule rows to certify: for any number of rows and the smallest element size, or `every` one."""
+    """The schedule rows to certify: for the smallest element size, those for any number of rows and measured ones; or `every` one."""
     least = min(elem_sizes(module))
     pairs = [(kernel, row) for kernel in module.kernels for row in module.rows(kernel.name) if row.device in targets]
-    return [(kernel, row) for kernel, row in pairs if every or (row.max_rows is None and row.elem_bytes == least)]
+    return [(kernel, row) for kernel, row in pairs if every or (row.elem_bytes == least and (row.max_rows is None or row.measured))]
 
 
 def record(module: Module, files: dict[str, str], found: Found) -> dict[str, str]:

@@ -226,7 +226,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a kernel's schedule table: for a device class, element size and number of rows on the tiled axis."""
+    """One line of a kernel's schedule table: for a device class, element size and number of rows on the tiled axis.
+
+    The cost model chose it, or it was `measured` to be the fastest (attngen/tune).
+    """
 
     device: str
     elem_bytes: int
@@ -236,6 +239,7 @@ class Row:
     num_warps: int
     num_stages: int
     tma: bool = False  # loads marked `via(descriptor)` are copied by the device's engine, the others by threads
+    measured: bool = False
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _print_row(row: Row | Unfit) -> str:
     rows = f"rows<={row.max_rows}" if row.max_rows is not None else "rows<=inf"
     return (
         f"  {row.device} bytes={row.elem_bytes} {rows} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
-        f" num_warps={row.num_warps} num_stages={row.num_stages}{' TMA=1' if row.tma else ''}"
+        f" num_warps={row.num_warps} num_stages={row.num_stages}{' TMA=1' * row.tma}{' measured' * row.measured}"
     )
 
 
@@ -287,7 +287,9 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
 
 
 _N = "([0-9]{1,9})"
-_ROW = re.compile(rf"(\w+) bytes={_N} rows<=([0-9]{{1,9}}|inf) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?")
+_ROW = re.compile(
+    rf"(\w+) bytes={_N} rows<=([0-9]{{1,9}}|inf) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?( measured)?"
+)
 
 
 _UNFIT = re.compile(rf"(\w+) bytes={_N} none : (\S.*)")
@@ -300,7 +302,8 @@ def _parse_row(line: str, where: str) -> Row | Unfit:
     if not match:
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
     rows = None if match[3] == "inf" else int(match[3])
-    return Row(match[1], int(match[2]), rows, *(int(match[i]) for i in range(4, 8)), tma=match[8] is not None)
+    block_q, block_kv, num_warps, num_stages = (int(match[i]) for i in range(4, 8))
+    return Row(match[1], int(match[2]), rows, block_q, block_kv, num_warps, num_stages, bool(match[8]), bool(match[9]))
 
 
 def parse_module(text: str, source: str = "IR") -> Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from attngen.build import build_module
 from attngen.errors import SpecError, suggest
@@ -24,11 +24,13 @@ from attngen.passes.simplify import Simplify
 from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
 from attngen.spec import Spec
+from attngen.tune.table import Table, committed
 
 
-def passes(spec: Spec) -> tuple[Pass, ...]:
-    """The passes for a spec, with its schedule overrides."""
+def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:
+    """The passes for a spec, with its schedule overrides, and tables of measured schedules in place of those that come with attngen."""
     s = spec.schedule
+    tables = committed() if tables is None else tables
     return (
         SplitGradients(),
         InlineScores(),
@@ -40,28 +42,31 @@ def passes(spec: Spec) -> tuple[Pass, ...]:
         Simplify(),
         PlaceMemory(),
         DescribeLoads(),
-        SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages),
+        SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages, tables=tables),
         PipelineLoads(num_stages=s.stages),
         Dce(),
         LegalizeTriton(),
     )
 
 
-def stages(spec: Spec) -> Iterator[tuple[str, Module]]:
+def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tuple[str, Module]]:
     """(name of the step, verified module) from the logical module, `build`, to the target one."""
     module = verify(build_module(spec))
     yield "build", module
-    for step in passes(spec):
+    for step in passes(spec, tables):
         module = verify(step.run(module))
         yield step.name, module
 
 
-def lower(spec: Spec, after: str | None = None) -> Module:
-    """The module after a pass, or after all of them; SpecError for a pass that does not exist."""
+def lower(spec: Spec, after: str | None = None, tables: Mapping[str, Table] | None = None) -> Module:
+    """The module after a pass, or after all of them; SpecError for a pass that does not exist.
+
+    `tables`: of measured schedules, by device class, in place of those that come with attngen.
+    """
     names = ["build", *(p.name for p in passes(spec))]
     if after is not None and after not in names:
         raise SpecError(f"`{after}` is not a pass; {suggest(after, names)}")
-    for name, module in stages(spec):
+    for name, module in stages(spec, tables):
         if name == after:
             return module
     return module

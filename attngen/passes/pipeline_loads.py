@@ -4,7 +4,7 @@ before:  sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages
 after:   sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=3
 
 Every row of the schedule gets the depth that the cost model finds cheapest: a deeper ring hides more latency, but takes
-room from other programs on the same SM.
+room from other programs on the same SM. Measured rows have theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import ClassVar
 from attngen.analysis.cost import best_stages
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.passes.base import Pass
+from attngen.passes.select_tiles import joined
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class PipelineLoads(Pass):
     num_stages: int | None = None  # the spec's override
 
     def run(self, module: Module) -> Module:
-        rows = ((name, tuple(self._deepen(module, module.kernel(name), r) for r in rows)) for name, rows in module.schedules)
-        return replace(module, schedules=tuple(rows))
+        schedules = ((name, joined([self._deepen(module, module.kernel(name), r) for r in rows])) for name, rows in module.schedules)
+        return replace(module, schedules=tuple((name, tuple(rows)) for name, rows in schedules))
 
     def _deepen(self, module: Module, kernel: Kernel, row: Row | Unfit) -> Row | Unfit:
-        if not kernel.dots or isinstance(row, Unfit):  # Triton copies ahead what products wait for
+        if not kernel.dots or isinstance(row, Unfit) or row.measured:  # Triton copies ahead what products wait for
             return row
         if self.num_stages is not None:
             return replace(row, num_stages=self.num_stages)

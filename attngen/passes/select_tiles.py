@@ -5,15 +5,16 @@ after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
                                               grid(q in cdiv(Nq, BLOCK_Q) descending, ...)
 
-Of the candidates that fit, the one that the cost model finds cheapest; where none does, a line that says why, as in
-`gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most tiles start first, so that the last to
-finish are short.
+The schedule that was measured to be the fastest for such kernels (attngen/tune), as in `... num_stages=3 measured`; without one, of the
+candidates that fit, the one that the cost model finds cheapest; where none fits, a line that says why, as in
+`gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. What the spec asks for comes before all. Programs with the most tiles start
+first, so that the last to finish are short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import ClassVar
 
@@ -26,6 +27,8 @@ from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.ir.interface import STRIP
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
+from attngen.tune.classes import RANGES
+from attngen.tune.table import Table, committed
 
 BLOCKS = (16, 32, 64, 128)
 WARPS = (4, 8)
@@ -42,6 +45,7 @@ class SelectTiles(Pass):
     block_kv: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    tables: Mapping[str, Table] = field(default_factory=committed)  # of measured schedules, by device class
 
     def run(self, module: Module) -> Module:
         module = module.map_kernels(_longest_first)
@@ -59,10 +63,14 @@ class SelectTiles(Pass):
                     raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from error
                 yield Unfit(device, elem, error.reason)
                 continue
-            for row, after in zip(rows, rows[1:]):
-                if replace(row, max_rows=after.max_rows) != after:
-                    yield row
-            yield rows[-1]
+            yield from joined([*rows[:-1], *self._measured(module, kernel, rows[-1])])
+
+    def _measured(self, module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
+        """Rows for rising numbers of rows: measured ones where there are any, in place of the model's one."""
+        asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
+        table = None if asked else self.tables.get(chosen.device)
+        for limit, _ in RANGES:
+            yield table and table.row(module, kernel, chosen.elem_bytes, limit) or replace(chosen, max_rows=limit)
 
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
@@ -100,6 +108,14 @@ class SelectTiles(Pass):
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
         return FitError("schedule", str(misfit(module, kernel, row, change)))
+
+
+def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
+    """The rows of a table without those that the next one makes superfluous, for more rows of the same."""
+    for row, after in zip(rows, [*rows[1:], None]):
+        same = isinstance(row, Row) and isinstance(after, Row) and row == replace(after, max_rows=row.max_rows, measured=row.measured)
+        if not same:
+            yield row
 
 
 def _longest_first(kernel: Kernel) -> Kernel:

@@ -1,0 +1,118 @@
+"""Which schedules are worth measuring: the whole grid, less what cannot run, would spill, or is modelled to be slow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from attngen.analysis.cost import MANY_ROWS, REACH, cost, fitted, spills
+from attngen.analysis.sram import misfit, registers_per_thread, streamed_bytes
+from attngen.analysis.tiles import count_tiles, tile_loops
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.passes.select_tiles import BLOCKS, WARPS
+
+# What a schedule can choose, by the names of a row's fields; another choice is another line
+AXES: dict[str, tuple[int, ...]] = {
+    "block_q": BLOCKS,
+    "block_kv": BLOCKS,
+    "num_warps": WARPS,
+    "num_stages": (1, 2, 3, 4),
+    "tma": (False, True),
+}
+LOOPS = ("block_kv", "num_stages", "tma")  # choices of kernels with loops over tiles alone
+MOST = 16  # candidates of a kernel
+SLOWER = 1.6  # times the cheapest's modelled cost, at most
+BYTES = 4  # times the fewest bytes that a schedule loads, at most
+
+MISFIT = "needs more shared memory than there is"
+REGISTERS = "live tiles take more registers than are spared for them"
+SPILLS = "is known to spill (analysis/spills.txt)"
+PRODUCTS = "its products spill where they are not on matrix units"
+STREAMS = f"loads over {BYTES} times the fewest bytes"
+DEEP = "modelled to gain nothing by its deeper ring"
+SLOW = f"modelled at over {SLOWER} times the cheapest"
+MANY = f"not among the {MOST} cheapest"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is left of a kernel's grid for a device class and element size, cheapest first, and how many were rejected, by reason."""
+
+    kept: tuple[Row, ...]
+    grid: tuple[Row, ...]
+    rejected: dict[str, int]
+
+
+def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
+    """Every schedule that the axes give for the range of rows of one, `chosen` by the model, which is the first."""
+    yield chosen
+    most = module.blocks.size if module.blocks else BLOCKS[-1]  # tiles divide blocks
+    axes = {name: values for name, values in AXES.items() if tile_loops(kernel) or name not in LOOPS}
+    for values in product(*axes.values()):
+        choices: dict[str, Any] = dict(zip(axes, values))
+        row = replace(chosen, **choices)
+        if row != chosen and (not tile_loops(kernel) or max(row.block_q, row.block_kv) <= most):
+            yield row
+
+
+def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
+    """Those that fit, and are not known to spill: the rest is for the compiler to say."""
+    return [row for row in rows if not misfit(module, kernel, row) and not spills(module, kernel, row)]
+
+
+def search(module: Module, kernel: Kernel, chosen: Row) -> Search:
+    """Prune the grid by symbols alone: fit, registers, bytes loaded, and the cost model. `chosen`, the model's own, is kept first.
+
+    Of a module and its kernel as select-tiles meets them. Of kernels without loops, whose cost is not modelled, all that runs is kept.
+    """
+    rows = tuple(grid(module, kernel, chosen))
+    rejected: Counter[str] = Counter()
+    left = []
+    for row in rows:
+        reason = _cannot(module, kernel, row)
+        if reason and row != chosen:
+            rejected[reason] += 1
+        else:
+            left.append(row)
+    least = min(_loaded(module, kernel, row) for row in left)
+    best = cost(module, kernel, chosen)
+    kept: list[Row] = []
+    for row in sorted(left, key=lambda r: (r != chosen, cost(module, kernel, r))):
+        reason = _loses(module, kernel, row, least, best, len(kept)) if tile_loops(kernel) and row != chosen else None
+        if reason:
+            rejected[reason] += 1
+        else:
+            kept.append(row)
+    return Search(tuple(kept), rows, dict(rejected))
+
+
+def _cannot(module: Module, kernel: Kernel, row: Row) -> str | None:
+    if misfit(module, kernel, row):
+        return MISFIT
+    if registers_per_thread(module, kernel, row) > fitted(row).live_limit:
+        return REGISTERS
+    if spills(module, kernel, row):
+        return SPILLS
+    return PRODUCTS if cost(module, kernel, row) == float("inf") else None
+
+
+def _loses(module: Module, kernel: Kernel, row: Row, least: int, best: float, kept: int) -> str | None:
+    if _loaded(module, kernel, row) > BYTES * least:
+        return STREAMS
+    shallower = replace(row, num_stages=max(1, row.num_stages - 1))
+    if row.num_stages > 1 and cost(module, kernel, shallower) <= cost(module, kernel, row):
+        return DEEP
+    if cost(module, kernel, row) > SLOWER * best:
+        return SLOW
+    return MANY if kept >= MOST else None
+
+
+def _loaded(module: Module, kernel: Kernel, row: Row) -> int:
+    """Bytes that the loops over tiles load for one head of many rows."""
+    if not tile_loops(kernel):
+        return 0
+    tiles = count_tiles(kernel, MANY_ROWS, MANY_ROWS, row.block_q, row.block_kv, reach=REACH)
+    return tiles * streamed_bytes(module, kernel, row)

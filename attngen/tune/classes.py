@@ -1,0 +1,81 @@
+"""What a measured schedule is good for: kernels that differ in nothing that decides which tiles are fast share it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attngen.analysis.cost import REACH, mode, reads_pairs
+from attngen.analysis.sram import tile_width
+from attngen.analysis.tiles import count_tiles, tile_loops
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import STATISTICS
+from attngen.ir.ops import Gather, Load
+
+# Ranges of rows that get measured schedules of their own: rows of the tiled axis, at most (None: any), and how many are measured
+RANGES: tuple[tuple[int | None, int], ...] = ((2048, 1024), (8192, 4096), (None, 16384))
+TILE = 64  # rows of the square tiles that classes are counted in
+SHORT = 1536  # keys (of kernels that own keys: queries) that programs of short loops visit on average, at most
+
+
+class Key(NamedTuple):
+    """Whose schedule an entry of the table is, on one device class."""
+
+    kernel: str
+    head_dim: str  # of q and k / of v, as wide as on chip
+    elements: str  # `16-bit`, `tf32` or `ieee`
+    heads: str  # `mha`, or `grouped`: several query heads share a K/V head
+    mask: str  # see mask_class
+    max_rows: int | None  # of RANGES
+
+
+def key(module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Key:
+    """The key of a kernel for elements of so many bytes and a range of rows."""
+    head_dim = f"{tile_width(module.head_dim_qk)}/{tile_width(module.head_dim_v)}"
+    heads = "mha" if module.sharing == "mha" else "grouped"
+    mask = mask_class(module, kernel, dict(RANGES)[max_rows])
+    return Key(kernel.name, head_dim, mode(module, elem_bytes), heads, mask, max_rows)
+
+
+def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
+    """How the mask shapes a kernel's loops over as many queries as keys, and what else takes its registers, as in `causal+rows`.
+
+    The shape, by counting tiles:
+        none     the kernel has no loop
+        masked   more than half of the tiles visited are partial: dilated masks, windows of a few tiles
+        full     more than three quarters of all tiles are visited
+        short    fewer than a third are, SHORT rows on average at most: windows, documents; another program on the SM hides the waits
+        causal   anything between: programs are long, and differ in length
+    Where data lists blocks, the shape is not known, and `listed`. So a window of 1024 is `causal` where there are 1024 rows.
+
+    What else, in this order: `blocks` are listed; `rows` of numbers are read beside the tiles (of padding, documents); a number is
+    read for each score (`pairs`); the `score` is modified; `dropout`.
+    """
+    if not tile_loops(kernel):
+        return "none"
+    listed = module.blocks is not None
+    features = {
+        "blocks": listed,
+        "rows": any(_reads_row(op) for op in kernel.ops()),
+        "pairs": reads_pairs(kernel),
+        "score": module.score != "none",
+        "dropout": kernel.draws,
+    }
+    shape = "listed" if module.blocks is not None and module.blocks.data else _shape(kernel, rows)
+    return "+".join([shape, *(name for name, has in features.items() if has)])
+
+
+def _shape(kernel: Kernel, rows: int) -> str:
+    programs = -(-rows // TILE)
+    visited, partial = (count_tiles(kernel, rows, rows, TILE, TILE, cls, REACH) for cls in (None, "partial"))
+    if 2 * partial > visited:
+        return "masked"
+    if 4 * visited > 3 * programs**2:
+        return "full"
+    return "short" if 3 * visited < programs**2 and visited * TILE <= SHORT * programs else "causal"
+
+
+def _reads_row(op: object) -> bool:
+    """Whether it reads a number of the mask's or a modifier's for each row of a tile."""
+    if not isinstance(op, (Gather, Load)) or len(op.type.dims) != 1:
+        return False
+    return not (isinstance(op, Load) and op.src.tensor.removesuffix("_head") in STATISTICS)

@@ -1,0 +1,222 @@
+"""Schedules measured on a GPU: a kernel is launched as its module launches it, under one schedule after another.
+
+This runs in processes of its own (attngen/tune/workers.py), which may hang or crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+
+from attngen.bench.timing import Times, device_times
+from attngen.ir.graph import Row
+from attngen.parts import Sizes
+from attngen.reference import relative_error
+from attngen.spec import Spec, load_spec
+from attngen.testing import TORCH_DTYPES, load_module, make_mask_inputs
+from attngen.tune.tuner import Answer, Cell
+
+WRONG = 1e-2  # relative difference from the results of the model's choice, at most
+TOKENS, HIDDEN, GROUP = 16384, 2048, 4  # of all sequences; of all query heads; query heads of a K/V head, where several share one
+DROPOUT = {"dropout_p": 0.1, "seed": 0}
+GRADIENTS = {"delta": "q", "dq": "q", "dkdv": "kv", "dk": "k", "dv": "v"}  # of what a backward kernel takes part in
+
+Timer = Callable[[Mapping[str, Callable[[int], object]], int], Mapping[str, Times]]
+
+
+@dataclass
+class Problem:
+    """The inputs of one call, its output, and a gradient of that."""
+
+    qkv: dict[str, torch.Tensor]
+    given: dict[str, Any]  # keyword arguments
+    out: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
+    right: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # results under the model's schedules, by kernel
+
+
+class Launch:
+    """Stands in for a kernel: passes its launches on, and keeps the last one."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.params = kernel, getattr(kernel, "params", ())
+        self.compiled: Any = None
+        self.again: Callable[[], object] = lambda: None
+
+    def __getitem__(self, grid: object) -> Callable[..., object]:
+        def launch(*args: object, **options: object) -> object:
+            self.again = partial(self.kernel[grid], *args, **options)
+            self.compiled = self.again()
+            return self.compiled
+
+        return launch
+
+    def turn(self, turn: int) -> object:
+        """Launch it again, as `timing.Call`."""
+        return self.again()
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Of each thread, in local memory."""
+        return 4 * self.compiled.n_spills if self.compiled is not None else 0  # nothing is compiled where it is interpreted
+
+
+class Compile:
+    """Stands in for a kernel: compiles it as a launch would, but launches nothing; or does nothing."""
+
+    def __init__(self, kernel: Any, wanted: bool) -> None:
+        self.kernel, self.params, self.wanted = kernel, getattr(kernel, "params", ()), wanted
+
+    def __getitem__(self, grid: object) -> Callable[..., object]:
+        def launch(*args: object, **options: object) -> None:
+            if self.wanted:
+                self.kernel.warmup(*args, grid=grid, **options)
+
+        return launch
+
+
+class Bench:
+    """Measures schedules of the kernels of modules: their folders, and the files of their specs, by name."""
+
+    def __init__(self, folder: Path, specs: Mapping[str, Path], device: str = "cuda", timer: Timer = device_times) -> None:
+        self.folder, self.device, self.timer = folder, device, timer
+        self.specs: dict[str, Spec] = {name: load_spec(path) for name, path in specs.items()}
+        self.modules: dict[str, ModuleType] = {}
+        self.problem: tuple[object, Problem] | None = None  # the last one
+
+    def measure(self, cell: Cell, rows: Sequence[Row], rounds: int) -> list[Answer]:
+        """Milliseconds of each round, under each schedule, all interleaved; or a sentence on why one cannot be taken."""
+        module, problem = self._module(cell.spec), self._problem(cell)
+        if cell.kernel not in problem.right:
+            problem.right[cell.kernel] = self._results(module, problem, cell.kernel)
+        answers: list[Answer] = []
+        launches: dict[str, Callable[[int], object]] = {}
+        for i, row in enumerate(rows):
+            launch = Launch(getattr(module.kernels, cell.kernel))
+            with _scheduled(module, cell.kernel, row), _standing_in(module, {cell.kernel: launch}):
+                results = self._results(module, problem, cell.kernel)
+            worst = max(relative_error(x, right) for x, right in zip(results, problem.right[cell.kernel]))
+            if launch.spilled_bytes:
+                answers.append(f"spills {launch.spilled_bytes:,} bytes")
+            elif not worst < WRONG:
+                answers.append(f"its results are {worst:.1e} away from those of the model's choice")
+            else:
+                answers.append(())
+                launches[str(i)] = launch.turn
+        times = self.timer(launches, rounds) if launches else {}
+        return [times[str(i)].rounds if str(i) in times else answer for i, answer in enumerate(answers)]
+
+    def compile(self, cell: Cell, row: Row) -> None:
+        """Compile a kernel under a schedule into Triton's cache, as `measure` will launch it."""
+        module, kernels = self._module(cell.spec), vars(self._module(cell.spec).kernels)
+        stand_ins = {name: Compile(kernels[name], name == cell.kernel) for name in kernels["SCHEDULES"]}
+        with _standing_in(module, stand_ins):
+            problem = self._problem(cell, batch=1)
+            with _scheduled(module, cell.kernel, row):
+                self._results(module, problem, cell.kernel)
+
+    def _module(self, name: str) -> ModuleType:
+        if name not in self.modules:
+            self.modules[name] = load_module(self.folder / name)
+        return self.modules[name]
+
+    def _problem(self, cell: Cell, batch: int | None = None) -> Problem:
+        at = (cell.spec, cell.rows, cell.dtype)
+        if self.problem is None or self.problem[0] != at:
+            self.problem = None  # its memory is free for the next one
+            self.problem = at, self._make(cell, batch or max(1, TOKENS // cell.rows))
+        return self.problem[1]
+
+    def _make(self, cell: Cell, batch: int) -> Problem:
+        spec, dtype = self.specs[cell.spec], TORCH_DTYPES[cell.dtype]
+        heads = max(1, HIDDEN // spec.head_dim.v)
+        shared = {"mha": heads, "mqa": 1, "gqa": max(1, heads // GROUP)}[spec.heads.sharing]
+        shapes = {"q": (heads, spec.head_dim.qk), "k": (shared, spec.head_dim.qk), "v": (shared, spec.head_dim.v)}
+        qkv = {name: torch.randn(batch, h, cell.rows, d, device=self.device, dtype=dtype) for name, (h, d) in shapes.items()}
+        sizes = Sizes(batch, heads, shared, cell.rows, cell.rows)
+        given = make_mask_inputs(spec, sizes, dtype, self.device, torch.Generator().manual_seed(0))
+        return Problem({name: x.requires_grad_() for name, x in qkv.items()}, given | (DROPOUT if spec.dropout else {}))
+
+    def _results(self, module: ModuleType, problem: Problem, kernel: str) -> tuple[torch.Tensor, ...]:
+        """What a kernel takes part in: the output, or gradients. The forward of a gradient runs once, under the model's schedules."""
+        if kernel == "fwd":
+            with torch.no_grad():
+                return (module.attention(**problem.qkv, **problem.given),)
+        if problem.out is None:
+            problem.out = module.attention(**problem.qkv, **problem.given)
+            problem.grad = torch.randn_like(problem.out)
+        wanted = [problem.qkv[name] for name in GRADIENTS[kernel]]
+        return torch.autograd.grad(problem.out, wanted, problem.grad, retain_graph=True)
+
+
+@contextmanager
+def _standing_in(module: ModuleType, stand_ins: Mapping[str, object]) -> Iterator[None]:
+    kept = {name: getattr(module.kernels, name) for name in stand_ins}
+    vars(module.kernels).update(stand_ins)
+    module._LAUNCHES.clear()  # so that kernels are launched anew, by those that stand in for them
+    try:
+        yield
+    finally:
+        vars(module.kernels).update(kept)
+        module._LAUNCHES.clear()
+
+
+@contextmanager
+def _scheduled(module: ModuleType, kernel: str, row: Row) -> Iterator[None]:
+    """The module with one schedule for a kernel, whatever the device and the number of rows."""
+    table = module.kernels.SCHEDULES
+    kept = table[kernel]
+    names = next(rows for rows in kept.values() if not isinstance(rows, str))[0][1]
+    config = {name: getattr(row, name.lower()) for name in names}
+    table[kernel] = dict.fromkeys(kept, ((None, config),))
+    try:
+        yield
+    finally:
+        table[kernel] = kept
+
+
+def serve(requests: Connection, folder: Path, specs: Mapping[str, Path]) -> None:
+    """Answer requests to measure, until there are none. The first answer says what measures."""
+    bench = Bench(folder, specs)
+    requests.send({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__})
+    while True:
+        try:
+            cell, rows, rounds = requests.recv()
+        except EOFError:
+            return
+        try:
+            requests.send(bench.measure(cell, rows, rounds))
+        except Exception as error:  # of Triton's, its tools' and the driver's many kinds
+            requests.send([_sentence(error)] * len(rows))
+            if not _runs():
+                return
+
+
+def compile_some(folder: Path, specs: Mapping[str, Path], tasks: Sequence[tuple[Cell, Row]]) -> None:
+    """Compile ahead what `serve` will measure, which says what does not compile."""
+    bench = Bench(folder, specs)
+    for cell, row in tasks:
+        with suppress(Exception):
+            bench.compile(cell, row)
+
+
+def _runs() -> bool:
+    """Whether the device still does: after an illegal access it does not, for this process."""
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+        return True
+    return False
+
+
+def _sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"

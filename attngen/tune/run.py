@@ -1,0 +1,188 @@
+"""One run of `attngen tune`: modules and their candidates, the process that measures them, what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attngen.certify.compiler import source_digest
+from attngen.devices import CLASSES, DEVICES
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.errors import AttngenError, suggest
+from attngen.ir.graph import Row
+from attngen.tune.classes import RANGES, Key
+from attngen.tune.table import Entry, Table
+from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, outcome
+from attngen.tune.workers import Lost, Worker, share
+
+COMPILE_S = 400.0  # for what is compiled ahead; the rest is compiled as it is measured
+
+
+def which_device(asked: str | None, dry_run: bool, results: Path | None) -> tuple[str, bool]:
+    """A name of devices.DEVICES, and whether it is the GPU here: the one that is asked for, or is here, or whose table there is.
+
+    AttngenError if a GPU is needed and there is none, or another than was asked for, or one that is not known.
+    """
+    name = next((known for known in DEVICES if asked and known.lower() == asked.lower()), None)
+    if asked and name is None:
+        raise AttngenError(f"--device {asked} is not a device; {suggest(asked, DEVICES)}")
+    here = None if dry_run else _device_here()
+    if here is None and not dry_run and not (results and results.is_file()):
+        raise AttngenError(
+            "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`, which shows what would be measured, "
+            "or `--results` of a run on one"
+        )
+    if here and name and name != here:
+        raise AttngenError(f"--device {name} is not the GPU here, which is {here}; expected it, or `--dry-run`")
+    return name or here or next(c.tuned_on for c in CLASSES.values() if c.tuned_on), here is not None
+
+
+def _device_here() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    gpu = torch.cuda.get_device_name()
+    known = [name for name in DEVICES if name.lower() in gpu.lower()]
+    if not known:
+        raise AttngenError(f"{gpu} is not in attngen/devices.py, which has {', '.join(DEVICES)}; expected a `Device` of its name there")
+    return max(known, key=len)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Outcomes of a run, kept in a file line by line, so that another one goes on where it ended; or in memory alone."""
+
+    path: Path | None
+    device: str
+    sources: Mapping[tuple[str, str], str]  # digests of kernels, by spec and kernel: others' times do not count
+    outcomes: dict[Cell, Outcome]
+    by: dict[str, str]  # what measured the last: gpu, torch, triton
+
+    def keep(self, found: Outcome, by: Mapping[str, str]) -> None:
+        """Put an outcome in, and write it."""
+        self.outcomes[found.cell] = found
+        self.by.update(by)
+        if self.path:
+            line = {"device": self.device, **by, "source": self.sources[found.cell.spec, found.cell.kernel], **found.plain()}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def read_results(path: Path | None, device: str, plans: Sequence[Plan]) -> Results:
+    """The results in a file, of the plans' kernels as they are now; none where there is no file."""
+    sources = _digests(plans)
+    found = Results(path, device, sources, {}, {})
+    lines = path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            data = json.loads(line)
+            read, by = outcome(data), {name: data[name] for name in ("gpu", "torch", "triton")}
+            theirs, source = data["device"], data["source"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise AttngenError(f"{path}, line {number}: not a result of `attngen tune`; expected a file that --results wrote") from error
+        if theirs != device:
+            raise AttngenError(f"{path}, line {number}: measured on {theirs}; expected results of {device}, or another file")
+        if sources.get((read.cell.spec, read.cell.kernel)) == source:
+            found.outcomes[read.cell] = read
+            found.by.update(by)
+    return found
+
+
+def _digests(plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
+    """The digests of the plans' kernels, by spec and kernel."""
+    files = {plan.module.name: render(plan.module)["kernels.py"] for plan in plans}
+    names = ((plan.module.name, kernel.name) for plan in plans for kernel in plan.module.kernels)
+    return {(spec, kernel): source_digest(files[spec], kernel) for spec, kernel in names}
+
+
+class Machine:
+    """The GPU: a process that measures, and as many as there are cores that compile for it."""
+
+    def __init__(self, folder: Path, specs: Mapping[str, Path], jobs: int | None) -> None:
+        from attngen.tune.measure import compile_some, serve
+
+        self.args = (folder, dict(specs))
+        self.worker = Worker(serve, *self.args)
+        self.compile_some = compile_some
+        self.jobs = jobs or max(1, len(os.sched_getaffinity(0)) - 1)
+
+    def start(self) -> dict[str, str]:
+        """What measures: gpu, torch, triton."""
+        try:
+            by: dict[str, str] = self.worker.start()
+        except Lost as error:
+            raise AttngenError(
+                f"the process that measures {error}; expected a CUDA device, and a torch and a triton that run on it"
+            ) from error
+        return by
+
+    def ask(self, request: tuple[Cell, Sequence[Row], int], limit_s: float) -> Any:
+        return self.worker.ask(request, limit_s)
+
+    def compile_ahead(self, tasks: Sequence[tuple[Cell, Row]]) -> float:
+        """Compile schedules of cells, for the fewest rows, as for any; seconds taken."""
+        return share(self.compile_some, [(c._replace(rows=RANGES[0][1]), row) for c, row in tasks], self.args, self.jobs, COMPILE_S)
+
+
+@contextmanager
+def machine(plans: Sequence[Plan], specs: Mapping[str, Path], jobs: int | None) -> Iterator[Machine]:
+    """The GPU, with the plans' modules to measure; `specs` are their files by name."""
+    with tempfile.TemporaryDirectory(prefix="attngen-tune-") as folder:
+        for plan in plans:
+            write_module(render(plan.module), Path(folder) / plan.module.name)
+        kept = dict(os.environ)
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / ".triton")  # what is compiled ahead is found by the process that measures
+        found = Machine(Path(folder), specs, jobs)
+        try:
+            yield found
+        finally:
+            found.worker.stop()
+            os.environ.clear()
+            os.environ.update(kept)
+
+
+def tune(plans: Sequence[Plan], gpu: Machine, results: Results, budget_s: float) -> Iterator[tuple[Plan, Outcome]]:
+    """Measure the cells that have no results yet, and keep them: each in its share of the seconds that are left."""
+    by = gpu.start()
+    left = [(plan, cell, found) for plan in plans for cell, found in plan.cells() if cell not in results.outcomes]
+    gpu.compile_ahead(list(dict.fromkeys((cell._replace(rows=0), row) for _, cell, found in left for row in found.kept)))
+    end = time.perf_counter() + budget_s
+    for i, (plan, cell, found) in enumerate(left):
+        made = compete(cell, plan, found.kept, gpu.ask, (end - time.perf_counter()) / (len(left) - i))
+        results.keep(made, by)
+        yield plan, made
+
+
+def known(plans: Sequence[Plan], results: Results) -> Iterator[tuple[Plan, Outcome]]:
+    """The plans' cells that have results."""
+    for plan in plans:
+        yield from ((plan, results.outcomes[cell]) for cell, _ in plan.cells() if cell in results.outcomes)
+
+
+def compare_all(plans: Sequence[Plan], gpu: Machine, rows: int) -> Iterator[tuple[Cell, Compared | None]]:
+    """Pruned searches beside the whole grid, for one number of rows."""
+    gpu.start()
+    for plan in plans:
+        for cell, found in plan.cells():
+            if cell.rows == rows:
+                yield cell, compare(cell, plan, found, gpu.ask, lambda c, schedules: gpu.compile_ahead([(c, row) for row in schedules]))
+
+
+def tabled(table: Table, plans: Sequence[Plan], results: Results) -> Table:
+    """The table with the entries that the results give, and what measured them. Of cells that share a key, the first counts."""
+    entries: dict[Key, Entry] = {}
+    for plan, found in known(plans, results):
+        made = found.entry(plan, results.by["triton"])
+        if made:
+            entries.setdefault(plan.key(found.cell), made)
+    return replace(table, **results.by, entries={**table.entries, **entries})

@@ -1,0 +1,108 @@
+"""Tables of measured schedules: one small file per GPU, one line per entry, which select-tiles asks before the cost model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from attngen.analysis.cost import cost
+from attngen.analysis.tiles import tile_loops
+from attngen.devices import CLASSES, DEVICES
+from attngen.errors import AttngenError, suggest
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.tune.classes import Key, key
+
+FOLDER = Path(__file__).parent
+Schedule = dict[str, int]  # a row's tile sizes and launch options, by their names
+KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_bytes", "max_rows", "measured"))
+
+
+def schedule_of(row: Row) -> Schedule:
+    """What of a row is not the range that it is for."""
+    return {name: getattr(row, name) for name in KNOBS}
+
+
+def shown(schedule: Mapping[str, int]) -> str:
+    """A schedule as docs and tables write it: `128x64x8x3`, or `128x64x8x3 TMA`."""
+    return "x".join(str(schedule[name]) for name in KNOBS if name != "tma") + " TMA" * schedule["tma"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The fastest of the schedules measured for a key, and what the model would take, which it is where nothing was faster."""
+
+    schedule: Schedule
+    ms: float
+    model: Schedule
+    model_ms: float | None  # None: it cannot run there, or spills
+    triton: str  # the version that compiled what was measured
+
+
+@dataclass(frozen=True)
+class Table:
+    """The measured schedules of one device, by key, and what they were measured with."""
+
+    device: str  # of devices.DEVICES
+    gpu: str = ""  # as the driver names it
+    torch: str = ""
+    triton: str = ""
+    entries: dict[Key, Entry] = field(default_factory=dict)
+
+    def row(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Row | None:
+        """The measured row of a kernel for a range of rows; None without an entry, or where it would spill or not fit."""
+        entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
+        if entry is None:
+            return None
+        row = Row(DEVICES[self.device].cls, elem_bytes, max_rows, **entry.schedule, measured=True)
+        return row if usable(module, kernel, row) else None
+
+    def text(self) -> str:
+        """The file: a header, then a line for each entry, sorted."""
+        head = {"device": self.device, "gpu": self.gpu, "torch": self.torch, "triton": self.triton}
+        lines = [json.dumps({**k._asdict(), **asdict(e)}) for k, e in sorted(self.entries.items(), key=lambda item: _order(item[0]))]
+        rows = ",\n  ".join(lines)
+        return json.dumps(head)[:-1] + f', "entries": [{f"{chr(10)}  {rows}{chr(10)}" if lines else ""}]}}\n'
+
+
+def _order(k: Key) -> tuple[Any, ...]:
+    return (*k[:-1], k.max_rows or float("inf"))
+
+
+def usable(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether a row divides the module's blocks, fits, and is not known to spill for its mask."""
+    divides = not (module.blocks and tile_loops(kernel)) or max(row.block_q, row.block_kv) <= module.blocks.size
+    return divides and cost(module, kernel, row) < float("inf")
+
+
+def read_table(path: Path) -> Table:
+    """The table in a file; AttngenError if it is not one."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        lines = data.pop("entries")
+        table = Table(**data, entries=dict(map(_entry, lines)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AttngenError(f"{path}: cannot be read as a table of `attngen tune`; expected one that it wrote ({error})") from error
+    if table.device not in DEVICES:
+        raise AttngenError(f"{path}: `{table.device}` is not a device; {suggest(table.device, DEVICES)}")
+    return table
+
+
+def _entry(line: dict[str, Any]) -> tuple[Key, Entry]:
+    k = Key(*(line.pop(name) for name in Key._fields))
+    schedule, model = (schedule_of(Row("", 0, None, **line.pop(name))) for name in ("schedule", "model"))
+    return k, Entry(schedule=schedule, model=model, **line)
+
+
+def path_of(device: str) -> Path:
+    """The committed file of a device."""
+    return FOLDER / f"{device.lower()}.json"
+
+
+@cache
+def committed() -> Mapping[str, Table]:
+    """The tables that come with attngen, by device class."""
+    return {name: read_table(path_of(c.tuned_on)) for name, c in CLASSES.items() if c.tuned_on}

@@ -1,0 +1,149 @@
+"""Schedules measured: launched as the module launches them, checked, in Triton's interpreter or on a GPU; and compiled ahead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+from attngen.bench.timing import Times
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.spec import load_spec
+from attngen.tune import measure
+from attngen.tune.measure import Bench
+from attngen.tune.tuner import Cell, plan
+from tests.helpers import ROOT
+
+TEXT = "name: small\nhead_dim: {qk: 32, v: 16}\nheads: {sharing: gqa}\nmask: {all_of: [causal, {key_padding: {lengths: true}}]}\n"
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Folders of a small module and of its spec, its plan, and problems that the interpreter does in no time."""
+    monkeypatch.setattr(measure, "TOKENS", 64)
+    monkeypatch.setattr(measure, "HIDDEN", 32)
+    path = tmp_path / "small.yaml"
+    path.write_text(TEXT)
+    made = plan(load_spec(path), "sm90")
+    write_module(render(made.module), tmp_path / "small")
+    return tmp_path, {"small": path}, made
+
+
+class Clock:
+    """Launches each once, and says that the n-th took n milliseconds."""
+
+    def __call__(self, calls, rounds):
+        self.results = {name: call(0) for name, call in calls.items()}
+        return {name: Times((float(name),) * rounds) for name in calls}
+
+
+def test_each_kernel_is_measured_under_each_schedule(small, device):
+    folder, specs, made = small
+    bench = Bench(folder, specs, device, Clock())
+    for (kernel, dtype), found in made.searches.items():
+        kernels = bench._module("small").kernels
+        before = [(getattr(kernels, name), table) for name, table in kernels.SCHEDULES.items()]
+        rows = [replace(found.kept[0], block_q=q, block_kv=kv) for q, kv in ((16, 16), (32, 16))]
+        assert bench.measure(Cell("small", kernel, 32, dtype), rows, 2) == [(0.0, 0.0), (1.0, 1.0)]
+        assert [(getattr(kernels, name), table) for name, table in kernels.SCHEDULES.items()] == before  # as it was
+    (_, problem) = bench.problem
+    assert problem.qkv["q"].shape == (2, 2, 32, 32) and problem.qkv["v"].shape == (2, 1, 32, 16)
+    assert problem.given["kv_lengths"].shape == (2,)
+
+
+def test_the_schedule_is_the_one_that_is_launched(small, device, monkeypatch):
+    folder, specs, made = small
+    bench, seen = Bench(folder, specs, device, Clock()), []
+    monkeypatch.setattr(measure.Launch, "__getitem__", spying(measure.Launch.__getitem__, seen))
+    rows = [replace(made.searches["dq", "bf16"].kept[0], block_q=q, block_kv=16, num_stages=3) for q in (16, 32)]
+    bench.measure(Cell("small", "dq", 32, "bf16"), rows, 1)
+    assert [(grid, options["BLOCK_Q"], options["num_stages"]) for grid, options in seen] == [((2 * 2 * 2,), 16, 3), ((1 * 2 * 2,), 32, 3)]
+
+
+def spying(getitem, seen):
+    def spy(launch, grid):
+        run = getitem(launch, grid)
+        return lambda *args, **options: seen.append((grid, options)) or run(*args, **options)
+
+    return spy
+
+
+def test_what_differs_from_the_models_choice_or_spills_is_out(small, device, monkeypatch):
+    folder, specs, made = small
+    bench, cell, row = Bench(folder, specs, device, Clock()), Cell("small", "fwd", 32, "bf16"), made.searches["fwd", "bf16"].kept[0]
+    bench.measure(cell, [row], 1)
+    problem = bench.problem[1]
+    problem.right["fwd"] = (problem.right["fwd"][0] * 1.5,)
+    assert bench.measure(cell, [row], 1) == ["its results are 3.3e-01 away from those of the model's choice"]
+    problem.right["fwd"] = (torch.full_like(problem.right["fwd"][0], float("nan")),)
+    assert bench.measure(cell, [row], 1)[0].startswith("its results are nan away")
+    monkeypatch.setattr(measure.Launch, "spilled_bytes", 8)
+    assert bench.measure(cell, [row], 1) == ["spills 8 bytes"]
+
+
+def test_a_process_answers_errors_in_a_sentence_and_goes_on_while_the_device_does(monkeypatch):
+    class Broken:
+        def __init__(self, *args):
+            pass
+
+        def measure(self, cell, rows, rounds):
+            if cell == "wrong":
+                raise RuntimeError("\n  no such thing\n  out of resources  \n")
+            return [(1.0,)] * len(rows)
+
+    monkeypatch.setattr(measure, "Bench", Broken)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    alive = iter([True, False])
+    monkeypatch.setattr(measure, "_runs", lambda: next(alive))
+    ours, theirs = Pipe()
+    for request in (("good", [1, 2], 1), ("wrong", [1], 1), ("good", [1], 1), ("wrong", [1], 1), ("good", [1], 1)):
+        ours.send(request)
+    measure.serve(theirs, Path(), {})
+    assert ours.recv()["gpu"] == "a GPU"
+    failed = ["RuntimeError: out of resources"]
+    assert [ours.recv() for _ in range(4)] == [[(1.0,), (1.0,)], failed, [(1.0,)], failed]
+    assert not ours.poll() and theirs.poll()  # after the second the device was gone: another process takes the rest
+
+
+AHEAD = """
+import sys
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Driver:
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+driver.set_active(Driver())
+from attngen.spec import load_spec
+from attngen.tune.measure import Bench
+from attngen.tune.tuner import Cell, plan
+folder, path = map(Path, sys.argv[1:])
+row = plan(load_spec(path), "sm90").searches["delta", "bf16"].kept[1]
+for rows, batch in ((128, 1), (256, 2)):
+    bench = Bench(folder, {"small": path}, "cpu")
+    module = bench._module("small")
+    module._check = lambda *tensors: None  # that they are on a GPU
+    bench._make = lambda cell, _, make=bench._make: make(cell, batch)
+    bench.compile(Cell("small", "delta", rows, "bf16"), row)
+    print(*(len(getattr(module.kernels, name).device_caches[0][0]) for name in module.kernels.SCHEDULES))
+"""
+
+
+def test_what_is_compiled_ahead_is_what_any_number_of_rows_launches(small):
+    """Compiled for real, in a process that does not interpret: the wanted kernel alone, and the same for other sizes."""
+    folder, specs, _ = small
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run([sys.executable, "-c", AHEAD, str(folder), str(specs["small"])], capture_output=True, text=True, env=env)
+    assert done.stdout.splitlines() == ["0 1 0 0", "0 1 0 0"], done.stderr
+    assert len(list(Path(folder / "cache").rglob("delta.cubin"))) == 1

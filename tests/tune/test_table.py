@@ -1,0 +1,232 @@
+"""Tables of measured schedules: what shares an entry, what comes before what, and files that come back as they were."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from attngen.analysis import cost as model
+from attngen.analysis.cost import schedule_key
+from attngen.analysis.report import report
+from attngen.certify.certificate import chosen
+from attngen.devices import CLASSES, DEVICES
+from attngen.errors import AttngenError
+from attngen.ir.graph import Module
+from attngen.ir.text import parse_module, print_module
+from attngen.ir.verify import verify
+from attngen.passes.pipeline import lower
+from attngen.passes.pipeline_loads import PipelineLoads
+from attngen.passes.select_tiles import SelectTiles
+from attngen.spec import parse_spec
+from attngen.tune.classes import RANGES, Key, key, mask_class
+from attngen.tune.table import Entry, Table, committed, read_table, usable
+from tests.helpers import ROOT, SPECS, lowered, target
+
+SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2}
+MIXED = ("block_sparse_mha", "causal_fp32", "document_gqa", "mla_dims", "relative_bias_mha")  # of all kinds
+FWD = Key("fwd", "128/128", "16-bit", "mha", "causal", 2048)
+
+
+def table(*keys: Key, schedule: dict[str, int] = SMALL_TILE) -> dict[str, Table]:
+    """Tables that have one schedule for these keys, by device class."""
+    entry = Entry(schedule, 0.5, SMALL_TILE, 0.6, "3.6.0")
+    return {"sm90": Table("H200", "NVIDIA H200", "2.11.0", "3.6.0", dict.fromkeys(keys, entry))}
+
+
+def scheduled(name: str, tables: dict[str, Table], **overrides: int) -> Module:
+    """The module of a spec with its schedules."""
+    return verify(PipelineLoads().run(SelectTiles(**overrides, tables=tables).run(lowered(name)["place-memory"])))
+
+
+def rows(module, kernel="fwd", device="sm90"):
+    return [
+        (r.max_rows, f"{r.block_q}x{r.block_kv}x{r.num_warps}x{r.num_stages}", r.measured)
+        for r in module.rows(kernel)
+        if r.device == device
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- classes of masks
+
+
+CLASSES_OF = {
+    "alibi_mha": "causal+score causal+score causal+score",
+    "block_sparse_mha": "full+blocks full+blocks full+blocks",
+    "butterfly_gqa": "causal+blocks causal+blocks causal+blocks",
+    "causal_dropout_mqa": "causal+dropout causal+dropout causal+dropout",
+    "causal_padding_dropout_mha": "causal+rows+dropout causal+rows+dropout causal+rows+dropout",
+    "chunked_gqa": "causal causal causal",
+    "cross_mha": "full full full",
+    "dense_bias_dropout_mha": "full+pairs+score+dropout full+pairs+score+dropout full+pairs+score+dropout",
+    "dilated_mha": "masked masked masked",
+    "document_gqa": "causal+rows short+rows short+rows",
+    "full_mha": "full full full",
+    "local_global_dropout_mha": "full+blocks+dropout full+blocks+dropout full+blocks+dropout",
+    "packed_document_gqa": "full+rows short+rows short+rows",
+    "padding_mha": "full+rows full+rows full+rows",
+    "prefix_lm_gqa": "full full full",  # as if the prefix were all
+    "relative_bias_mha": "full+pairs+score full+pairs+score full+pairs+score",
+    "sinks_window_gqa": "masked+score masked+score masked+score",
+    "softcap_window_gqa": "causal+score causal+score causal+score",
+    "streaming_gqa": "causal short short",
+    "temperature_mha": "causal+score causal+score causal+score",
+    "window_gqa": "causal short short",
+}  # of the other specs: causal, whatever the range
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_classes_of_masks_by_range(name):
+    module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text())
+    for kernel in (k for k in module.kernels if k.loops):
+        assert [mask_class(module, kernel, n) for _, n in RANGES] == CLASSES_OF.get(name, "causal causal causal").split()
+    assert {mask_class(module, module.kernel("delta"), n) for _, n in RANGES} == {"none"}
+
+
+def test_data_that_lists_blocks_hides_the_shape():
+    made = lower(
+        parse_spec('name: pairs\nhead_dim: 64\nmask: {expr: "ids[b, q_idx, kv_idx]", params: {ids: {tensor: [B, Nq, Nk], dtype: bool}}}\n')
+    )
+    assert {mask_class(made, made.kernel(name), 4096) for name in ("fwd", "dkdv", "dq")} == {"listed+blocks+pairs"}
+    assert mask_class(made, made.kernel("delta"), 4096) == "none"
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_select_tiles_and_tuning_see_the_same_keys(name):
+    """One asks before, the other measures after what legalize-triton adds."""
+    early, late = lowered(name)["place-memory"], target(name)
+    for kernel in early.kernels:
+        for limit, _ in RANGES:
+            found = key(early, kernel, 2, limit)
+            assert found == key(late, late.kernel(kernel.name), 2, limit)
+            assert found.max_rows == limit and found.kernel == kernel.name
+
+
+def test_what_shares_a_key():
+    """bf16 and fp16; one K/V head, or one for a group; heads that are as wide on chip. Not: mha and gqa, other widths, ranges, kernels."""
+    text = "name: x\nhead_dim: 128\nheads: {sharing: gqa}\nmask: causal\n"
+    base, variants = (
+        lower(parse_spec(text), "place-memory"),
+        ["gqa|mqa", "128|96", "gqa}|gqa}\ndtype: fp16", "gqa|mha", "128|64", "causal|none"],
+    )
+    same = []
+    for variant in variants:
+        made = lower(parse_spec(text.replace(*variant.split("|"))), "place-memory")
+        same.append(key(made, made.kernel("fwd"), 2, None) == key(base, base.kernel("fwd"), 2, None))
+    assert same == [True, True, True, False, False, False]
+
+
+# ---------------------------------------------------------------------------------------------- what comes before what
+
+
+def test_measured_rows_come_before_the_models_in_their_range():
+    before, made = scheduled("causal_mha", {}), scheduled("causal_mha", table(FWD))
+    short, any_ = rows(before)
+    assert rows(made) == [short, (2048, "64x32x4x2", True), any_]
+    assert rows(made, "dq") == rows(before, "dq") and rows(made, device="sm80") == rows(before, device="sm80")
+
+
+def test_an_entry_for_any_number_of_rows_leaves_out_superfluous_ones():
+    made = scheduled("causal_mha", table(FWD, FWD._replace(max_rows=8192), FWD._replace(max_rows=None)))
+    assert rows(made)[1:] == [(None, "64x32x4x2", True)]
+    ranges = {"block_q": 64, "block_kv": 64, "num_warps": 4, "num_stages": 3}  # what the model takes for few rows
+    made = scheduled("causal_mha", table(FWD, schedule=ranges))
+    assert [limit for limit, _, _ in rows(made)] == [2048, None]
+
+
+def test_the_specs_own_schedule_comes_before_measured_ones():
+    made = scheduled("causal_mha", table(FWD._replace(max_rows=None)), block_q=128)
+    assert not any(r.measured for r in made.rows("fwd")) and {r.block_q for r in made.rows("fwd")} == {128}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"block_q": 128, "block_kv": 128, "num_warps": 8, "num_stages": 4},  # of D = 128: more shared memory than there is
+        {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 2},  # more registers than there are
+    ],
+)
+def test_an_entry_that_does_not_fit_or_spills_is_left_out(schedule):
+    made = scheduled("causal_mha", table(FWD, schedule=schedule))
+    assert rows(made) == rows(scheduled("causal_mha", {}))
+
+
+def test_an_entry_that_is_listed_to_spill_is_left_out(monkeypatch):
+    """As `attngen verify` asks for, where the Triton that compiles it is not the one that it was measured with."""
+    module = target("causal_mha")
+    row = replace(next(r for r in module.rows("fwd") if r.device == "sm90"), **SMALL_TILE)
+    assert usable(module, module.kernel("fwd"), row)
+    monkeypatch.setattr(model, "_listed", lambda: frozenset([schedule_key(module, module.kernel("fwd"), row)]))
+    assert not usable(module, module.kernel("fwd"), row)
+    assert not any(measured for _, _, measured in rows(scheduled("causal_mha", table(FWD))))
+
+
+def test_tiles_that_do_not_divide_blocks_are_left_out():
+    keys = [Key("fwd", "64/64", "16-bit", "grouped", "causal+blocks", limit) for limit, _ in RANGES]
+    for block, taken in ((64, True), (128, False)):
+        made = scheduled("butterfly_gqa", table(*keys, schedule=SMALL_TILE | {"block_kv": block}))
+        assert any(r.measured for r in made.rows("fwd")) == taken
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_modules_of_all_kinds_take_entries(name):
+    """With entries of its own, which the verifier finds to fit."""
+    before = target(name)
+    keys = [key(before, k, elem, limit) for k in before.kernels if k.name != "blocks" for limit, _ in RANGES for elem in (2, 4)]
+    made = scheduled(name, table(*keys, schedule=SMALL_TILE | {"num_stages": 1}))
+    assert any(r.measured for k in made.kernels for r in made.rows(k.name))
+
+
+# ---------------------------------------------------------------------------------------------- text, reports, files
+
+
+def test_measured_rows_print_parse_and_are_told():
+    made = scheduled("causal_mha", table(FWD))
+    text = print_module(made)
+    (line,) = re.findall(".*measured", text)
+    assert line == "  sm90 bytes=2 rows<=2048 : BLOCK_Q=64 BLOCK_KV=32 num_warps=4 num_stages=2 measured"
+    assert print_module(parse_module(text)) == text
+    told = [row.get("measured") for row in report(made)["kernels"]["fwd"]["schedules"] if row["device"] == "sm90"]
+    assert told == [None, True, None]
+
+
+def test_measured_rows_are_certified_whatever_their_range():
+    made = scheduled("causal_mha", table(FWD))
+    assert [row.max_rows for kernel, row in chosen(made, ["sm90"], False) if kernel.name == "fwd"] == [2048, None]
+
+
+def test_a_table_comes_back_from_its_file_one_line_an_entry(tmp_path):
+    (made,) = table(FWD._replace(max_rows=None), FWD, FWD._replace(kernel="dq")).values()
+    (tmp_path / "t.json").write_text(made.text())
+    assert read_table(tmp_path / "t.json") == made
+    lines = made.text().splitlines()
+    assert [line.partition('"kernel": ')[2][:5] for line in lines[1:-1]] == ['"dq",', '"fwd"', '"fwd"']
+    assert '"max_rows": 2048' in lines[2] and '"max_rows": null' in lines[3]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"device": "H200", "entries": [{}]}',
+        '{"device": "H900", "entries": []}',
+        '{"device": "H200", "entries": [], "x": 1}',
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(AttngenError, match="t.json: "):
+        read_table(tmp_path / "t.json")
+
+
+def test_the_committed_tables_are_of_their_class_and_as_written():
+    from attngen.tune.table import path_of
+
+    assert set(committed()) == {"sm90"}
+    for name, known in committed().items():
+        assert DEVICES[known.device].cls == name and CLASSES[name].tuned_on == known.device
+        assert path_of(known.device).read_text(encoding="utf-8") == known.text()
+        assert all(entry.triton for entry in known.entries.values())

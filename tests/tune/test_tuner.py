@@ -1,0 +1,249 @@
+"""Tuning, with a GPU that is made up: pruning, budgets, schedules that crash, who wins, what is kept."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import count
+
+import pytest
+
+from attngen.analysis.cost import cost
+from attngen.analysis.sram import misfit
+from attngen.errors import AttngenError
+from attngen.tune import run, summary, tuner
+from attngen.tune.candidates import AXES, DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS
+from attngen.tune.classes import RANGES
+from attngen.tune.table import Table, schedule_of, shown
+from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman
+from attngen.tune.workers import Lost
+from tests.helpers import spec
+
+CELL = Cell("causal_mha", "fwd", 1024, "bf16")
+BY = {"gpu": "a GPU", "torch": "2", "triton": "3"}
+
+
+@cache
+def planned(name: str = "causal_mha") -> Plan:
+    return plan(spec(name), "sm90")
+
+
+def tile(row) -> str:
+    return shown(schedule_of(row))
+
+
+class Gpu:
+    """Answers as one would: milliseconds by tile, or what else happens. Its clock does not move between rounds."""
+
+    def __init__(self, times: dict[str, float | str | Lost], default: float = 1.0, drift: float = 0.0) -> None:
+        self.times, self.default, self.drift = times, default, drift
+        self.asked: list[tuple[str, ...]] = []
+
+    def __call__(self, request, limit_s):
+        _, rows, rounds = request
+        self.asked.append(tuple(map(tile, rows)))
+        answers = [self.times.get(tile(row), self.default) for row in rows]
+        for answer in answers:
+            if isinstance(answer, Lost):
+                raise answer
+        return [a if isinstance(a, str) else tuple(a * (1 + self.drift * i) for i in range(rounds)) for a in answers]
+
+    def start(self):
+        return BY
+
+    def ask(self, request, limit_s):
+        return self(request, limit_s)
+
+    def compile_ahead(self, tasks):
+        self.compiled = list(tasks)
+        return 1.0
+
+
+def kept(kernel: str = "fwd") -> list[str]:
+    return [tile(row) for row in planned().searches[kernel, "bf16"].kept]
+
+
+def rows(kernel: str = "fwd"):
+    return planned().searches[kernel, "bf16"].kept
+
+
+# ---------------------------------------------------------------------------------------------- candidates
+
+
+@pytest.mark.parametrize("name", ["causal_mha", "causal_fp32", "butterfly_gqa", "causal_d256"])
+def test_every_schedule_of_the_grid_is_kept_or_rejected_for_one_reason(name):
+    p = planned(name)
+    for (kernel, dtype), found in p.searches.items():
+        assert len(set(found.grid)) == len(found.grid) == len(found.kept) + sum(found.rejected.values())
+        chosen = [r for r in p.module.rows(kernel) if (r.device, r.elem_bytes) == ("sm90", 4 if dtype == "fp32" else 2)][-1]
+        assert found.kept[0] == chosen and len(found.kept) <= MOST
+        most = p.module.blocks.size if p.module.blocks else 128
+        assert all(max(r.block_q, r.block_kv) <= most for r in found.grid) or kernel == "delta"
+
+
+def test_what_is_kept_runs_and_is_modelled_to_be_near_the_best():
+    p = planned()
+    for (kernel, _), found in p.searches.items():
+        prices = [cost(p.placed, p.placed.kernel(kernel), row) for row in found.kept]
+        if kernel != "delta":
+            assert prices == sorted(prices) and prices[-1] <= SLOWER * prices[0]
+    assert kept("delta")[0] == "64x64x4x1" and len(kept("delta")) == 8  # what has no loops is not modelled: all of it
+
+
+def test_reasons_are_those_of_the_model():
+    p = planned()
+    found, kernel = p.searches["dq", "bf16"], p.placed.kernel("dq")
+    assert set(found.rejected) >= {MISFIT, REGISTERS, SPILLS, STREAMS, DEEP}
+    assert found.rejected[MISFIT] == sum(misfit(p.placed, kernel, row) is not None for row in found.grid)
+    assert len(found.grid) == 128 == len(AXES["block_q"]) * len(AXES["block_kv"]) * len(AXES["num_warps"]) * len(AXES["num_stages"])
+
+
+def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
+    cells = [cell for cell, _ in planned().cells()]
+    assert cells[0] == CELL and [c.rows for c in cells] == [n for _, n in RANGES for _ in range(4)]
+    assert [c.kernel for c in cells[:4]] == ["fwd", "delta", "dkdv", "dq"]
+    assert {c.dtype for c, _ in planned("causal_fp32").cells()} == {"fp32"}
+
+
+# ---------------------------------------------------------------------------------------------- who wins
+
+
+@pytest.mark.parametrize(
+    ("fastest", "drift", "wins"),
+    [(0.9, 0.0, True), (0.99, 0.0, False), (0.95, 0.005, True), (0.95, 0.02, False)],  # by less than noise, or than times spread
+)
+def test_the_fastest_wins_if_it_is_faster_by_more_than_the_spread(fastest, drift, wins):
+    gpu = Gpu({kept()[4]: fastest}, drift=drift)
+    found = compete(CELL, planned(), rows(), gpu)
+    assert tile(found.winner(planned()).row) == kept()[4 if wins else 0]
+    assert gpu.asked[: len(kept())] == [(name,) for name in kept()]
+    assert len(gpu.asked[-1]) == FINALISTS + 1 and {kept()[0], kept()[4]} <= set(gpu.asked[-1])
+
+
+def test_what_crashes_hangs_spills_or_is_wrong_is_out_and_the_rest_goes_on():
+    lost = {kept()[1]: Lost("gave no answer within 30 s"), kept()[2]: "spills 8 bytes", kept()[3]: "its results are 1.0 away"}
+    found = compete(CELL, planned(), rows(), Gpu({**lost, kept()[5]: 0.5}))
+    assert [t.failed for t in found.tried[:5]] == ["", *(str(x) for x in lost.values()), ""]
+    assert tile(found.winner(planned()).row) == kept()[5]
+    text = "\n".join(summary.measured(planned(), found))
+    assert f"{kept()[1]} gave no answer within 30 s" in text and "1 spill" in text and "100.0%" in text
+
+
+def test_where_too_many_are_lost_the_rest_is_left_out():
+    lost = {name: Lost("gave no answer within 30 s") for name in kept()[1:]}
+    found = compete(CELL, planned(), rows(), Gpu(lost))
+    assert [bool(t.failed) for t in found.tried] == [False, True, True, True] and found.left_out == len(kept()) - 4
+
+
+def test_without_the_models_choice_any_other_wins():
+    found = compete(CELL, planned(), rows(), Gpu({kept()[0]: "spills 8 bytes", kept()[1]: 0.999}))
+    made = found.entry(planned(), "3.6.0")
+    assert (made.schedule, made.model, made.model_ms) == (schedule_of(rows()[1]), schedule_of(rows()[0]), None)
+
+
+def test_where_nothing_runs_there_is_no_entry():
+    found = compete(CELL, planned(), rows(), Gpu({}, default="spills 8 bytes"))
+    assert found.winner(planned()) is found.entry(planned(), "3") is found.correlation() is None
+    assert "none" in "\n".join(summary.measured(planned(), found))
+
+
+def test_what_runs_alone_and_not_beside_others_keeps_its_time():
+    class Fragile(Gpu):
+        def __call__(self, request, limit_s):
+            if len(request[1]) > 1:
+                raise Lost("ended")
+            return super().__call__(request, limit_s)
+
+    found = compete(CELL, planned(), rows(), Fragile({kept()[3]: 0.5}))
+    assert tile(found.winner(planned()).row) == kept()[3] and not any(t.rounds for t in found.tried)
+
+
+def test_what_is_found_to_spill_later_does_not_win(monkeypatch):
+    """By another Triton than measured it: results give the table anew without it."""
+    found = compete(CELL, planned(), rows(), Gpu({kept()[3]: 0.5, kept()[4]: 0.6}))
+    monkeypatch.setattr(tuner, "usable", lambda module, kernel, row: tile(row) != kept()[3])
+    assert tile(found.winner(planned()).row) == kept()[4]
+
+
+def test_a_budget_leaves_out_what_the_model_thinks_least_of(monkeypatch):
+    clock = count()
+    monkeypatch.setattr(tuner.time, "perf_counter", lambda: float(next(clock)))
+    found = compete(CELL, planned(), rows(), Gpu({}), budget_s=3.5)
+    assert [tile(t.row) for t in found.tried] == kept()[:4] and found.left_out == len(kept()) - 4
+    assert f"{found.left_out} left out" in "\n".join(summary.measured(planned(), found))
+    assert len(compete(CELL, planned(), rows(), Gpu({}), budget_s=0).tried) == 1  # the model's choice at least
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "rho"),
+    [
+        ([1, 2, 3], [10, 20, 30], 1.0),
+        ([1, 2, 3], [3, 2, 1], -1.0),
+        ([1, 2, 2, 3], [1, 3, 2, 4], 0.9486833),
+        ([1, 1], [1, 2], None),
+        ([], [], None),
+    ],
+)
+def test_spearman(a, b, rho):
+    assert spearman(a, b) == (None if rho is None else pytest.approx(rho))
+
+
+def test_pruned_search_beside_the_whole_grid():
+    best = "128x64x4x4"
+    assert best not in kept()
+    gpu = Gpu({best: 0.4, kept()[2]: 0.5})
+    found = compare(CELL, planned(), planned().searches["fwd", "bf16"], gpu, lambda cell, some: len(some) / 10)
+    assert (found.pruned, found.whole) == (len(kept()), 124) and found.loss == pytest.approx(0.25)
+    assert (tile(found.pruned_best.row), tile(found.whole_best.row)) == (kept()[2], best)
+    assert found.pruned_s == pytest.approx(1.2, abs=0.5) and found.whole_s == pytest.approx(12.4, abs=0.5)
+    assert "25.0%" in summary.compared(CELL, found)
+    assert compare(CELL, planned(), planned().searches["fwd", "bf16"], Gpu({}, "no"), lambda cell, some: 0.0) is None
+
+
+# ---------------------------------------------------------------------------------------------- results, tables
+
+
+def test_an_outcome_comes_back_from_json():
+    found = compete(CELL, planned(), rows(), Gpu({kept()[1]: "spills 8 bytes"}))
+    assert outcome(json.loads(json.dumps(found.plain()))) == found
+
+
+def test_a_run_goes_on_where_another_ended(tmp_path):
+    path, plans = tmp_path / "results.jsonl", [planned()]
+    first, gpu = run.read_results(path, "H200", plans), Gpu({kept()[1]: 0.5})
+    for _, found in run.tune(plans, gpu, first, float("inf")):
+        if found.cell.kernel == "dkdv":
+            break  # it was ended here
+    assert len(gpu.compiled) == sum(len(s.kept) for s in planned().searches.values())
+    second, gpu = run.read_results(path, "H200", plans), Gpu({})
+    assert list(second.outcomes) == [c for c, _ in planned().cells()][:3] and second.by == BY
+    assert [o.cell for _, o in run.tune(plans, gpu, second, float("inf"))] == [c for c, _ in planned().cells()][3:]
+    table = run.tabled(Table("H200"), plans, run.read_results(path, "H200", plans))
+    assert len(table.entries) == 12 and table.gpu == "a GPU"
+    assert table.entries[planned().key(CELL)].schedule == schedule_of(rows()[1])
+    assert sum(e.schedule != e.model for e in table.entries.values()) == 1
+
+
+def test_results_of_another_device_or_of_other_kernels_do_not_count(tmp_path):
+    path, plans = tmp_path / "results.jsonl", [planned()]
+    run.read_results(path, "H200", plans).keep(compete(CELL, planned(), rows(), Gpu({})), BY)
+    with pytest.raises(AttngenError, match="line 1: measured on H200; expected results of H100"):
+        run.read_results(path, "H100", plans)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "source": "another"}) + "\n")
+    assert not run.read_results(path, "H200", plans).outcomes
+    path.write_text("{}\n")
+    with pytest.raises(AttngenError, match="line 1: not a result"):
+        run.read_results(path, "H200", plans)
+
+
+def test_the_first_of_what_shares_a_key_counts_and_other_entries_stay():
+    results = run.read_results(None, "H200", [planned(), planned("causal_padding_gqa")])
+    for p, ms in ((planned(), 2.0), (planned("causal_padding_gqa"), 1.0)):
+        for cell, found in p.cells():
+            results.keep(Outcome(cell, tuple(Tried(row, 1.0, ms) for row in found.kept[:1]), 0, 0.0), BY)
+    once = run.tabled(Table("H200"), [planned()], results)
+    both = run.tabled(once, [planned("causal_padding_gqa")], results)
+    assert len(once.entries) == 12 and len(both.entries) == 24
+    assert {e.ms for k, e in both.entries.items() if k.heads == "mha"} == {2.0}
+    assert "nothing faster" in "\n".join(summary.totals(run.known([planned()], results)))
