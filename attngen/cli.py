@@ -104,7 +104,7 @@ def build(
     for module, files in modules:
         changed = write_module(files, out_dir / module.name)
         written += changed
-        tiles = (_tiles(module, kernels) for kernels in (("fwd",), ("dkdv", "dk", "dv"), ("dq",)))
+        tiles = (_tiles(module, kernels) for kernels in (("fwd",), ("dkdv", "dk", "dv", "bwd"), ("dq",)))
         dim = _head_dim(module.head_dim_qk, module.head_dim_v)
         table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
     out.print(table)

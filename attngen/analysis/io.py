@@ -9,9 +9,10 @@ import sympy
 from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES
 from attngen.analysis.sram import tile_bytes
-from attngen.ir.expr import Expr, cdiv, symbol
+from attngen.analysis.tiles import own_tiles
+from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Load, Scatter, Store, Type
+from attngen.ir.ops import Load, Scatter, Store, Type
 
 
 def traffic(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str], Expr]) -> Expr:
@@ -31,15 +32,14 @@ def traffic(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str],
 
 
 def hbm_bytes(kernel: Kernel) -> Expr:
-    """Bytes that an emitted kernel moves if nothing is found in a cache: tiles loaded once per program, and once per tile visited.
+    """Bytes that an emitted kernel moves if nothing is found in a cache: tiles loaded once per tile that a program owns, and once per tile visited.
 
     In `tiles` (see flops.TILES), B, Hq, group and the sizes. An upper bound: the L2 serves part of what programs share.
     """
-    own = kernel.own_axis
     shared = "group" in {b.name for b in kernel.blocks}
-    programs = symbol("B") * symbol("Hq") / (symbol("group") if shared else 1)
-    programs *= cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
-    return traffic(kernel, tile_bytes, lambda block: programs if block == "entry" else TILES)
+    owned = symbol("B") * symbol("Hq") / (symbol("group") if shared else 1) * own_tiles(kernel)
+    walked = {loop.body for loop in kernel.loops if loop.var == kernel.own_axis}
+    return traffic(kernel, tile_bytes, lambda block: owned if block in ("entry", *walked) else TILES)
 
 
 def compulsory_bytes(kernel: Kernel) -> Expr:

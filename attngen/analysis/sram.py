@@ -101,7 +101,9 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
 
 
 def _in_loop(kernel: Kernel, op: Op) -> bool:
-    return bool(kernel.graph.nodes[op.name]["block"] != "entry")
+    """Whether it is run anew for other tiles while its program's own stays."""
+    walked = {loop.body for loop in kernel.loops if loop.var == kernel.own_axis}
+    return bool(kernel.graph.nodes[op.name]["block"] not in ("entry", *walked))
 
 
 @cache

@@ -17,6 +17,7 @@ from attngen.passes.inline_scores import InlineScores
 from attngen.passes.legalize_triton import LegalizeTriton
 from attngen.passes.list_tiles import ListTiles
 from attngen.passes.pipeline_loads import PipelineLoads
+from attngen.passes.place_barriers import PlaceBarriers
 from attngen.passes.place_memory import PlaceMemory
 from attngen.passes.select_tiles import SelectTiles
 from attngen.passes.simplify import Simplify
@@ -36,6 +37,7 @@ def passes(spec: Spec) -> tuple[Pass, ...]:
         ClassifyTiles(),
         SplitLoops(),
         ListTiles(),
+        PlaceBarriers(),
         Simplify(),
         PlaceMemory(),
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages),
