@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from attngen.analysis.sram import SCORES, misfit, registers_per_thread, sizes, sram_bytes, streamed_bytes, tile_width
+from attngen.analysis.sram import SCORES, misfit, registers_per_thread, score_tile, sizes, sram_bytes, streamed_bytes, tile_width
 from attngen.analysis.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
@@ -80,8 +80,7 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     threads = row.num_warps * device.threads_per_warp
     tiled = any(loop.cls != "all" for loop in kernel.loops)
     how = mode(module, row.elem_bytes)
-    own = row.block_q if kernel.own_axis == "q" else row.block_kv
-    crowded = how != "ieee" and row.num_warps > max(4, own // 16)  # warps that share rows split the columns, at half the rate
+    crowded = how != "ieee" and bool(kernel.dots) and row.num_warps > max(4, score_tile(module, kernel, row)[0] // 16)  # warps that share rows split the columns, at half the rate
     matrix = 0.0
     for op in kernel.dots:
         flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)

@@ -27,8 +27,8 @@ SHAPES = {
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
 }
-STATISTICS = ("LSE", "LSE2", "DELTA")
-FP32 = (*STATISTICS, "COUNT", "O_ACC", "ROW_MAX", "ROW_SUM", "DQ_ACC")
+STATISTICS = ("LSE", "LSE2", "DELTA", "ROW_MAX", "ROW_SUM")
+FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC")
 SCALARS = {"scale": "f32", "B": "i32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length

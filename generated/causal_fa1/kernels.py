@@ -29,23 +29,21 @@ SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "fwd_end": {
@@ -85,22 +83,22 @@ SCHEDULES = {
     "bwd": {
         ("sm80", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
     "dq_end": {
