@@ -80,7 +80,8 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     threads = row.num_warps * device.threads_per_warp
     tiled = any(loop.cls != "all" for loop in kernel.loops)
     how = mode(module, row.elem_bytes)
-    crowded = how != "ieee" and bool(kernel.dots) and row.num_warps > max(4, score_tile(module, kernel, row)[0] // 16)  # warps that share rows split the columns, at half the rate
+    rows_of_scores = score_tile(module, kernel, row)[0] if kernel.dots else 0
+    crowded = how != "ieee" and row.num_warps > max(4, rows_of_scores // 16)  # warps that share rows split the columns, at half the rate
     matrix = 0.0
     for op in kernel.dots:
         flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)

@@ -107,9 +107,9 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
     return sympy.Max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
 
 
-def is_rewritten(kernel: Kernel, op: Op) -> TypeGuard[Load]:
+def is_rewritten(kernel: Kernel, op: Load) -> bool:
     """Whether it loads a tile that is stored again: summed in HBM, not a row of statistics."""
-    return isinstance(op, Load) and len(op.type.dims) == 2 and not _in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.rewriting
+    return len(op.type.dims) == 2 and not _in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.rewriting
 
 
 def _in_loop(kernel: Kernel, op: Op) -> bool:
@@ -127,7 +127,7 @@ def register_formula(kernel: Kernel, from_shared: bool) -> Expr:
     carried: Expr = sympy.Integer(0)
     for op in kernel.ops():
         stationary = _in_sram(op) and not from_shared and not _in_loop(kernel, op)
-        if is_rewritten(kernel, op):  # as it is loaded, summed and stored
+        if isinstance(op, Load) and is_rewritten(kernel, op):  # as it is loaded, summed and stored
             carried += 3 * tile_bytes(op.type)
         if isinstance(op, Init) or stationary:
             carried += tile_bytes(kernel.type_of(op.name))

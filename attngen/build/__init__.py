@@ -18,11 +18,11 @@ def build_module(spec: Spec) -> Module:
     after them finish what they have rewritten.
     """
     blocks = listed_blocks(spec)
-    if spec.schedule.order == "kv_outer":
-        forward = build_forward_by_key(spec), build_forward_end(spec)
-        kernels = (*forward, build_delta(spec), build_dkdv(spec), build_dq_end(spec))
-    else:
-        kernels = build_forward(spec), build_delta(spec), build_dkdv(spec), build_dq(spec)
+    builders = {
+        "q_outer": (build_forward, build_delta, build_dkdv, build_dq),
+        "kv_outer": (build_forward_by_key, build_forward_end, build_delta, build_dkdv, build_dq_end),
+    }
+    kernels = tuple(build(spec) for build in builders[spec.schedule.order])
     return Module(
         name=spec.name,
         version=__version__,

@@ -127,8 +127,8 @@ def build_forward_end(spec: Spec) -> Kernel:
     b.map("o", acc * inv_l, dtype="T", acc="acc", inv_l="inv_l")
     b.store("O", (*rows, "d_v"), "o")
     b.scale()
-    scaled = {"qk_scale": "qk_scale"} if b.score == S else {}
-    b.map("lse", select(l > 0, (m * (qk_scale if scaled else 1) + log2(l)) * symbol("LN2"), -sympy.oo), m="m", l="l", **scaled)
+    maximum = m * qk_scale if b.score == S else m
+    b.compute("lse", select(l > 0, (maximum + log2(l)) * symbol("LN2"), -sympy.oo), "entry")
     b.store("LSE", rows, "lse")
     return b.kernel()
 

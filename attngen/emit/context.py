@@ -166,9 +166,9 @@ class KernelContext:
 
     def _prologue(self, used: set[str]) -> list[str]:
         """Which tile, head and sequence this program has."""
-        lines, rest, outer = ["pid = tl.program_id(0)"], "pid", self.kernel.grid
+        lines, rest, outer = ["pid = tl.program_id(0)"], "pid", list(self.kernel.grid)
         if not self.kernel.walks:
-            own, *outer = outer
+            own = outer.pop(0)
             tiles = f"{own.var}_tiles"
             lines.append(f"{tiles} = {self.scalar(own.extent)}")
             position = f"pid % {tiles}"
@@ -254,7 +254,8 @@ class KernelContext:
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
         options = ", disable_licm=True" if op.recompute else ""
-        text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=LOOP_COMMENTS["own" if over_tiles and op.cls == "all" else op.cls])
+        comment = LOOP_COMMENTS["own" if over_tiles and op.cls == "all" else op.cls]
+        text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
 
     def _read_ahead(self, op: Loop, at: str, stop: str, moved: str, jumps: list[str]) -> list[str]:
         """Lines that read the number of the listed tile at a position, past the gaps between joined ranges.

@@ -155,7 +155,8 @@ class Loop(Op):
     """Run `body` for each tile of the ranges, in order; its results are the carried fields after the last turn.
 
     Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles, or over
-    all that a program owns, one by one; `unknown`: not classified yet. `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
+    all that a program owns, one by one; `unknown`: not classified yet.
+    `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
     With `listed`, a row of blocks, ranges are of positions in it (see Position), and the tiles are those of its blocks.
     Each tile's number is read a turn ahead.
     With `recompute`, what does not change from turn to turn is computed in each, rather than kept in registers.

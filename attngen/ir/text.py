@@ -350,7 +350,8 @@ def parse_module(text: str, source: str = "IR") -> Module:
         elif word in (*_HEADER_KEYS, "score", "order"):
             header[word] = rest
         else:
-            raise IRError(f"{where}: `{word}` is not a key of the header; known: {', '.join(_HEADER_KEYS)}, score, order, input, derive, learn")
+            known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "learn"))
+            raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
     return _module(header, (tuple(inputs), tuple(derived), tuple(learned)), kernels, schedules, source)
 
 

@@ -595,7 +595,7 @@ def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A tensor of role `inout` is loaded and then stored once, at one place, in the body of a loop whose every turn has a tile of its own."""
+    """A tensor of role `inout` is loaded and then stored once, at one place, in the body of a loop whose turns have tiles of their own."""
     for arg in (a for a in kernel.args if a.role == "inout"):
         found = [op for op in kernel.ops() if isinstance(op, (Load, Store)) and _accessed(kernel, op)[0] is arg]
         if [type(op) for op in found] != [Load, Store]:

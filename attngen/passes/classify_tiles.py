@@ -129,7 +129,8 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     """Bounds of tiles j along the loop's axis, for the program that owns the tile at {own}_start: four for each run of tiles.
 
     Sound: every tile with a visible in-bounds pair is in [visible start, visible end) of one run, and a tile in
-    [full start, full end) holds no hidden or out-of-bounds pair among rows that count: valid ones, or all if products sum over them. In each run visible start <= full start <=
+    [full start, full end) holds no hidden or out-of-bounds pair among rows that count: valid ones, or all if products sum over
+    them. In each run visible start <= full start <=
     full end <= visible end, and each run ends before the next starts.
     """
     runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
