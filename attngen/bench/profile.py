@@ -168,7 +168,7 @@ def run(
         calls += [Call(NAIVE, None, n, direction) for n in lengths if scores * n * n <= MOST_SCORES for direction in directions]
         plan = Path(folder) / "plan.json"
         listed = [{"name": c.name, "n": c.n, "direction": c.direction, "module": str(folders.get((c.order, c.tile), ""))} for c in calls]
-        sizes = {"batch": problem.batch, "heads": problem.q_heads, "kv_heads": problem.kv_heads}
+        sizes = {"device": "cuda", "batch": problem.batch, "heads": problem.q_heads, "kv_heads": problem.kv_heads}
         plan.write_text(json.dumps({"spec": str(spec_path.resolve()), **sizes, "calls": listed}), encoding="utf-8")
         printed: list[str] = []
 

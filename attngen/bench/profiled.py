@@ -1,6 +1,6 @@
 """What `attngen profile` runs under ncu: `python -m attngen.bench.profiled PLAN`, calls of generated modules and of naive attention.
 
-PLAN is a JSON file: the spec's, the batch and heads, and the calls. A kernel of its own name marks where each call starts, and a line
+PLAN is a JSON file: the spec's path, the device, batch and heads, and the calls. A kernel of its own name marks where each call starts, and a line
 printed says which call it is, or what went wrong with it: one that fails loses its own figures alone.
 """
 
@@ -31,7 +31,7 @@ def call_starts(x):  # type: ignore[no-untyped-def]
 def main(plan_path: str) -> None:
     plan = json.loads(Path(plan_path).read_text(encoding="utf-8"))
     spec = load_spec(plan["spec"])
-    mark = torch.zeros(1, dtype=torch.int32, device="cuda")
+    mark = torch.zeros(1, dtype=torch.int32, device=plan["device"])
     call_starts[(1,)](mark)
     profiler: Any = torch.cuda.profiler
     for i, call in enumerate(plan["calls"]):
@@ -54,11 +54,11 @@ def main(plan_path: str) -> None:
 
 def _prepared(spec: Spec, plan: dict[str, Any], call: dict[str, Any]) -> Callable[[], object]:
     """The call, its inputs made."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(plan["device"]).manual_seed(0)
 
     def normal(heads: int, width: int) -> torch.Tensor:
         shape = (plan["batch"], heads, call["n"], width)
-        return torch.randn(shape, generator=generator, device="cuda", dtype=TORCH_DTYPES[spec.dtype[0]])
+        return torch.randn(shape, generator=generator, device=plan["device"], dtype=TORCH_DTYPES[spec.dtype[0]])
 
     q, k, v = normal(plan["heads"], spec.head_dim.qk), normal(plan["kv_heads"], spec.head_dim.qk), normal(plan["kv_heads"], spec.head_dim.v)
     attention = load_module(Path(call["module"])).attention if call["module"] else _naive(spec, q, k)

@@ -116,6 +116,34 @@ def test_clocks_are_left_alone_and_caches_flushed() -> None:
     assert text.endswith("--log-file x.csv " + sys.executable + " -m attngen.bench.profiled plan.json")
 
 
+def test_calls_are_marked_and_one_that_fails_is_said(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program that ncu runs: every call twice, the second time counted."""
+    import torch
+
+    from attngen.bench import profiled
+
+    counted: list[str] = []
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: counted.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: counted.append("stop"))
+    for name in () if device == "cuda" else ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    module = str(ROOT / "generated" / "causal_fa1")
+    calls = [
+        {"name": f"{what} {direction}", "n": 70, "direction": direction, "module": path}
+        for what, path in (("ours", module), ("naive", ""), ("none", str(tmp_path / "none")))
+        for direction in ("forward", "backward")
+    ]
+    plan = {"spec": str(ROOT / "specs" / "causal_fa1.yaml"), "device": device, "batch": 1, "heads": 2, "kv_heads": 2, "calls": calls[:-1]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    profiled.main(str(tmp_path / "plan.json"))
+    said = capsys.readouterr().out.splitlines()
+    assert said[:4] == ["started 0 ours forward", "started 1 ours backward", "started 2 naive forward", "started 3 naive backward"]
+    assert said[4].startswith("failed 4 none forward FileNotFoundError: ") and len(said) == 5
+    assert counted == ["start", "stop"] * 4 + ["stop"]
+
+
 # ---------------------------------------------------------------------------------------------- beside predictions
 
 H200 = DEVICES["H200"]
