@@ -1,7 +1,7 @@
 """What `attngen profile` runs under ncu: `python -m attngen.bench.profiled PLAN`, calls of generated modules and of naive attention.
 
-PLAN is a JSON file: the spec's path, the device, batch and heads, and the calls. A kernel of its own name marks where each call starts, and a line
-printed says which call it is, or what went wrong with it: one that fails loses its own figures alone.
+PLAN is a JSON file: the spec's path, the device, batch and heads, and the calls. A kernel of its own name marks where each call starts,
+and a line printed says which call it is, or what went wrong with it: one that fails loses its own figures alone.
 """
 
 from __future__ import annotations
