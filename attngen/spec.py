@@ -73,9 +73,13 @@ Block = Annotated[Literal[16, 32, 64, 128, 256], BeforeValidator(_whole)]
 
 
 class Schedule(BaseModel):
-    """Overrides of what tile selection would choose, for the forward, dK/dV and dQ kernels on every device."""
+    """The order of the loops; and overrides of what tile selection would choose, for the forward, dK/dV and dQ kernels on every device."""
 
     model_config = _STRICT
+    order: Literal["q_outer", "kv_outer"] = Field(
+        default="q_outer",
+        description="q_outer: FlashAttention-2's, a program per tile; kv_outer: FlashAttention-1's, whose programs walk over tiles of keys",
+    )
     block_q: Block | None = Field(default=None, description="rows of a query tile")
     block_kv: Block | None = Field(default=None, description="rows of a key tile")
     stages: Annotated[Literal[1, 2, 3, 4, 5], BeforeValidator(_whole)] | None = Field(
@@ -358,6 +362,22 @@ class Spec(BaseModel):
             raise Mistakes((("score",), "forgets the score `s`; expected an expression in it"))
         return self
 
+    @model_validator(mode="after")
+    def _order_can(self) -> Spec:
+        """What a program that walks over tiles of keys cannot do."""
+        if self.schedule.order == "q_outer":
+            return self
+        read = next((i.name for i in self.inputs() if i.shape), None)
+        cannot = (
+            (self.dropout, "dropout", "cannot drop weights"),
+            (self.mask.blocks() is not None, "mask", "visits no lists of blocks"),
+            (read is not None, "score" if any(i.name == read for s in self.score for i in s.inputs()) else "mask", f"reads no `{read}`"),
+            (self.head_dim.qk + self.head_dim.v > 256, "head_dim", "holds dK and dV of at most 256 columns together"),
+        )
+        if found := next(((key, what) for wrong, key, what in cannot if wrong), None):
+            raise Mistakes(((found[0],), f"asks for what `schedule: {{order: kv_outer}}` does not do: it {found[1]}; expected `q_outer`"))
+        return self
+
     def inputs(self) -> tuple[Input, ...]:
         """The run-time inputs of mask and modifiers."""
         return unique(i for part in (self.mask, *self.score) for i in part.inputs())
@@ -378,8 +398,10 @@ class Spec(BaseModel):
         return tuple(found.values())
 
     def canonical(self) -> dict[str, Any]:
-        """The spec as plain data with every default filled in; `score` and `backward` only where they say something."""
+        """The spec as plain data with every default filled in; `score`, `backward` and the order of loops only where they say something."""
         plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
+        if self.schedule.order == "q_outer":
+            del plain["schedule"]["order"]
         plain |= {"score": [s.data() for s in self.score]} if self.score else {}
         return {**plain, "mask": self.mask.data()}
 

@@ -50,7 +50,7 @@ def spec(name: str) -> Spec:
 def _kind(name: str) -> tuple[object, ...]:
     """What the code of a wrapper depends on, but for numbers."""
     s = spec(name)
-    return s.heads, s.dtype, s.dropout, s.inputs(), s.derived(), s.mask.blocks() is not None
+    return s.heads, s.schedule.order, s.dtype, s.dropout, s.inputs(), s.derived(), s.mask.blocks() is not None
 
 
 # In the interpreter one spec for each kind of wrapper, that with the smallest heads; on a GPU all of them.
@@ -138,6 +138,31 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     %masked = mask %s where(kv_idx < Nk) : f32[BLOCK_Q, BLOCK_KV] @?
     %next = dot %masked %k over(BLOCK_KV) acc(%sum) : f32[BLOCK_Q, D_QK] @?
     yield values(sum=%next)
+"""
+
+# The same by programs that walk over the keys, and rewrite the sums of queries for each of their tiles.
+WALKS = """
+kernel @fwd grid(h in Hq)
+  block @entry
+    %Q = arg in : T[Hq, Nq, D_QK] @?
+    %K = arg in : T[Hkv, Nk, D_QK] @?
+    %O_ACC = arg inout : f32[Hq, Nq, D_QK] @?
+    %Hq = arg scalar : i32[] @?
+    %Nq = arg scalar : i32[] @?
+    %Nk = arg scalar : i32[] @?
+    %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) body(@tile) cls(all)
+  block @tile
+    %k = load %K[h, kv, d_qk] check(kv) : T[BLOCK_KV, D_QK] @?
+    %queries = loop q ranges(0 .. cdiv(Nq, BLOCK_Q)) body(@step)
+    yield
+  block @step
+    %q = load %Q[h, q, d_qk] check(q if partial) : T[BLOCK_Q, D_QK] @?
+    %sum = load %O_ACC[h, q, d_qk] check(q if partial) : f32[BLOCK_Q, D_QK] @?
+    %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @?
+    %masked = mask %s where(kv_idx < Nk) : f32[BLOCK_Q, BLOCK_KV] @?
+    %next = dot %masked %k over(BLOCK_KV) acc(%sum) : f32[BLOCK_Q, D_QK] @?
+    store %O_ACC[h, q, d_qk] %next check(q if partial)
+    yield
 """
 
 

@@ -71,7 +71,8 @@ MISTAKES = {
     BASE + "dtype: [bf16, bf16]": "line 3: `dtype` names an element type twice; expected each once",
     BASE + "fp32_precision: tf33": "line 3: `fp32_precision` is the text `tf33`; expected `ieee` or `tf32`; did you mean `tf32`?",
     BASE + "fp32_precision: tf32": "line 3: `fp32_precision` is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out",
-    BASE + "schedule: 3": "line 3: `schedule` is the number 3; expected {block_q: ..., block_kv: ..., stages: ..., warps: ...}",
+    BASE + "schedule: 3": "line 3: `schedule` is the number 3; "
+    "expected {order: q_outer|kv_outer, block_q: ..., block_kv: ..., stages: ..., warps: ...}",
     BASE + "schedule: {block_q: 48}": "line 3: `schedule.block_q` is the number 48; expected `16`, `32`, `64`, `128` or `256`",
     BASE + "schedule: {warps: true}": "line 3: `schedule.warps` is the boolean `true`; expected `1`, `2`, `4`, `8` or `16`",
     BASE + "schedule: {warps: 4.0}": "line 3: `schedule.warps` is the number 4.0; expected `1`, `2`, `4`, `8` or `16`",
@@ -81,6 +82,8 @@ MISTAKES = {
     BASE + "yes: 64": f"line 3: `yes` is no known key; {KEYS}",
     BASE + "<<: {name: y}": f"line 3: `<<` is no known key; {KEYS}",
     BASE + "heads: {shring: mqa}": "line 3: `heads.shring` is no known key; did you mean `sharing`?",
+    BASE + "schedule: {order: k_outer}": "line 3: `schedule.order` is the text `k_outer`; expected `q_outer` or `kv_outer`; "
+    "did you mean `kv_outer`?",
     BASE + "schedule:\n  stage: 2": "line 4: `schedule.stage` is no known key; did you mean `stages`?",
     BASE + "schedule: {num_stages: 2}": "line 3: `schedule.num_stages` is no known key; did you mean `stages`?",
     BASE + "schedule: {num_warps: 4}": "line 3: `schedule.num_warps` is no known key; did you mean `warps`?",
@@ -140,6 +143,28 @@ def test_a_mistake_is_one_sentence(text: str) -> None:
 @pytest.mark.parametrize("text", [BASE + "mask: {", BASE + 'mask: "causal', "name: x\n head_dim: 64", "a: b: c"])
 def test_text_that_is_no_yaml_is_one_sentence_with_its_line(text: str) -> None:
     assert re.fullmatch(r"line [1-4]: not valid YAML: .*; check quotes, brackets and indentation", message(text))
+
+
+@pytest.mark.parametrize(
+    "more, key, what",
+    [
+        ("dropout: true", "dropout", "cannot drop weights"),
+        ("mask: key_padding", "mask", "reads no `key_padding`"),
+        ("mask: {block_sparse: {block: 64}}", "mask", "visits no lists of blocks"),
+        ("score: dense_bias", "score", "reads no `bias`"),
+        ("head_dim: {qk: 192, v: 128}", "head_dim", "holds dK and dV of at most 256 columns together"),
+    ],
+)
+def test_what_programs_that_walk_over_keys_cannot_do(more: str, key: str, what: str) -> None:
+    text = f"name: x\n{'' if key == 'head_dim' else 'head_dim: 64'}\nschedule: {{order: kv_outer}}\n{more}"
+    assert message(text) == f"line 4: `{key}` asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"
+
+
+def test_the_usual_order_says_nothing() -> None:
+    """Specs without an order have the hash that they had before there was one."""
+    plain, said = (parse_spec(BASE + f"schedule: {{{order}}}") for order in ("", "order: q_outer"))
+    assert plain.hash() == said.hash() and "order" not in said.canonical()["schedule"]
+    assert parse_spec(BASE + "schedule: {order: kv_outer}").hash() != said.hash()
 
 
 def test_every_mistake_is_reported() -> None:

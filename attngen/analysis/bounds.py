@@ -34,6 +34,7 @@ class Scene:
     rows: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     facts: tuple[Fact, ...] = ()
+    whole: bool = False  # products sum over the rows of the own tile, so that those past the end count
 
     @property
     def own_idx(self) -> Expr:
@@ -201,11 +202,12 @@ def _split(e: Expr, extreme: Expr) -> Any:
 
 
 def extremes(e: Expr, scene: Scene) -> tuple[Expr, Expr] | None:
-    """Least and greatest value of an expression over the valid rows of the own tile, in closed form; None if unknown.
+    """Least and greatest value of an expression over the rows of the own tile that count, in closed form; None if unknown.
 
     Exact where the own index occurs once; never too narrow.
     """
-    first, last = symbol(f"{scene.own}_start"), last_row(scene.own)
+    first = symbol(f"{scene.own}_start")
+    last = first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own)
 
     def bound(e: Expr) -> tuple[Expr, Expr] | None:
         if e == scene.own_idx:

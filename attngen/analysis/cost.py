@@ -2,7 +2,7 @@
 
     cycles = matrix * (flops of the tile's dots / rate) + alu * scores + stream * bytes loaded + latency(stages) / occupancy
 
-Programs of 8 warps pay `split` of the first two more, for keeping their halves in step. Partial tiles of the forward take `masked` *
+Programs of 8 warps pay `split` of the first two more, for keeping their halves in step; the other constants are explained below. Partial tiles of the forward take `masked` *
 scores / occupancy on top: its running maximum waits for the mask (where data lists blocks it is not known which are partial). A program
 takes `start` / occupancy besides its tiles. Where data bounds the loop row by row, rows up to REACH away count.
 
@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from attngen.analysis.sram import SCORES, misfit, registers_per_thread, sizes, sram_bytes, streamed_bytes, tile_width
+from attngen.analysis.sram import SCORES, misfit, registers_per_thread, score_tile, sizes, sram_bytes, streamed_bytes, tile_width
 from attngen.analysis.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Dot, Gather, Load, SoftmaxStep
-
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,14 @@ class Fit:
     masked: float  # cycles per score of a partial tile of the forward that only other programs on the SM hide
     start: float  # cycles of a program before and after its loops that only other programs on the SM hide
     tight: float  # cycles per score and register of live tiles above ROOMY, of which the compiler makes worse code
+    turn: float  # cycles per turn and four warps, for keeping them in step
+    deep: float  # cycles per turn that only other programs hide, where four warps have more rows than a matrix instruction
     other_registers: int  # per thread: what it takes besides live tiles
     live_limit: int  # registers per thread that live tiles may take before it spills
 
 
-POINTERS = Fit(0.62, 0.032, 0.008, (2500, 1080, 665), 0.2, 0.019, 0.17, 0, 0, 70, 170)
-DESCRIPTORS = Fit(0.85, 0.011, 0, (2500, 1010, 536), 0.13, 0.031, 0.085, 7000, 0.016 / 64, 30, 210)
+POINTERS = Fit(0.62, 0.032, 0.008, (2500, 1080, 665), 0.2, 0.019, 0.17, 0, 0, 0, 0, 70, 170)
+DESCRIPTORS = Fit(1.08, 0, 0, (1710, 636, 415), 0.16, 0.013, 0.166, 5200, 0.0144 / 64, 32, 170, 45, 210)
 ROOMY = 128
 REACH = 500  # rows before and after a tile that stand for what documents and the like let it see
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
@@ -96,8 +97,8 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     threads = row.num_warps * device.threads_per_warp
     tiled = any(loop.cls != "all" for loop in kernel.loops)
     how = mode(module, row.elem_bytes)
-    own = row.block_q if kernel.own_axis == "q" else row.block_kv
-    crowded = how != "ieee" and row.num_warps > max(4, own // 16)  # warps that share rows split the columns, at half the rate
+    rows_of_scores = score_tile(module, kernel, row)[0] if kernel.dots else 0
+    crowded = how != "ieee" and row.num_warps > max(4, rows_of_scores // 16)  # warps that share rows split the columns, at half the rate
     matrix = 0.0
     for op in kernel.dots:
         flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)
@@ -110,7 +111,9 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     cycles += (fit.alu + fit.split_alu * split + fit.tight * max(0, live - ROOMY)) * scores
     cycles += fit.stream * streamed_bytes(module, kernel, row)
     programs = occupancy(module, kernel, row)
-    cycles += fit.latency[min(row.num_stages, 3) - 1] / programs
+    own = row.block_q if kernel.own_axis == "q" else row.block_kv
+    cycles += fit.turn * row.num_warps / 4
+    cycles += (fit.latency[min(row.num_stages, 3) - 1] + fit.deep * (own * 4 > device.matrix_rows * row.num_warps)) / programs
     if not tiled:
         return cycles
     rows = row.max_rows or MANY_ROWS

@@ -79,7 +79,8 @@ def done(module: Module, problem: Problem) -> Iterator[Done]:
     forward, backward = (kernels_of(module, direction) for direction in DIRECTIONS)
     kept, saved = _kept(forward, backward, numbers)
     of = {kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in module.kernels if kernel.loops}
-    useful = [_value(useful_flops(module, direction), of[name]) for direction, name in (("forward", "fwd"), ("backward", "dq"))]
+    last = [next(k.name for k in reversed(some) if k.loops) for some in (forward, backward)]
+    useful = [_value(useful_flops(module, direction), of[name]) for direction, name in zip(DIRECTIONS, last)]
     run = sum(_value(executed_flops(kernel), of[kernel.name]) for kernel in backward if kernel.loops)
     yield Done("ours", useful[0], useful[1], kept, saved)
     yield Done("ours, as run", useful[0], run, kept, saved)

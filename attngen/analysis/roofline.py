@@ -7,8 +7,8 @@ from typing import Any
 
 from attngen.analysis.cost import occupancy
 from attngen.analysis.flops import executed_flops
-from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
-from attngen.analysis.sram import elem_sizes, misfit, sizes, sram_bytes, tile_width
+from attngen.analysis.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes, standard_bytes
+from attngen.analysis.sram import elem_sizes, misfit, sizes, sram_bytes
 from attngen.analysis.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
@@ -73,11 +73,18 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
         **sizes(module, row),
         "B": problem.batch,
         "Hq": problem.q_heads,
+        "Hkv": problem.kv_heads,
         "group": problem.q_heads // problem.kv_heads,
         "Nq": problem.n_q,
         "Nk": problem.n_kv,
         "tiles": tiles * problem.batch * problem.q_heads,
     }
+
+
+def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
+    """Numbers for what the bytes of device memory depend on besides: the cache, programs in flight, and widths that are not padded."""
+    widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
+    return {**widths, str(CACHE): device.cache_bytes, str(IN_FLIGHT): device.sms * occupancy(module, kernel, row)}
 
 
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
@@ -90,8 +97,7 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     rate = device.flops[("tf32" if module.precision == "tf32" else "fp32") if row.elem_bytes == 4 else "bf16"]
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
     assert misfit(module, kernel, row) is None
-    cached = working_set(module, kernel, row, device, problem) <= device.cache_bytes
-    moved = min(loaded, compulsory_total(module, kernel, problem, row.elem_bytes)) if cached else loaded
+    moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, kernel, row, device)))
     return Estimate(
         kernel.name,
         row,
@@ -103,34 +109,6 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
         flops / rate,
         moved / device.hbm_bytes_per_s,
     )
-
-
-def working_set(module: Module, kernel: Kernel, row: Row, device: Device, problem: Problem) -> float:
-    """Bytes that the programs in flight at one time stream through: the other axis' rows of as many heads as they span."""
-    own, other = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
-    block = row.block_q if kernel.own_axis == "q" else row.block_kv
-    in_flight = device.sms * occupancy(module, kernel, row)
-    heads = min(-(-in_flight * block // max(1, own)), problem.batch * problem.q_heads)
-    per_row = (tile_width(module.head_dim_qk) + tile_width(module.head_dim_v)) * row.elem_bytes
-    return float(heads * other * per_row)
-
-
-def compulsory_total(module: Module, kernel: Kernel, problem: Problem, elem: int) -> float:
-    """Bytes of each tensor moved once, for the whole problem: what is left if the cache serves every re-read."""
-    numbers = {
-        "B": problem.batch,
-        "Hq": problem.q_heads,
-        "Hkv": problem.kv_heads,
-        "Nq": problem.n_q,
-        "Nk": problem.n_kv,
-        "D_QK": module.head_dim_qk,
-        "D_V": module.head_dim_v,
-        "elem": elem,
-    }
-    if module.blocks:
-        rows, columns = -(-problem.n_q // module.blocks.size), -(-problem.n_kv // module.blocks.size)
-        numbers |= {"Tq": rows, "Tk": columns, "Tq1": rows + 1, "Tk1": columns + 1}
-    return float(evaluate(compulsory_bytes(kernel), numbers))
 
 
 def standard_total(module: Module, direction: str, row: Row, problem: Problem) -> float:

@@ -47,15 +47,19 @@ def tile_bytes(t: Type) -> Expr:
 
 
 @cache
-def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved: int, random: int, aligned: bool = True, tma: bool = False) -> Expr:
+def sram_formula(
+    kernel: Kernel, device: DeviceClass, matrix_units: bool, moved: int, random: int, aligned: bool = True, tma: bool = False
+) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
     How deep a ring of `stages` is depends on whether matrix instructions read their operands from shared memory (see
     DeviceClass); scratch is for the tiles of scores that change layout at one time on their way to a product (`moved_scores`),
-    and for what dropout draws (`random_bytes` of a score).
+    for what dropout draws (`random_bytes` of a score), and for tiles that are rewritten. Of kernels with such it is an upper bound.
     """
     from_shared = device.reads_shared and matrix_units
-    depth = STAGES if from_shared else sympy.Max(1, STAGES - 1)
+    rewrites = bool(kernel.rewriting)
+    depth = STAGES if from_shared or rewrites else sympy.Max(1, STAGES - 1)
+    shares_stationary = device.shares_stationary and not rewrites  # what is loaded in a loop has room of its own
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
     statistics: Expr = sympy.Integer(0)
@@ -78,14 +82,19 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
             products = sum(op.name in (d.a, d.b) for d in kernel.dots)
             extra = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared and products > 1 else 0
             streamed += tile_bytes(op.type) * (depth + extra)
+        elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
+            scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
             if op.type.dtype == "b1" or len(op.type.dims) > 1 or op.src.tensor.removesuffix("_head") in STATISTICS:
                 statistics += tile_bytes(op.type) * (STAGES - 1)
             else:  # beside the statistics, which are aligned
                 scratch += tile_bytes(op.type) * (STAGES - 1)
-    if not device.shares_stationary:  # rows of statistics are copied ahead too
+    for dot in kernel.dots:  # an operand that is made on chip, and turned; in fp32 if it is moved before it is cast
+        turned = not isinstance(kernel.op(dot.a), Load) and kernel.type_of(dot.a).dims[0] == dot.over
+        scratch += 4 * elements(kernel.type_of(dot.a)) if turned else 0
+    if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
-        if from_shared:
+        if from_shared or rewrites:
             statistics = ALIGNMENT * cdiv(statistics + barriers + TMA_BARRIERS * tma, ALIGNMENT) + barriers
         streamed += statistics
     streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
@@ -98,22 +107,31 @@ def sram_formula(kernel: Kernel, device: DeviceClass, matrix_units: bool, moved:
     rows = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
     if (counts and rows) or any(not _in_loop(kernel, op) for op in reduced):  # rows change layout
         streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
-    return sympy.Max(*stationary, streamed) if device.shares_stationary else sympy.Add(*stationary, streamed)
+    return sympy.Max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+
+
+def is_rewritten(kernel: Kernel, op: Load) -> bool:
+    """Whether it loads a tile that is stored again: summed in HBM, not a row of statistics."""
+    return len(op.type.dims) == 2 and not _in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.rewriting
 
 
 def _in_loop(kernel: Kernel, op: Op) -> bool:
-    return bool(kernel.graph.nodes[op.name]["block"] != "entry")
+    """Whether it is run anew for other tiles while its program's own stays."""
+    walked = {loop.body for loop in kernel.loops if loop.var == kernel.own_axis}
+    return bool(kernel.graph.nodes[op.name]["block"] not in ("entry", *walked))
 
 
 @cache
 def register_formula(kernel: Kernel, from_shared: bool) -> Expr:
-    """Bytes of tiles live in registers at the widest point of the loop body: what is carried, and the scores in flight.
+    """Bytes of tiles live in registers at the widest point of the loop body: what is carried or rewritten, and the scores in flight.
 
     Tiles loaded once are there too, unless products read them from shared memory.
     """
     carried: Expr = sympy.Integer(0)
     for op in kernel.ops():
         stationary = _in_sram(op) and not from_shared and not _in_loop(kernel, op)
+        if isinstance(op, Load) and is_rewritten(kernel, op):  # as it is loaded, summed and stored
+            carried += 3 * tile_bytes(op.type)
         if isinstance(op, Init) or stationary:
             carried += tile_bytes(kernel.type_of(op.name))
     bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
@@ -183,10 +201,16 @@ def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
 
 def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether products run on the device's own matrix instruction: enough rows, and not full fp32 precision."""
-    own = row.block_q if kernel.own_axis == "q" else row.block_kv
     if not kernel.dots:
         return False
-    return own >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
+    return score_tile(module, kernel, row)[0] >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
+
+
+def score_tile(module: Module, kernel: Kernel, row: Row) -> tuple[int, int]:
+    """Rows and columns of the tile of scores as products make it: queries by keys, or transposed."""
+    dims = sizes(module, row)
+    rows, columns = next(op.type.dims for op in kernel.dots if set(op.type.dims) == SCORES)
+    return dims[rows], dims[columns]
 
 
 def moved_scores(module: Module, kernel: Kernel, row: Row) -> int:
@@ -221,8 +245,7 @@ def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
     if not results or (device.reads_shared and on_matrix_units(module, kernel, row)):
         return False
     if device.shares_stationary:  # instructions of 32 rows leave them where the next product reads them
-        own = row.block_q if kernel.own_axis == "q" else row.block_kv
-        other = row.block_kv if kernel.own_axis == "q" else row.block_q
+        own, other = score_tile(module, kernel, row)
         return own < MFMA_ROWS * row.num_warps and not own == MFMA_ROWS <= other
     return not on_matrix_units(module, kernel, row) or any(rows < columns for rows, columns in results)
 
@@ -238,6 +261,8 @@ def aligned(module: Module) -> bool:
 
 def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
     """Why the closed form may be above what the compiler reports; None where it should not be."""
+    if kernel.rewriting:
+        return "a tile that is rewritten changes layout through shared memory, in as many steps as the compiler takes"
     if not aligned(module):
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if row.num_stages == 1 and kernel.loops:

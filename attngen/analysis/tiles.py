@@ -39,10 +39,9 @@ def tile_sum(kernel: Kernel) -> Expr:
 
 
 def _over_grid(kernel: Kernel, turns: Expr) -> Expr:
-    """The sum of an expression in {own}_start over the programs of one head."""
-    block, extent = symbol(AXIS_DIM[kernel.own_axis]), symbol(AXIS_EXTENT[kernel.own_axis])
+    """The sum of an expression in {own}_start over the own tiles of one head."""
     start = symbol(f"{kernel.own_axis}_start")
-    return sympy.Sum(turns.subs(start, POSITION * block), (POSITION, 0, cdiv(extent, block) - 1))
+    return sympy.Sum(turns.subs(start, POSITION * symbol(AXIS_DIM[kernel.own_axis])), (POSITION, 0, own_tiles(kernel) - 1))
 
 
 def runs(kernel: Kernel, block: str) -> Expr:
@@ -57,8 +56,13 @@ def runs(kernel: Kernel, block: str) -> Expr:
     turns = _turns(kernel, loops)
     outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
     if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
-        return outer / kernel.grid[0].extent * _over_grid(kernel, turns)
+        return outer / own_tiles(kernel) * _over_grid(kernel, turns)
     return outer * turns
+
+
+def own_tiles(kernel: Kernel) -> Expr:
+    """Tiles of the axis that a kernel owns tiles of."""
+    return cdiv(symbol(AXIS_EXTENT[kernel.own_axis]), symbol(AXIS_DIM[kernel.own_axis]))
 
 
 @cache

@@ -1,20 +1,28 @@
-"""Spec to logical IR: one file per direction, nothing decided about tiles, loops or devices."""
+"""Spec to logical IR: one file per direction, nothing decided about tiles or devices."""
 
 from __future__ import annotations
 
 from attngen import __version__
-from attngen.build.backward import build_delta, build_dkdv, build_dq, learned
+from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, learned
 from attngen.build.blocks import build_blocks
-from attngen.build.forward import build_forward
+from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.build.semantics import listed_blocks
 from attngen.ir.graph import Module
 from attngen.spec import Spec
 
 
 def build_module(spec: Spec) -> Module:
-    """The logical module of a spec: forward, the three kernels of the backward, and `blocks` where data says which tiles to visit."""
+    """The logical module of a spec: forward, the three kernels of the backward, and `blocks` where data says which tiles to visit.
+
+    By order of loops: FlashAttention-2's kernels own a tile each; FlashAttention-1's walk over the key tiles of a head, and others
+    after them finish what they have rewritten.
+    """
     blocks = listed_blocks(spec)
-    kernels = build_forward(spec), build_delta(spec), build_dkdv(spec), build_dq(spec)
+    builders = {
+        "q_outer": (build_forward, build_delta, build_dkdv, build_dq),
+        "kv_outer": (build_forward_by_key, build_forward_end, build_delta, build_dkdv, build_dq_end),
+    }
+    kernels = tuple(build(spec) for build in builders[spec.schedule.order])
     return Module(
         name=spec.name,
         version=__version__,
@@ -28,6 +36,7 @@ def build_module(spec: Spec) -> Module:
         precision=spec.fp32_precision,
         mask=spec.mask.describe(),
         score=", ".join(s.describe() for s in spec.score) or "none",
+        order=spec.schedule.order,
         blocks=blocks,
         dropout=spec.dropout,
         inputs=spec.inputs(),

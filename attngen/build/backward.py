@@ -1,4 +1,7 @@
-"""The backward kernels as logical IR: `delta` (preprocess), `dkdv`, `dq`. No atomics: each tile has one owner."""
+"""The backward kernels as logical IR: `delta` (preprocess), `dkdv`, `dq`; or `delta`, `bwd`, `dq_end` where programs walk over keys.
+
+No atomics: each tile has one owner.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,8 @@ def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     """p = 2^(score - lse2), recomputed from the tiles of a and c, whose order gives S or its transpose; other expressions of the score."""
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
-    where = sympy.And(b.where, in_bounds("kv")) if b.own_axis == "q" else b.where
+    sums_keys = b.own_axis == "q" or b.signature.rewrites
+    where = sympy.And(b.where, in_bounds("kv")) if sums_keys else b.where
     if b.own_axis == "kv" and singular(b.spec, b.score):  # queries past the end, too
         where = sympy.And(where, in_bounds("q"))
     masked = b.mask("masked", "score", where, "step")
@@ -142,11 +146,11 @@ def _where_seen(b: KernelBuilder, e: Any) -> Any:
     return select(symbol("p") > 0, e, sympy.Integer(0)) if singular(b.spec, b.score) else e
 
 
-def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str = "T") -> None:
+def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str = "T", block: str = "entry") -> None:
     """A gradient times the factors left to the end, as it is stored."""
     field = value.rpartition(".")[2]
     uses = {field: value} | {f: f for f in factors if f != "keep_scale" or b.spec.dropout}
-    b.map(name, sympy.Mul(*map(symbol, uses)), "entry", dtype, False, **uses)
+    b.map(name, sympy.Mul(*map(symbol, uses)), block, dtype, False, **uses)
 
 
 def build_dkdv(spec: Spec) -> Kernel:
@@ -155,10 +159,13 @@ def build_dkdv(spec: Spec) -> Kernel:
     Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end load
     LSE2 = +inf, so they weigh nothing. Loads first, then the two products that need nothing else: the order that spills least
     (docs/perf-log.md).
+
+    With keys in the outer loop it is `bwd`, FlashAttention's Algorithm 4: one program walks over the key tiles, and reads dQ from HBM, adds
+    to it and writes it back for each of them. dQ starts as 0 and stays in fp32 until `dq_end`.
     """
-    shared = spec.heads.sharing != "mha"
+    shared, walks = spec.heads.sharing != "mha", spec.schedule.order == "kv_outer"
     factor = derivative(modified(spec), S)
-    b = KernelBuilder(spec, "dkdv", [factor])
+    b = KernelBuilder(spec, "bwd" if walks else "dkdv", [factor])
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -168,18 +175,24 @@ def build_dkdv(spec: Spec) -> Kernel:
     kv = {"mha": "h", "mqa": sympy.Integer(0), "gqa": "hkv"}[spec.heads.sharing]
     head = {"mha": symbol("h"), "mqa": g, "gqa": symbol("hkv") * group + g}[spec.heads.sharing]
     b.scale()
-    b.load("k", "K", ("b", kv, "kv", "d_qk"))
-    b.load("v", "V", ("b", kv, "kv", "d_v"))
+    home = "tile" if walks else "entry"
+    if walks:
+        b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), home, cls="all")
+    b.load("k", "K", ("b", kv, "kv", "d_qk"), home)
+    b.load("v", "V", ("b", kv, "kv", "d_v"), home)
     b.reads()
-    starts = {"dk": b.init("dk_init", 0, "BLOCK_KV", "D_QK"), "dv": b.init("dv_init", 0, "BLOCK_KV", "D_V")}
+    starts = {
+        "dk": b.init("dk_init", 0, "BLOCK_KV", "D_QK", block=home),
+        "dv": b.init("dv_init", 0, "BLOCK_KV", "D_V", block=home),
+    }
     q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
     if shared:
-        b.loop("total", "g", group, "group", cls="all", **starts)
+        b.loop("total", "g", group, "group", home, cls="all", **starts)
         b.carried("group", **starts)
         b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
         b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
     else:
-        b.loop("total", "q", q_tiles, "step", **starts)
+        b.loop("total", "q", q_tiles, "step", home, **starts)
 
     b.carried("step", **({"dk_step": "dk_init", "dv_step": "dv_init"} if shared else starts))
     dk, dv = ("dk_step", "dv_step") if shared else ("dk", "dv")
@@ -187,6 +200,8 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.load("do", "dO", ("b", head, "q", "d_v"), "step")
     b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
     b.load("delta", "DELTA", ("b", head, "q"), "step")
+    if walks:
+        b.load("dq", "DQ_ACC", ("b", head, "q", "d_qk"), "step")
     b.draw(head, "BLOCK_KV", "BLOCK_Q")
     b.dot("dp", "v", "do", "D_V", "step")
     (factor,) = _probabilities(b, "k", "q", factor)
@@ -194,12 +209,30 @@ def build_dkdv(spec: Spec) -> Kernel:
     _score_gradients(b, p, factor)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
+    if walks:
+        b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
+        b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
-    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale")
-    b.store("dK", ("b", kv, "kv", "d_qk"), "dk_out")
-    _scaled(b, "dv_out", "total.dv", "keep_scale")
-    b.store("dV", ("b", kv, "kv", "d_v"), "dv_out")
+    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", block=home)
+    b.store("dK", ("b", kv, "kv", "d_qk"), "dk_out", home)
+    _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
+    b.store("dV", ("b", kv, "kv", "d_v"), "dv_out", home)
+    if walks:
+        b.add(Yield("yield_tile", ()), home)
+    return b.kernel()
+
+
+def build_dq_end(spec: Spec) -> Kernel:
+    """dQ in the element type, of what `bwd` has summed."""
+    b = KernelBuilder(spec, "dq_end")
+    b.tensors()
+    for name in ("scale", "Hq", "Nq"):
+        b.scalar(name)
+    rows = ("b", "h", "q", "d_qk")
+    b.load("dq", "DQ_ACC", rows)
+    _scaled(b, "dq_out", "dq", "scale")
+    b.store("dQ", rows, "dq_out")
     return b.kernel()
 
 

@@ -11,7 +11,7 @@ from attngen.build.semantics import S, listed_blocks, modified, of_product, shar
 from attngen.errors import SpecError
 from attngen.ir.expr import Bool, floordiv, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Block, Kernel, Learned
-from attngen.ir.interface import BESIDE, DROPOUT_SCALARS, SCALARS, SIGNATURES, grid, input_tensors, parts_of, tensor_args
+from attngen.ir.interface import BESIDE, DROPOUT_SCALARS, ROWS, SCALARS, grid, input_tensors, parts_of, signature_of, tensor_args
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -49,21 +49,24 @@ class KernelBuilder:
     def __init__(self, spec: Spec, name: str, wants: Iterable[Any] = ()) -> None:
         """`wants`: what the kernel computes besides the score; with it and the mask, this says which inputs it reads."""
         self.spec, self.name = spec, name
-        own = SIGNATURES[name].own
+        self.signature = signature_of(name, spec.schedule.order)
+        own = self.signature.own
         self.own_axis, self.loop_axis = own, "kv" if own == "q" else "q"
+        by_query = own == "q" or name == "fwd"  # rows of scores are queries
+        self.score_dims = ("BLOCK_Q", "BLOCK_KV") if by_query else ("BLOCK_KV", "BLOCK_Q")
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
-        self.grid = grid(own, spec.heads.sharing)
-        self.heads = _heads(spec, own)
+        self.grid = grid(self.signature, spec.heads.sharing)
+        self.heads = _heads(spec, self.signature.by_key_head)
         self.score = modified(spec)
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
         self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
         along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
         self.where = spec.mask.expression() if own == "q" else spec.mask.by_key()
-        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)] if name != "delta" else []
+        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)] if name not in ROWS else []
         self.facts = tuple(_usable(fact, along) for fact in facts)
         of_scores = () if name in BESIDE else (self.score, *wants)
-        of_mask = () if name == "delta" else (self.where, *(e for f in self.facts for e in f))
+        of_mask = () if name in ROWS else (self.where, *(e for f in self.facts for e in f))
         needed = {str(s) for s in _symbols((*of_mask, *of_scores))}
         for read in reversed(spec.reads()):
             needed |= {str(s) for s in _symbols(read.index)} if read.name in needed else set()
@@ -79,7 +82,7 @@ class KernelBuilder:
         """Declare what the kernel reads and writes, mask and modifiers too."""
         read = {read.tensor: self.tensor_types[read.tensor] for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
-        for arg in tensor_args(self.name, read, listed_blocks(self.spec), self.spec.dropout, outs):
+        for arg in tensor_args(self.name, self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
 
     def scalar(self, name: str) -> None:
@@ -87,10 +90,10 @@ class KernelBuilder:
 
     def sizes(self) -> None:
         """The sizes every kernel needs, a scalar for each that indexing by head needs, and the numbers of mask and modifiers."""
-        names = [str(a.extent) for a in self.grid[1:-1]]
+        names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
         by_group = symbol("hkv") in _symbols((self.where, *(e for read in self.needed for e in read.index)))
         shared = self.spec.heads.sharing == "gqa" and (self.name != "blocks" or by_group)
-        if shared or (self.spec.heads.sharing == "mqa" and self.name == "dkdv"):
+        if shared or (self.spec.heads.sharing == "mqa" and self.signature.by_key_head):
             names.append("group")
         places = (self._inside(read) for read in self.needed)
         bounds = {str(s) for at, where in places for s in _symbols((*at, where))} & {"B", "Hq", "Hkv"}
@@ -102,7 +105,7 @@ class KernelBuilder:
         access = _access(tensor, index)
         dims = tuple(AXIS_DIM[a] for a in access.axes())
         if set(access.axes()) == {"q", "kv"}:  # as the scores lie
-            dims = (AXIS_DIM[self.own_axis], AXIS_DIM[self.loop_axis])
+            dims = self.score_dims
         always = (self.own_axis, *(("q", "kv") if block == "entry" else ()))
         check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ("q", "kv"))
         return self.add(Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other)), block)
@@ -113,8 +116,8 @@ class KernelBuilder:
         check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ("q", "kv"))
         self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
-    def init(self, name: str, value: Any, *dims: str) -> str:
-        return self.add(Init(name, sympy.sympify(value), Type("f32", dims)))
+    def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
+        return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)
 
     def carried(self, block: str, **starts: str) -> None:
         """Declare a loop body's arguments, typed as the values they start from."""
@@ -206,8 +209,7 @@ class KernelBuilder:
         names = {str(s) for s in symbols}
         found = {d for n in names & self.types.keys() for d in self.types[n].dims}
         found |= {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in names}
-        scores = (AXIS_DIM[self.own_axis], AXIS_DIM[self.loop_axis])
-        return tuple(d for d in scores if d in found)
+        return tuple(d for d in self.score_dims if d in found)
 
     def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:
         """An expression in values of the kernel and positions, of as many dimensions as these have."""
@@ -266,10 +268,10 @@ def _usable(fact: Fact, along: set[str]) -> Fact:
     )
 
 
-def _heads(spec: Spec, own: str) -> dict[Any, Any]:
-    """The query head and the key head, by the names that expressions have for them, in a kernel that owns tiles of an axis."""
+def _heads(spec: Spec, by_key_head: bool) -> dict[Any, Any]:
+    """The query head and the key head, by the names that expressions have for them, in a kernel whose programs own one or the other."""
     h, hkv = symbol("h"), symbol("hkv")
-    if own == "q":
+    if not by_key_head:
         return {hkv: kv_head(spec)}
     return {
         "mha": {hkv: h},

@@ -1,11 +1,11 @@
-"""The forward kernel as logical IR."""
+"""The forward kernel as logical IR, in either order of loops."""
 
 from __future__ import annotations
 
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.build.semantics import unbounded
+from attngen.build.semantics import S, unbounded
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import SoftmaxStep, Type, Yield
@@ -67,6 +67,69 @@ def build_forward(spec: Spec) -> Kernel:
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m="keys.m", l="keys.l")
     b.store("LSE", ("b", "h", "q"), "lse")
+    return b.kernel()
+
+
+def build_forward_by_key(spec: Spec) -> Kernel:
+    """FlashAttention (Dao et al. 2022), Algorithm 1: one program per head, over key tiles, and for each over query tiles.
+
+    A query tile's accumulator, maximum and sum are read from HBM and written back in each turn. They start as 0, -inf and 0, stay in
+    fp32, and the accumulator unnormalised until `fwd_end`, as in FlashAttention-2: the element type would round it in every turn.
+    """
+    b = KernelBuilder(spec, "fwd")
+    b.tensors()
+    b.scalar("scale")
+    b.sizes()
+    b.scale()
+    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "tile", cls="all")
+
+    kv = kv_head(spec)
+    b.load("k", "K", ("b", kv, "kv", "d_qk"), "tile")
+    b.load("v", "V", ("b", kv, "kv", "d_v"), "tile")
+    b.loop("queries", "q", cdiv(symbol("Nq"), symbol("BLOCK_Q")), "step", "tile")
+    b.add(Yield("yield_tile", ()), "tile")
+
+    rows = ("b", "h", "q")
+    b.load("q", "Q", (*rows, "d_qk"), "step")
+    b.load("m", "ROW_MAX", rows, "step")
+    b.load("l", "ROW_SUM", rows, "step")
+    b.load("acc", "O_ACC", (*rows, "d_v"), "step")
+    b.dot("s", "q", "k", "D_QK", "step")
+    scale = "qk_scale" if b.score == S else None  # folded here: the maximum is kept in units of the product, which fwd_end knows
+    if scale is None:
+        scores(b)
+    b.mask("masked", "s" if scale else "score", sympy.And(b.where, in_bounds("kv")), "step")
+    guard = "always" if unbounded(spec) else "partial"
+    b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), scale, guard), "step")
+    b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
+    b.dot("acc_next", "soft.p", "v", "BLOCK_KV", "step", acc="rescaled")
+    b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")
+    b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
+    b.store("ROW_MAX", rows, "soft.m", "step")
+    b.store("ROW_SUM", rows, "l_next", "step")
+    b.store("O_ACC", (*rows, "d_v"), "acc_next", "step")
+    b.add(Yield("yield_step", ()), "step")
+    return b.kernel()
+
+
+def build_forward_end(spec: Spec) -> Kernel:
+    """What is left to do of each row after `fwd` has seen all keys: O = acc / sum, and its LSE."""
+    b = KernelBuilder(spec, "fwd_end")
+    b.tensors()
+    for name in ("scale", "Hq", "Nq"):
+        b.scalar(name)
+    rows = ("b", "h", "q")
+    b.load("m", "ROW_MAX", rows)
+    b.load("l", "ROW_SUM", rows)
+    b.load("acc", "O_ACC", (*rows, "d_v"))
+    m, l, acc, inv_l, qk_scale = map(symbol, ("m", "l", "acc", "inv_l", "qk_scale"))  # noqa: E741
+    b.map("inv_l", select(l > 0, 1 / l, 0), l="l")
+    b.map("o", acc * inv_l, dtype="T", acc="acc", inv_l="inv_l")
+    b.store("O", (*rows, "d_v"), "o")
+    b.scale()
+    maximum = m * qk_scale if b.score == S else m
+    b.compute("lse", select(l > 0, (maximum + log2(l)) * symbol("LN2"), -sympy.oo), "entry")
+    b.store("LSE", rows, "lse")
     return b.kernel()
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from attngen.analysis.sram import aligned, sizes
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import SIGNATURES
+from attngen.ir.interface import KV_OUTER, SIGNATURES
 from attngen.ir.ops import Base, Load
 
 _TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}
@@ -94,7 +94,7 @@ def source_digest(kernels: str, name: str) -> str:
     """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest."""
     tree, lines, parts = ast.parse(kernels), kernels.splitlines(), []
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name in SIGNATURES and node.name != name:
+        if isinstance(node, ast.FunctionDef) and node.name in (*SIGNATURES, *KV_OUTER) and node.name != name:
             continue
         if isinstance(node, ast.FunctionDef):
             start = min([node.lineno, *(d.lineno for d in node.decorator_list)])

@@ -21,6 +21,7 @@ from attngen.ir.ops import (
     KIND,
     Access,
     Arg,
+    Barrier,
     Base,
     Dot,
     Dropout,
@@ -155,7 +156,7 @@ class KernelContext:
         words = used | set(re.findall(r"\w+", " ".join(prologue)))
         return KernelView(
             name=kernel.name,
-            summary=SUMMARIES[kernel.name],
+            summary=SUMMARIES["fwd by key" if kernel.name == "fwd" and kernel.walks else kernel.name],
             params=[*(a.name for a in tensors), *numbers, *sizes, *strides],
             tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
             dropout=kernel.draws,
@@ -169,12 +170,14 @@ class KernelContext:
 
     def _prologue(self, used: set[str]) -> list[str]:
         """Which tile, head and sequence this program has."""
-        own, *outer = self.kernel.grid
-        tiles = f"{own.var}_tiles"
-        lines = ["pid = tl.program_id(0)", f"{tiles} = {self.scalar(own.extent)}"]
-        position = f"pid % {tiles}"
-        lines.append(f"{own.var}_start = ({f'{tiles} - 1 - {position}' if own.descending else position}) * {AXIS_DIM[own.var]}")
-        rest = f"pid // {tiles}"
+        lines, rest, outer = ["pid = tl.program_id(0)"], "pid", list(self.kernel.grid)
+        if not self.kernel.walks:
+            own = outer.pop(0)
+            tiles = f"{own.var}_tiles"
+            lines.append(f"{tiles} = {self.scalar(own.extent)}")
+            position = f"pid % {tiles}"
+            lines.append(f"{own.var}_start = ({f'{tiles} - 1 - {position}' if own.descending else position}) * {AXIS_DIM[own.var]}")
+            rest = f"pid // {tiles}"
         for head in outer[:-1]:
             extent = self.scalar(head.extent)
             lines.append(f"{head.var} = {rest} % {extent}")
@@ -188,8 +191,8 @@ class KernelContext:
             tensors = [a for a in self.kernel.args if a.type.dtype == "T"]
             tensor = next((a.name for a in tensors if a.role == "out"), tensors[0].name)  # those read may be descriptors
             lines.append(f"dtype = {tensor}.dtype.element_ty")
-        if f"{own.var}_idx" in used:
-            lines.append(f"{own.var}_idx = {own.var}_start + {own.var}_off")
+        if f"{self.kernel.own_axis}_idx" in used and not self.kernel.walks:
+            lines.append(f"{self.kernel.own_axis}_idx = {self.kernel.own_axis}_start + {self.kernel.own_axis}_off")
         for axis in ("d_qk", "d_v"):
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
@@ -235,7 +238,8 @@ class KernelContext:
         """Loop variable, its range, what comes before it, and the lines that every turn starts with."""
         used = _names_in(body)
         ranges = text["ranges"]
-        tile = f"{op.var}_tile" if op.cls != "all" else op.var
+        over_tiles = op.var in AXIS_DIM
+        tile = f"{op.var}_tile" if over_tiles else op.var
         counter = "at" if op.listed else tile
         (lo, hi), *more = ranges
         stop = hi
@@ -250,12 +254,13 @@ class KernelContext:
                 before, stop = [f"{op.var}_stop = {stop}"], f"{op.var}_stop"
             before += self._read_ahead(op, lo, stop, moved, steps)
             steps = [f"{tile} = {op.var}_ahead", *self._read_ahead(op, "at + 1", stop, moved, steps)]
-        if op.cls != "all":
+        if over_tiles:
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
         options = ", disable_licm=True" if op.recompute else ""
-        text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=LOOP_COMMENTS[op.cls])
+        comment = LOOP_COMMENTS["own" if over_tiles and op.cls == "all" else op.cls]
+        text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
 
     def _read_ahead(self, op: Loop, at: str, stop: str, moved: str, jumps: list[str]) -> list[str]:
         """Lines that read the number of the listed tile at a position, past the gaps between joined ranges.
@@ -442,6 +447,9 @@ class KernelContext:
         axis = self.kernel.type_of(op.value).dims.index(op.over)
         return {"var": self.var(op.name), "value": self.var(op.value), "op": op.op, "axis": axis}
 
+    def _barrier(self, op: Barrier, cls: str) -> dict[str, Any]:
+        return {}
+
     def _yield(self, op: Yield, cls: str) -> dict[str, Any]:
         pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
@@ -451,15 +459,20 @@ LOOP_COMMENTS = {
     "full": "tiles with nothing to mask: no mask, no bounds checks",
     "partial": "tiles that the mask or the ends of the tensors cut",
     "all": "query heads that share this key head",
+    "own": "key tiles, each on chip while query tiles pass by",
 }
 SUMMARIES = {
     "fwd": "Forward: online softmax over key tiles, one program per query tile.",
+    "fwd by key": "Forward: one program per head, over key tiles, and for each over query tiles, whose sums it rewrites in HBM.",
+    "fwd_end": "After the forward: outputs in the element type, divided by their sums, and the LSE.",
     "blocks": "Before all: how many pairs the mask leaves visible, of each strip of a block.",
     "delta": "Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).",
     "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
     "dk": "Backward, dK: one program per key tile, over query tiles; scores are transposed.",
     "dv": "Backward, dV: one program per key tile, over query tiles; scores are transposed.",
     "dq": "Backward, dQ: one program per query tile, over key tiles.",
+    "bwd": "Backward: one program per head, over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.",
+    "dq_end": "After the backward: dQ in the element type.",
 }
 
 

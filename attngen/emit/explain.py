@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
-from attngen.analysis.io import hbm_bytes, standard_bytes
+from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
 from attngen.analysis.sram import row_formula
 from attngen.analysis.tiles import tile_loops
@@ -50,7 +50,9 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         if kernel.loops:
             yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
             yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
-        yield _line(f"@{kernel.name} HBM bytes <= {to_text(hbm_bytes(kernel))}")
+        yield _line(f"@{kernel.name} bytes loaded and stored = {to_text(hbm_bytes(kernel))}")
+        moved = dram_bytes(kernel)
+        yield _line(f"@{kernel.name} HBM bytes = {to_text(moved.read)} read, {to_text(moved.written)} written")
         if row:
             yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(row_formula(module, kernel, row))}")
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"

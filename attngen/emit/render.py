@@ -18,7 +18,7 @@ from attngen.errors import AttngenError, suggest
 from attngen.ir.expr import clamp, floordiv, mod, parse, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Module, Unfit
 from attngen.ir.interface import DROPOUT_SCALARS, STRIP, block_lists, verify_interface
-from attngen.ir.ops import AXIS_DIM, Base, Gather, Load, Map, Mask
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Gather, Load, Map, Mask
 from attngen.ir.text import print_module
 from attngen.scores import derive_functions
 
@@ -440,7 +440,7 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
     block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
     sizes = {**_SIZES, "B": "count.shape[0]", "Hq": "count.shape[1]"} if kernel.name == "blocks" else _SIZES
-    heads = [sizes[str(axis.extent)] for axis in kernel.grid[1:]]
+    heads = [sizes[str(axis.extent)] for axis in kernel.grid if axis.var not in AXIS_EXTENT]
     scalars = [a.name for a in kernel.args if a.role == "scalar"]
     args = [_argument(kernel, a.name) for a in kernel.args if a.role != "scalar"] + [s for s in scalars if s not in SIZES]
     given = [sizes[s] for s in scalars if s in SIZES]
@@ -451,7 +451,7 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
             given.append(f"*{tensor}.stride()[:{len(strides)}]")
         else:
             given += [f"{tensor}.stride({i})" for i in taken]
-    programs = " * ".join([f'triton.cdiv({rows}, config["{block}"])', *heads])
+    programs = " * ".join([*([] if kernel.walks else [f'triton.cdiv({rows}, config["{block}"])']), *heads])
     tensor = "out" if kernel.name == "delta" else "q"
     flags = {"DROPOUT": "seed is not None"} if view.dropout else {}
     flags |= {"LEARN": "need_inputs"} if view.learns else {}

@@ -13,7 +13,7 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import Arg, Dot, Keep, Loop, Map, Op, Position, Scatter, Store, Type
+from attngen.ir.ops import AXIS_EXTENT, Arg, Base, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, Store, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -126,14 +126,30 @@ class Kernel:
         return frozenset(found)
 
     @cached_property
+    def rewriting(self) -> frozenset[str]:
+        """The blocks in which a tensor is both loaded and stored."""
+        arg = {op.name: op.src.tensor if isinstance(op, Base) else op.name for op in self.ops()}
+        found = set()
+        for block in self.blocks:
+            loaded = {arg[op.src.tensor] for op in block.ops if isinstance(op, Load)}
+            found |= {block.name for op in block.ops if isinstance(op, Store) and arg[op.dst.tensor] in loaded}
+        return frozenset(found)
+
+    @cached_property
     def draws(self) -> bool:
         """Whether it draws what dropout keeps."""
         return any(isinstance(op, Keep) for op in self.ops())
 
     @property
+    def walks(self) -> bool:
+        """Whether its programs walk over the tiles of an axis, each in turn their own, rather than have one each by the grid."""
+        return self.grid[0].var not in AXIS_EXTENT
+
+    @cached_property
     def own_axis(self) -> str:
-        """The tiled axis that the grid runs over: `q` or `kv`."""
-        return self.grid[0].var
+        """The axis of which a program owns a tile, from the grid or in each turn of its loop of class `all`: `q` or `kv`."""
+        axes = [self.grid[0].var, *(loop.var for loop in self.loops if loop.cls == "all")]
+        return next((axis for axis in axes if axis in AXIS_EXTENT), "")
 
     def rewrite(self, change: Callable[[str, Op], Iterable[Op]]) -> Kernel:
         """A kernel with every op replaced by those that change(block name, op) gives."""
@@ -267,6 +283,7 @@ class Module:
     precision: str
     mask: str
     score: str
+    order: str
     blocks: Blocks | None
     dropout: bool
     inputs: tuple[Input, ...]

@@ -22,8 +22,13 @@ SHAPES = {
     "LSE2": ("B", "Hq", "Nq"),
     "DELTA": ("B", "Hq", "Nq"),
     "COUNT": ("B", "Hq", "Tq", "Ts"),
+    "O_ACC": ("B", "Hq", "Nq", "D_V"),
+    "ROW_MAX": ("B", "Hq", "Nq"),
+    "ROW_SUM": ("B", "Hq", "Nq"),
+    "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
 }
-STATISTICS = ("LSE", "LSE2", "DELTA")
+STATISTICS = ("LSE", "LSE2", "DELTA", "ROW_MAX", "ROW_SUM")
+FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC")
 SCALARS = {"scale": "f32", "B": "i32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
@@ -47,11 +52,20 @@ WRAPPER |= {"scale", "return_lse", "config", "grid", "ctx", "self", "math", "tor
 
 
 class Signature(NamedTuple):
-    """The axis that a kernel's grid tiles, and its tensors; a gradient is shaped as what it is the gradient of."""
+    """The axis of which a kernel's programs own tiles, and its tensors; a gradient is shaped as what it is the gradient of.
+
+    What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one tile.
+    """
 
     own: str
     reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    rewrites: tuple[str, ...] = ()
+
+    @property
+    def by_key_head(self) -> bool:
+        """Whether a program owns a K/V head, for all query heads that share it."""
+        return not {"dK", "dV"}.isdisjoint(self.writes)
 
 
 SIGNATURES = {
@@ -63,14 +77,29 @@ SIGNATURES = {
     "dv": Signature("kv", ("Q", "K", "dO", "LSE2"), ("dV",)),
     "dq": Signature("q", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dQ",)),
 }
-KERNELS = (("fwd", "delta", "dkdv", "dq"), ("fwd", "delta", "dk", "dv", "dq"))  # of a module: the second for wide heads
-BESIDE = ("blocks", "delta")  # kernels that compute no scores: nothing is listed for them, and nothing dropped
+KV_OUTER = {
+    "fwd": Signature("kv", ("Q", "K", "V"), rewrites=("O_ACC", "ROW_MAX", "ROW_SUM")),
+    "fwd_end": Signature("q", ("O_ACC", "ROW_MAX", "ROW_SUM"), ("O", "LSE")),
+    "delta": SIGNATURES["delta"],
+    "bwd": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV"), ("DQ_ACC",)),
+    "dq_end": Signature("q", ("DQ_ACC",), ("dQ",)),
+}
+# of a module, by order of loops: the second for wide heads
+KERNELS = {"q_outer": (("fwd", "delta", "dkdv", "dq"), ("fwd", "delta", "dk", "dv", "dq")), "kv_outer": (tuple(KV_OUTER),)}
+ROWS = ("delta", "fwd_end", "dq_end")  # kernels of rows alone
+BESIDE = ("blocks", *ROWS)  # kernels that compute no scores: nothing is listed for them, and nothing dropped
+FORWARD = ("fwd", "fwd_end")
 DIRECTIONS = ("forward", "backward")
+
+
+def signature_of(kernel: str, order: str) -> Signature:
+    """What a kernel reads and writes, under an order of loops."""
+    return (KV_OUTER if order == "kv_outer" else SIGNATURES)[kernel]
 
 
 def kernels_of(module: Module, direction: str) -> tuple[Kernel, ...]:
     """The kernels that a module launches forward or backward."""
-    return tuple(k for k in module.kernels if k.name != "blocks" and (k.name == "fwd") == (direction == "forward"))
+    return tuple(k for k in module.kernels if k.name != "blocks" and (k.name in FORWARD) == (direction == "forward"))
 
 
 def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
@@ -81,7 +110,7 @@ def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
 
 def tensor_type(name: str) -> Type:
     """The type of a tensor of SIGNATURES in device memory."""
-    return Type("f32" if name in (*STATISTICS, "COUNT") else "T", SHAPES[name.removeprefix("d")])
+    return Type("f32" if name in FP32 else "T", SHAPES[name.removeprefix("d")])
 
 
 def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:
@@ -103,25 +132,34 @@ def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]
 
 
 def tensor_args(
-    kernel: str, read: dict[str, Type], blocks: Blocks | None = None, dropout: bool = False, parts: Iterable[Arg] = ()
+    kernel: str,
+    signature: Signature,
+    read: dict[str, Type],
+    blocks: Blocks | None = None,
+    dropout: bool = False,
+    parts: Iterable[Arg] = (),
 ) -> list[Arg]:
     """The tensors of a kernel: what it reads, what mask and modifiers, its block lists and dropout read, what it writes."""
-    signature = SIGNATURES[kernel]
     args = [Arg(name, "in", tensor_type(name)) for name in signature.reads]
     args += [Arg(name.upper(), "in", type_) for name, type_ in read.items()]
     if blocks and kernel not in BESIDE:
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(blocks, signature.own).items()]
     if dropout and kernel not in BESIDE:
         args.append(Arg("SEED", "in", Type("i64")))
+    args += [Arg(name, "inout", tensor_type(name)) for name in signature.rewrites]
     return [*args, *(Arg(name, "out", tensor_type(name)) for name in signature.writes), *(parts if kernel == "dq" else ())]
 
 
-def grid(own: str, sharing: str) -> tuple[GridAxis, ...]:
-    """One program per tile of the axis, head and sequence; one that owns keys owns them for the whole group of query heads."""
-    heads = {"q": "h", "kv": {"mha": "h", "gqa": "hkv", "mqa": ""}[sharing]}[own]
+def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:
+    """One program per tile, head and sequence; or per head and sequence, if it rewrites tensors for each of its tiles.
+
+    One that sums gradients of keys owns them for the whole group of query heads.
+    """
+    own = signature.own
+    heads = {"mha": "h", "gqa": "hkv", "mqa": ""}[sharing] if signature.by_key_head else "h"
     extents = {"h": "Hq", "hkv": "Hkv"}
-    tiles = GridAxis(own, cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own])))
-    return tiles, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))
+    tiles = () if signature.rewrites else (GridAxis(own, cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))),)
+    return *tiles, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))
 
 
 def verify_interface(module: Module) -> Module:
@@ -133,7 +171,10 @@ def verify_interface(module: Module) -> Module:
 
 def _reasons(module: Module) -> Iterator[str]:
     have = [k.name for k in module.kernels]
-    known = [(*names, *(["blocks"] if module.blocks and module.blocks.data else [])) for names in KERNELS]
+    if module.order not in KERNELS:
+        yield f"`order {module.order}`; expected {' or '.join(KERNELS)}"
+        return
+    known = [(*names, *(["blocks"] if module.blocks and module.blocks.data else [])) for names in KERNELS[module.order]]
     if sorted(have) not in map(sorted, known) or sorted(name for name, _ in module.schedules) != sorted(have):
         expected = " or ".join(map(", ".join, known))
         yield f"the kernels are {', '.join(have) or 'none'}; expected {expected}, and a schedule for each"
@@ -175,12 +216,12 @@ def _reasons(module: Module) -> Iterator[str]:
 
 
 def _kernel_reasons(kernel: Kernel, module: Module) -> Iterator[str]:
-    signature = SIGNATURES[kernel.name]
-    right = grid(signature.own, module.sharing)
+    signature = signature_of(kernel.name, module.order)
+    right = grid(signature, module.sharing)
     if [(a.var, a.extent) for a in kernel.grid] != [(a.var, a.extent) for a in right]:
         yield f"the grid is not {', '.join(f'{a.var} in {a.extent}' for a in right)}, which is what the wrapper launches"
     tensors, parts = input_tensors(module.inputs, module.derived), parts_of(module.learned, module.inputs)
-    known = {arg.name: arg for arg in tensor_args(kernel.name, tensors, module.blocks, module.dropout, parts)}
+    known = {arg.name: arg for arg in tensor_args(kernel.name, signature, tensors, module.blocks, module.dropout, parts)}
     scalars = {**SCALARS, **(DROPOUT_SCALARS if module.dropout else {}), **{i.name: i.dtype for i in module.inputs if not i.shape}}
     known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in scalars.items()}
     for arg in kernel.args:
@@ -188,6 +229,6 @@ def _kernel_reasons(kernel: Kernel, module: Module) -> Iterator[str]:
         if match is None or (arg.role, arg.type.dtype, arg.type.dims) != (match.role, match.type.dtype, match.type.dims):
             expected = f"`arg {match.role} : {match.type.dtype}[{', '.join(match.type.dims)}]`" if match else f"one of {', '.join(known)}"
             yield f"%{arg.name} is `arg {arg.role} : {arg.type.dtype}[{', '.join(arg.type.dims)}]`; expected {expected}"
-    for name in (*signature.writes, *(x.parts for x in module.learned if kernel.name == "dq" and x.parts != "DELTA")):
+    for name in (*signature.rewrites, *signature.writes, *(x.parts for x in module.learned if kernel.name == "dq" and x.parts != "DELTA")):
         if name not in {a.name for a in kernel.args}:
             yield f"%{name} is missing, which the wrapper expects it to write"

@@ -96,7 +96,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Arg(Op):
-    """A parameter: of the kernel (`in`, `out`, `scalar`) or of a loop body (`carry`)."""
+    """A parameter: of the kernel (`in`, `out`, `inout`, `scalar`) or of a loop body (`carry`)."""
 
     role: str
     type: Type
@@ -158,8 +158,9 @@ class Init(Op):
 class Loop(Op):
     """Run `body` for each tile of the ranges, in order; its results are the carried fields after the last turn.
 
-    Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles;
-    `unknown`: not classified yet. `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
+    Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles, or over
+    all that a program owns, one by one; `unknown`: not classified yet.
+    `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
     With `listed`, a row of blocks, ranges are of positions in it (see Position), and the tiles are those of its blocks.
     Each tile's number is read a turn ahead.
     With `recompute`, what does not change from turn to turn is computed in each, rather than kept in registers.
@@ -300,6 +301,11 @@ class Scatter(Op):
     where: Bool = sympy.true
 
 
+@dataclass(frozen=True)
+class Barrier(Op):
+    """All of the program's threads wait for each other: loads after it see what stores before it wrote, and none starts before it."""
+
+
 OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "base": Base,
@@ -319,5 +325,6 @@ OPS: dict[str, type[Op]] = {
     "yield": Yield,
     "store": Store,
     "scatter": Scatter,
+    "barrier": Barrier,
 }
 KIND = {cls: kind for kind, cls in OPS.items()}

@@ -35,7 +35,7 @@ _POSITIONAL = {
     "scatter": ("dst", "value"),
 }
 _HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask", "blocks", "dropout")
-_UNNAMED = ("yield", "store", "scatter")  # ops without a result: `store %O[...] %o`, named for the graph by position
+_UNNAMED = ("yield", "store", "scatter", "barrier")  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
 # ---------------------------------------------------------------------------------------------- values of fields
@@ -209,6 +209,7 @@ def print_module(module: Module) -> str:
         f"  precision {module.precision}",
         f"  mask {module.mask}",
         *([f"  score {module.score}"] if module.score != "none" else []),
+        *([f"  order {module.order}"] if module.order != "q_outer" else []),
         f"  blocks {module.blocks.describe() if module.blocks else 'no'}",
         f"  dropout {'yes' if module.dropout else 'no'}",
     ]
@@ -349,10 +350,11 @@ def parse_module(text: str, source: str = "IR") -> Module:
             derived.append(_parse_derived(rest, where))
         elif word == "learn":
             learned.append(_parse_learned(rest, where))
-        elif word in (*_HEADER_KEYS, "score"):
+        elif word in (*_HEADER_KEYS, "score", "order"):
             header[word] = rest
         else:
-            raise IRError(f"{where}: `{word}` is not a key of the header; known: {', '.join(_HEADER_KEYS)}, score, input, derive, learn")
+            known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "learn"))
+            raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
     return _module(header, (tuple(inputs), tuple(derived), tuple(learned)), kernels, schedules, source)
 
 
@@ -405,6 +407,7 @@ def _module(header: dict[str, str], interface: Any, kernels: Any, schedules: Any
         precision=header["precision"],
         mask=header["mask"],
         score=header.get("score", "none"),
+        order=header.get("order", "q_outer"),
         blocks=_parse_blocks(header["blocks"], source),
         dropout=header["dropout"] == "yes",
         inputs=interface[0],

@@ -18,6 +18,7 @@ from attngen.ir.ops import (
     AXIS_EXTENT,
     DTYPE_BYTES,
     Arg,
+    Barrier,
     Base,
     Dot,
     Dropout,
@@ -111,8 +112,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     """The grid tiles one axis, there is an entry, and every value is of a type that kernels and wrapper know."""
     if "entry" not in {b.name for b in kernel.blocks}:
         yield "no block @entry"
-    if not kernel.grid or kernel.grid[0].var not in ("q", "kv"):
-        yield "the grid does not start with q or kv"
+    if not kernel.grid or not kernel.own_axis:
+        yield "the grid does not start with q or kv, and no loop of class all runs over one of them"
     blocks = [b.name for b in kernel.blocks]
     homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
     reached = nx.descendants(nx.DiGraph([("entry", "entry"), *homes]), "entry") | {"entry"}
@@ -125,18 +126,18 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
             tensor, role = _accessed(kernel, op)[0], "out" if isinstance(op, Store) else "in"
-            if not isinstance(tensor, Arg) or tensor.role != role:
+            if not isinstance(tensor, Arg) or tensor.role not in (role, "inout"):
                 yield f"%{op.name} {'writes' if role == 'out' else 'reads'} %{tensor.name}, which is no tensor of role `{role}`"
     for block in kernel.blocks:
-        roles = ("in", "out", "scalar") if block.name == "entry" else ("carry",)
+        roles = ("in", "out", "inout", "scalar") if block.name == "entry" else ("carry",)
         for op in block.ops:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
-            dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out") else ()
+            dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out", "inout") else ()
             sizes = SIZES | {d for d in dims if d.isdigit()}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
-            if isinstance(op, Arg) and op.role == "out" and op.name not in written:
+            if isinstance(op, Arg) and op.role in ("out", "inout") and op.name not in written:
                 yield f"nothing is stored to %{op.name}"
             for t in op.results().values():
                 if t.dtype not in ("T", *DTYPE_BYTES):
@@ -185,15 +186,21 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
         if loop.body not in blocks:
             yield f"%{loop.name} runs @{loop.body}, which is not a block"
             continue
-        over_tiles = loop.var in ("q", "kv")
+        walks = kernel.walks and loop.var == kernel.own_axis
+        over_tiles = loop.var in AXIS_EXTENT and not walks
         if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
-            expected = "unknown, full or partial, as it runs over tiles" if over_tiles else "all, as it does not run over tiles"
+            expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
+            expected = "unknown, full or partial, as it runs over tiles" if over_tiles else expected
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
-        if loop.var == kernel.own_axis:
+        if loop.var == kernel.own_axis and not kernel.walks:
             yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one tile"
+        if walks and loop.ranges != ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var]))),):
+            yield f"%{loop.name} does not run over all tiles of {loop.var}, which its program owns"
+        if over_tiles and kernel.walks and kernel.own_axis not in {other.var for other in _around(kernel, loop.body)}:
+            yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
         if loop.var in {other.var for other in _around(kernel, kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
-        if not over_tiles and loop.ranges != ((sympy.Integer(0), symbol("group")),):
+        if loop.var not in AXIS_EXTENT and loop.ranges != ((sympy.Integer(0), symbol("group")),):
             yield f"%{loop.name} does not run over 0 .. group, the query heads of the program's key head"
         ops = blocks[loop.body].ops
         starts = {f: kernel.type_of(r) for f, r in loop.carry}
@@ -255,7 +262,7 @@ def live(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         parameter = isinstance(op, Arg) and op.role != "carry"
         parameter |= isinstance(op, Loop) and op.body in kernel.storing
-        if not (parameter or isinstance(op, (Scatter, Store, Yield)) or kernel.graph.out_degree(op.name) or op.name in named):
+        if not (parameter or isinstance(op, (Barrier, Scatter, Store, Yield)) or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
 
 
@@ -539,8 +546,9 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
     for a in kernel.grid:
         yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
     for op in kernel.ops():
-        known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | {f"{own}_start", "BLOCK_Q", "BLOCK_KV"}
-        axes = {own}
+        known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | {"BLOCK_Q", "BLOCK_KV"}
+        axes = set() if kernel.walks else {own}
+        known |= {f"{axis}_start" for axis in axes}
         for loop in _around(kernel, kernel.graph.nodes[op.name]["block"]):
             known |= {f"{loop.var}_start"} if loop.var in AXIS_DIM else {loop.var}
             axes |= {loop.var} & set(AXIS_DIM)
@@ -575,7 +583,7 @@ def _facts_rows(kernel: Kernel, op: Mask) -> set[str]:
 
 def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
     """Accesses to rows are bounds-checked: always, or in partial tiles alone along the axis of the loop."""
-    looped = {loop.body: loop.var for loop in kernel.loops}
+    looped = {loop.body: loop.var for loop in kernel.loops if loop.cls != "all"}
     for block in kernel.blocks:
         for op in block.ops:
             if not isinstance(op, (Load, Store)):
@@ -585,6 +593,21 @@ def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
                 when = dict(op.check).get(axis)
                 if when != "always" and not (when == "partial" and looped.get(block.name) == axis):
                     yield f"%{op.name} in @{block.name} does not check {axis}" + (" in full tiles too" if when else "")
+
+
+def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A tensor of role `inout` is loaded and then stored once, at one place, in the body of a loop whose turns have tiles of their own."""
+    for arg in (a for a in kernel.args if a.role == "inout"):
+        found = [op for op in kernel.ops() if isinstance(op, (Load, Store)) and _accessed(kernel, op)[0] is arg]
+        if [type(op) for op in found] != [Load, Store]:
+            yield f"%{arg.name} has {len(found)} loads and stores; expected one load, and then one store"
+            continue
+        (read, first), (write, second) = ((kernel.graph.nodes[op.name]["block"], _accessed(kernel, op)[1]) for op in found)
+        if (read, first) != (write, second):
+            yield f"%{arg.name} is loaded at one place and stored at another; expected a tile that is rewritten where it is read"
+        around = {loop.var for loop in _around(kernel, read)[:1] if loop.cls != "all"}
+        if around.isdisjoint(map(str, first)):
+            yield f"%{arg.name} is rewritten outside of a loop over its tiles, each of which has its turn"
 
 
 def _variables(kernel: Kernel) -> set[str]:
@@ -697,11 +720,13 @@ def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
 
 
 def ends_hidden(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Keys past the end are masked wherever a program walks over keys: zeros that are loaded for them would count as scores."""
+    """Keys past the end are masked wherever a program sums over keys: zeros that are loaded for them would count as scores."""
     from attngen.passes.simplify import implies
 
     inside = symbol("kv_idx") < symbol("Nk")
-    for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.var == "kv"):
+    sums = {loop.body for loop in kernel.loops if loop.var == "kv" and loop.cls != "all"}
+    sums |= {b.name for b in kernel.blocks if any(isinstance(op, Dot) and op.over == "BLOCK_KV" for op in b.ops)}
+    for body in (b.name for b in kernel.blocks if b.name in sums):
         parts = [p for op in kernel.block(body).ops if isinstance(op, Mask) for p in conjuncts(op.where)]
         if not any(p == inside or implies(p, inside, "q", "kv") for p in parts):
             yield f"no mask in @{body} hides the keys from Nk on; expected a condition from which `kv_idx < Nk` follows"
@@ -799,7 +824,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     for op in kernel.ops():
         for t in op.results().values():
-            for name, width in widths.items() if not (isinstance(op, Arg) and op.role in ("in", "out")) else ():
+            for name, width in widths.items() if not (isinstance(op, Arg) and op.role in ("in", "out", "inout")) else ():
                 wrong = name if width & (width - 1) else f"{name}_PAD"
                 if wrong in t.dims:
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
@@ -839,6 +864,14 @@ def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
                     yield f"%{op.name} is padded to {d} but does not check {d.removesuffix('_PAD').lower()}"
 
 
+def ordered(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A loop that rewrites tiles follows a barrier, beyond which what it loads cannot be read ahead."""
+    for block in kernel.blocks:
+        for before, op in zip((None, *block.ops), block.ops):
+            if isinstance(op, Loop) and op.body in kernel.rewriting and not isinstance(before, Barrier):
+                yield f"%{op.name} loads tiles that others have stored, and no barrier is right before it"
+
+
 _STRUCTURE: dict[str, Rule] = {
     "header": header,
     "signature": signature,
@@ -849,6 +882,7 @@ _STRUCTURE: dict[str, Rule] = {
     "indexing": indexing,
     "names": names,
     "bounds-checked": bounds_checked,
+    "rewrites": rewrites,
 }
 _SCHEDULED: dict[str, Rule] = {
     "classified": classified,
@@ -862,6 +896,7 @@ _SCHEDULED: dict[str, Rule] = {
 _TARGET: dict[str, Rule] = {
     "lists": lists,
     "drops": drops,
+    "ordered": ordered,
     "in-place": in_place,
     "scheduled-everywhere": scheduled_everywhere,
     "powers-of-two": powers_of_two,

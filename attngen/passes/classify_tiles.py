@@ -26,7 +26,7 @@ import sympy
 from attngen.analysis.bounds import GREATEST, Scene, Term, extremes, greatest, last_row, least, terms
 from attngen.ir.expr import Bool, Expr, cdiv, floordiv, prove_le, select, symbol, to_text, with_rows
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Load, Loop, Map, Mask, Op, Reduce, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Dot, Load, Loop, Map, Mask, Op, Reduce, Type
 from attngen.passes.base import Pass
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
@@ -94,7 +94,8 @@ def _scene(kernel: Kernel, body: str) -> Scene:
         elif type_.dims:
             rows.add(name)
     facts = tuple(fact for m in masks for fact in m.known)
-    return Scene(own, "kv" if own == "q" else "q", frozenset(rows), frozenset(others), facts)
+    whole = any(op.over == AXIS_DIM[own] for op in kernel.block(body).ops if isinstance(op, Dot))
+    return Scene(own, "kv" if own == "q" else "q", frozenset(rows), frozenset(others), facts, whole)
 
 
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
@@ -128,7 +129,8 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     """Bounds of tiles j along the loop's axis, for the program that owns the tile at {own}_start: four for each run of tiles.
 
     Sound: every tile with a visible in-bounds pair is in [visible start, visible end) of one run, and a tile in
-    [full start, full end) holds no hidden or out-of-bounds pair among valid rows. In each run visible start <= full start <=
+    [full start, full end) holds no hidden or out-of-bounds pair among rows that count: valid ones, or all if products sum over
+    them. In each run visible start <= full start <=
     full end <= visible end, and each run ends before the next starts.
     """
     runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
@@ -161,11 +163,11 @@ def _run(term: Term, scene: Scene) -> Run:
     needs, enough = _known(term, scene)
     for of, (visible, everywhere) in ((term, (True, True)), (needs, (True, False)), (enough, (False, True))):
         for side, rest in of.solved:
-            found = extremes(rest, scene)
-            if visible and found:
-                bound(side, found[0], lows, highs, shown)
-            if of is needs and side and found:  # where nothing is visible, `enough` may start beyond the visible end
-                bound(side, found[0], full_lows, full_highs, full)
+            seen, found = extremes(rest, replace(scene, whole=False)), extremes(rest, scene)
+            if visible and seen:
+                bound(side, seen[0], lows, highs, shown)
+            if of is needs and side and seen:  # where nothing is visible, `enough` may start beyond the visible end
+                bound(side, seen[0], full_lows, full_highs, full)
             if everywhere and found:
                 bound(side, found[1], full_lows, full_highs, full)
             elif everywhere:

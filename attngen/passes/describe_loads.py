@@ -4,7 +4,8 @@ before:  %k = load %K[b, h // group, kv, d_qk] check(kv if partial) : T[BLOCK_KV
 after:   %k = load %K[b, h // group, kv, d_qk] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_QK] @sram
 
 Those that go to shared memory, of consecutive rows of one head. Threads then compute no addresses, and keep none in registers;
-whether they do is a schedule row's choice (TMA=1), since only some devices have such an engine.
+whether they do is a schedule row's choice (TMA=1), since only some devices have such an engine. Kernels in FlashAttention-1's order
+are left as they are: what they are for is to show what they move.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class DescribeLoads(Pass):
 
 
 def _describe(kernel: Kernel, op: Op) -> Op:
-    if not isinstance(op, Load) or not describable(kernel, op):
+    if not isinstance(op, Load) or kernel.walks or not describable(kernel, op):
         return op
     return replace(op, via="descriptor")
 

@@ -40,7 +40,8 @@ class LegalizeTriton(Pass):
 
         def legal(kernel: Kernel) -> Kernel:
             kernel = kernel.rewrite(lambda _, op: [_spare_registers(kernel, op, columns)])
-            kernel = kernel.rewrite(lambda _, op: _cast_operands(kernel, op, precision))
+            cast: set[str] = set()
+            kernel = kernel.rewrite(lambda _, op: _cast_operands(kernel, op, precision, cast))
             kernel = _bases(kernel)
             return kernel.rewrite(lambda _, op: [_pad(op, padded)])
 
@@ -55,7 +56,8 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
     return replace(op, recompute=wide or op.cls == "all")
 
 
-def _cast_operands(kernel: Kernel, op: Op, precision: str) -> list[Op]:
+def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> list[Op]:
+    """The product with operands of the element type, and the casts that it needs: of those in `cast` there is one already."""
     if not isinstance(op, Dot):
         return [op]
     casts: list[Op] = []
@@ -64,8 +66,10 @@ def _cast_operands(kernel: Kernel, op: Op, precision: str) -> list[Op]:
         source = kernel.type_of(ref)
         if source.dtype != "T":
             short = ref.rpartition(".")[2]
-            casts.append(Map(f"{short}_cast", symbol(short), ((short, ref),), replace(source, dtype="T")))
-            renamed[ref] = casts[-1].name
+            renamed[ref] = f"{short}_cast"
+            if ref not in cast:
+                casts.append(Map(renamed[ref], symbol(short), ((short, ref),), replace(source, dtype="T")))
+                cast.add(ref)
     operands = {k: v for k, v in renamed.items() if k != op.acc}
     return [*casts, replace(op.with_operands(operands), precision=precision)]
 

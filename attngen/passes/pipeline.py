@@ -18,6 +18,7 @@ from attngen.passes.inline_scores import InlineScores
 from attngen.passes.legalize_triton import LegalizeTriton
 from attngen.passes.list_tiles import ListTiles
 from attngen.passes.pipeline_loads import PipelineLoads
+from attngen.passes.place_barriers import PlaceBarriers
 from attngen.passes.place_memory import PlaceMemory
 from attngen.passes.select_tiles import SelectTiles
 from attngen.passes.simplify import Simplify
@@ -39,6 +40,7 @@ def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass,
         ClassifyTiles(),
         SplitLoops(),
         ListTiles(),
+        PlaceBarriers(),
         Simplify(),
         PlaceMemory(),
         DescribeLoads(),

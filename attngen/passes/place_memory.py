@@ -32,7 +32,7 @@ def _place(kernel: Kernel) -> Kernel:
         if not hasattr(op, "type"):
             return [op]
         space = "reg"
-        if isinstance(op, Arg) and op.role in ("in", "out"):
+        if isinstance(op, Arg) and op.role in ("in", "out", "inout"):
             space = "hbm"
         elif isinstance(op, Load) and op.name in operands:
             space = "sram"

@@ -120,7 +120,7 @@ def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
 
 def _longest_first(kernel: Kernel) -> Kernel:
     """Reverse the grid's own axis when later tiles visit more."""
-    if not tile_loops(kernel):
+    if kernel.walks or not tile_loops(kernel):
         return kernel
     sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
     own = kernel.own_axis

@@ -14,10 +14,11 @@ from attngen.analysis.tiles import tile_loops
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import Load
 from attngen.tune.classes import Key, key
 
 FOLDER = Path(__file__).parent
-Schedule = dict[str, int]  # a row's tile sizes and launch options, by their names
+Schedule = dict[str, Any]  # a row's tile sizes and launch options, by their names
 KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_bytes", "max_rows", "measured"))
 
 
@@ -73,9 +74,10 @@ def _order(k: Key) -> tuple[Any, ...]:
 
 
 def usable(module: Module, kernel: Kernel, row: Row) -> bool:
-    """Whether a row divides the module's blocks, fits, and is not known to spill for its mask."""
+    """Whether a row divides the module's blocks, fits, reads what it can, and is not known to spill for its mask."""
     divides = not (module.blocks and tile_loops(kernel)) or max(row.block_q, row.block_kv) <= module.blocks.size
-    return divides and cost(module, kernel, row) < float("inf")
+    described = any(isinstance(op, Load) and op.via for op in kernel.ops())
+    return divides and (described or not row.tma) and cost(module, kernel, row) < float("inf")
 
 
 def read_table(path: Path) -> Table:

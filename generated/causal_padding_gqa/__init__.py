@@ -116,7 +116,7 @@ def _eager(
     """The operator's (out, lse), without torch's dispatcher."""
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
     if (wanted and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
-        return _Attention.apply(
+        return _apply(
             q, k, v, kv_lengths, scale, kinds,
         )
     return _forward(
@@ -158,6 +158,9 @@ class _Attention(torch.autograd.Function):
             grad_out, grad_lse, q, k, v, out, lse, kv_lengths, *ctx.scalars, need_q, need_k or need_v,
         )
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
+
+
+_apply = super(torch.autograd.Function, _Attention).apply  # Function's own looks for transforms, of which plain calls have none
 
 
 class _Gradients(torch.autograd.Function):
@@ -265,7 +268,7 @@ def _backward(
 
 def _empty_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for (out, lse)."""
-    return _empty_rows(q, HEAD_DIM_V), torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    return _empty_rows(q, HEAD_DIM_V), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _empty_gradients(
@@ -369,11 +372,14 @@ def _ready(kinds: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     return kinds
 
 
-def _plain(*tensors: torch.Tensor) -> bool:
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether autograd alone looks on: no compilation, transform, mode or subclass, for which there are the operators."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
-    return all([type(x) in _PLAIN and x.layout is torch.strided for x in tensors])
+    return (
+        (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        and q.layout is k.layout is v.layout is torch.strided
+    )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -382,7 +388,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def _kinds(*tensors: torch.Tensor | None) -> tuple:
     """All that the launch of a kernel depends on besides what the tensors hold."""
     return tuple(
-        [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() % 16 == 0) for x in tensors]
+        [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() % 16) for x in tensors]
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from attngen.analysis.cost import fitted, occupancy
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
-from attngen.analysis.io import hbm_bytes, standard_bytes
+from attngen.analysis.io import CACHE, IN_FLIGHT, Traffic, dram_bytes, hbm_bytes, left_in_cache, standard_bytes
 from attngen.analysis.roofline import Problem, values
 from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes, tile_width
 from attngen.analysis.tiles import count_tiles, evaluate
@@ -214,3 +214,49 @@ def test_standard_attention_moves_the_score_matrix():
     square, row = 8 * 8 * 2, 8 * 2 * 2
     assert evaluate(standard_bytes("forward"), numbers) == 4 * square + 4 * row
     assert evaluate(standard_bytes("backward"), numbers) == 7 * square + 8 * row
+
+
+# ---------------------------------------------------------------------------------------------- device memory
+
+
+def moved(name, kernel, cache, in_flight, n=1024, heads=4, kv_heads=4):
+    """Bytes read and written by a kernel with 64x64 tiles, over 2 sequences."""
+    module = target(name)
+    row = Row("sm90", 2, None, 64, 64, 4, 3)
+    numbers = values(module, module.kernel(kernel), row, Problem(2, heads, kv_heads, n, n))
+    found = dram_bytes(module.kernel(kernel))
+    return tuple(evaluate(e, {**numbers, str(CACHE): cache, str(IN_FLIGHT): in_flight}) for e in found)
+
+
+def test_what_programs_stream_is_moved_once_if_the_cache_has_room_for_the_heads_in_flight():
+    tensor, rows = 2 * 4 * 1024 * 64 * 2, 2 * 4 * 1024 * 4
+    head = 2 * 1024 * 64 * 2  # K and V of one
+    assert moved("full_mha", "fwd", head, 16) == (3 * tensor, tensor + rows)  # 16 programs are those of one head
+    assert moved("full_mha", "fwd", 2 * head, 32) == (3 * tensor, tensor + rows)
+    assert moved("full_mha", "dkdv", head + 2 * 4 * 1024, 16) == (4 * tensor + 2 * rows, 2 * tensor)
+
+
+def test_without_room_it_is_moved_once_for_the_programs_of_a_head_at_one_time():
+    tensor, rows = 2 * 4 * 1024 * 64 * 2, 2 * 4 * 1024 * 4
+    for in_flight, waves in ((4, 4), (8, 2), (16, 1), (64, 1)):
+        assert moved("full_mha", "fwd", 1000, in_flight) == (tensor + waves * 2 * tensor, tensor + rows)
+    assert moved("causal_gqa", "fwd", 1000, 4, kv_heads=2)[0] == 2 * tensor + 8 * (16 * 17 / 2) / 4 * 2 * 64 * 128 * 2  # half the tiles
+
+
+def test_programs_that_walk_move_what_they_rewrite_for_every_tile_of_theirs_or_once():
+    tensor, rows = 2 * 4 * 1024 * 64 * 2, 2 * 4 * 1024 * 4
+    tiles = 16 * 17 // 2  # of one head, causal
+    stream = 64 * (2 * 64 + 4 * 64 + 8)  # bytes read in a turn: q, accumulator, maximum and sum
+    rewritten = 64 * (4 * 64 + 8)
+    assert moved("causal_fa1", "fwd", 1e6, 100) == (2 * tensor + 8 * tiles * stream, 8 * tiles * rewritten)
+    held = 3 * tensor + 2 * rows  # of all 8 heads
+    assert moved("causal_fa1", "fwd", held, 100) == (2 * tensor + held, 2 * tensor + 2 * rows)
+    assert moved("causal_fa1", "fwd", held / 8, 1) == (2 * tensor + held, 2 * tensor + 2 * rows)  # one program at a time
+
+
+def test_what_was_written_last_is_still_in_the_cache():
+    def left(read, written, cache):
+        return float(left_in_cache(Traffic(symbol("r"), symbol("w"))).subs({symbol("r"): read, symbol("w"): written, CACHE: cache}))
+
+    assert left(10, 30, 100) == 30
+    assert left(100, 300, 100) == 75

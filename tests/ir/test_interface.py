@@ -13,11 +13,15 @@ from attngen.ir.verify import verify
 from tests.helpers import SPECS, edit, target
 
 KERNELS = "expected fwd, delta, dkdv, dq or fwd, delta, dk, dv, dq, and a schedule for each"
+BY_KEY = "expected fwd, fwd_end, delta, bwd, dq_end, and a schedule for each"
 BROKEN = [
     ("full_mha", "%K = arg in : T[B, Hkv, Nk, D_QK]", "%K = arg in : T[B, Hq, Nk, D_QK]", "expected `arg in : T[B, Hkv, Nk, D_QK]`"),
     ("full_mha", "    %scale =", "    %extra = arg scalar : f32[] @reg\n    %scale =", "%extra is `arg scalar : f32[]`; expected one of"),
     ("causal_gqa", "q in cdiv(Nq, BLOCK_Q)", "q in cdiv(Nq, BLOCK_Q) - 1", "the grid is not q in cdiv(Nq, BLOCK_Q), h in Hq, b in B"),
     ("causal_gqa", "hkv in Hkv, b in B)", "b in B, hkv in Hkv)", "the grid is not kv in cdiv(Nk, BLOCK_KV), hkv in Hkv, b in B"),
+    ("causal_fa1", "kernel @fwd grid(h in Hq, b in B)", "kernel @fwd grid(b in B, h in Hq)", "the grid is not h in Hq, b in B, which is"),
+    ("causal_fa1", "  order kv_outer\n", "  order inner\n", "`order inner`; expected q_outer or kv_outer"),
+    ("causal_fa1", "  order kv_outer\n", "", "the kernels are fwd, fwd_end, delta, bwd, dq_end; expected fwd, delta, dkdv, dq or"),
     ("padding_mha", "key_padding_first[B] key_padding_run[B]", "key_padding_first[B]", "%KEY_PADDING_RUN is `arg in : i32[B]`; exp"),
     ("padding_mha", "= key_span(key_padding)", "= key_span(visible)", "is of `visible`, which is no input"),
     ("padding_mha", "input key_padding : b1[B, Nk]", "input key_padding : i32[B, Nk]", "%KEY_PADDING is `arg in : b1[B, Nk]`; expected"),
@@ -39,8 +43,9 @@ def test_an_edit_that_the_wrapper_cannot_launch_is_refused(spec: str, old: str, 
 @pytest.mark.parametrize("name", SPECS)
 def test_no_kernel_may_be_missing(name: str) -> None:
     text = print_module(target(name))
+    expected = BY_KEY if target(name).order == "kv_outer" else KERNELS
     for kernel in re.findall(r"kernel @.*?(?=\n\n|\nschedule)", text, re.DOTALL):
-        with pytest.raises(VerifyError, match=KERNELS):
+        with pytest.raises(VerifyError, match=expected):
             render(parse_module(text.replace(kernel, ""), "edited.ir"))
-        with pytest.raises(VerifyError, match=KERNELS):
+        with pytest.raises(VerifyError, match=expected):
             render(parse_module(text.replace(kernel, kernel.replace("kernel @", "kernel @my_", 1)), "edited.ir"))

@@ -10,7 +10,7 @@ from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import RULES, verify
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
-from tests.helpers import edit, lowered, target
+from tests.helpers import WALKS, edit, lowered, target, unverified
 
 BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "header": [
@@ -28,10 +28,12 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("alibi_mha", "score alibi", 'score """ + open("x")', "has a quote, a backslash or a brace"),
     ],
     "signature": [
-        ("causal_gqa", "grid(q in cdiv(Nq, BLOCK_Q) descending, h in Hq", "grid(h in Hq", "grid does not start with q or kv"),
-        ("causal_gqa", "%V = arg in", "%V = arg inout", "reads %V, which is no tensor of role `in`"),
+        ("causal_gqa", "grid(q in cdiv(Nq, BLOCK_Q) descending, h in Hq", "grid(h in Hq", "grid does not start with q or kv, and"),
+        ("causal_gqa", "%V = arg in", "%V = arg inout", "nothing is stored to %V"),
+        ("causal_gqa", "%V = arg in", "%V = arg out", "reads %V, which is no tensor of role `in`"),
+        ("causal_fa1", "body(@tile) cls(all)", "body(@tile) cls(partial)", "grid does not start with q or kv, and no loop of class all"),
         ("causal_gqa", "%O = arg out", "%O = arg in", "writes %O, which is no tensor of role `out`"),
-        ("causal_gqa", "%scale = arg scalar", "%scale = arg number", "argument `number` of @entry; expected in or out or scalar"),
+        ("causal_gqa", "%scale = arg scalar", "%scale = arg number", "argument `number` of @entry; expected in or out or inout or scalar"),
         ("causal_gqa", "    %m_init", "  block @entry\n    %m_init", "@entry is not the body of loops of one other block"),
         ("causal_gqa", "%m = arg carry", "%m = arg in", "argument `in` of @step; expected carry"),
         ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nd, Nk, Nq"),
@@ -70,6 +72,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "    yield values(m=%soft.m, l=%l_next, acc=%acc_next)\n", "", "@step does not end with its one yield"),
         ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
         ("causal_gqa", "ranges(0 .. group)", "ranges(0 .. 1)", "does not run over 0 .. group, the query heads of the program's key head"),
+        ("causal_fa1", "ranges(0 .. cdiv(Nk, BLOCK_KV))", "ranges(1 .. cdiv(Nk, BLOCK_KV))", "%keys does not run over all tiles of kv"),
         ("causal_gqa", "m=%soft.m, l=%l_next, acc=%acc_next", "m=%soft.m, l=%l_next", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],
     "types": [
@@ -220,12 +223,21 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "bounds-checked": [
         ("causal_gqa", "%q = load %Q_head[q, d_qk] check(q)", "%q = load %Q_head[q, d_qk]", "%q in @entry does not check q"),
         ("causal_gqa", "%o check(q)", "%o", "in @entry does not check q"),
+        ("causal_fa1", "[kv, d_qk] check(kv)", "[kv, d_qk] check(kv if partial)", "%k in @tile does not check kv in full tiles too"),
         ("causal_gqa", "[kv, d_qk] check(kv if partial)", "[kv, d_qk]", "%k in @step does not check kv"),
         (
             "causal_gqa",
             "%q = load %Q_head[q, d_qk] check(q)",
             "%q = load %Q_head[q, d_qk] check(q if partial)",
             "%q in @entry does not check q in full tiles too",
+        ),
+    ],
+    "rewrites": [
+        (
+            "causal_fa1",
+            "    %s = dot",
+            "    %again = load %ROW_SUM_head[q] check(q if partial) : f32[BLOCK_Q] @reg\n    %s = dot",
+            "%ROW_SUM has 3 loads and stores; expected one load, and then one store",
         ),
     ],
     "classified": [
@@ -246,6 +258,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     ],
     "full-is-proven": [
         ("causal_gqa", "cls(partial)", "cls(full)", "as class full, but only 0 .. "),
+        ("causal_fa1", "select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0)", "(Nq // BLOCK_Q)", "proven to hold nothing masked or out"),
         ("window_gqa", "q_idx - 1023", "q_idx - 511", "proven to hold nothing masked or out of bounds"),
     ],
     "ends-hidden": [
@@ -309,6 +322,10 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "drops": [
         ("causal_dropout_mqa", "dropout yes", "dropout no", "1 draws and 1 values dropped; expected 0 of each (dropout no)"),
         ("causal_mqa", "dropout no", "dropout yes", "0 draws and 0 values dropped; expected 1 of each (dropout yes)"),
+    ],
+    "ordered": [
+        ("causal_fa1", "    barrier\n    %queries_full", "    %queries_full", "%queries_full loads tiles that others"),
+        ("causal_fa1", "    barrier\n    %total_partial", "    %total_partial", "%total_partial loads tiles that others have stored"),
     ],
     "in-place": [
         ("causal_gqa", "softmax_step %masked", "softmax_step %s", "%masked updates %s in place, which %soft reads too"),
@@ -429,6 +446,12 @@ def test_what_is_scattered_stays_inside(rule, old, new, reason):
     (line,) = (line for line in text.splitlines() if "scatter" in line)
     error = refused(text.replace(line, edit(line, (old, new)) if new else ""))
     assert (error.rule, reason in error.reason) == (rule, True), error
+
+
+def test_keys_past_the_end_are_hidden_where_programs_sum_over_their_own():
+    made = unverified(edit(WALKS, ("where(kv_idx < Nk)", "where(kv_idx < Nk + 5)")))
+    (said,) = RULES["target"]["ends-hidden"](made, made.kernels[0])
+    assert said.startswith("no mask in @step hides the keys from Nk on")
 
 
 def test_every_rule_of_every_phase_is_broken_above():

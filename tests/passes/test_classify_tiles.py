@@ -7,7 +7,7 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.verify import verify
 from attngen.passes.classify_tiles import ClassifyTiles
-from tests.helpers import SMALL, changes, edit, module, unverified
+from tests.helpers import SMALL, WALKS, changes, edit, module, unverified
 
 LOOP = "%keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step)"
 TILES = {  # the mask: visible start; full start; full end; visible end
@@ -28,6 +28,13 @@ TILES = {  # the mask: visible start; full start; full end; visible end
 def test_a_loop_gets_the_bounds_of_its_mask(where, tiles):
     before = module(edit(SMALL, ("where(kv_idx < Nk)", f"where({where})")))
     assert changes(ClassifyTiles(), before) == [f"- {LOOP}", f"+ {LOOP} tiles({tiles})"]
+
+
+def test_the_last_keys_of_a_program_that_sums_over_them_are_masked():
+    """No tile of queries is full beside a tile of keys that passes the end: the zeros loaded there would count as scores."""
+    loop = "%queries = loop q ranges(0 .. cdiv(Nq, BLOCK_Q)) body(@step)"
+    tiles = "0; 0; select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0); cdiv(Nq, BLOCK_Q)"
+    assert changes(ClassifyTiles(), module(WALKS)) == [f"- {loop}", f"+ {loop} tiles({tiles})"]
 
 
 def test_what_is_known_of_an_opaque_mask_bounds_it():

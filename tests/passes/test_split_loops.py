@@ -7,7 +7,7 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.verify import verify
 from attngen.passes.split_loops import SplitLoops
-from tests.helpers import SMALL, changes, edit, lowered, module
+from tests.helpers import SMALL, WALKS, changes, edit, lowered, module
 
 FULL = "%keys_full = loop kv ranges(0 .. kv_full_end) carry(sum=%zero) body(@step) cls(full)"
 PARTIAL = "%keys_partial = loop kv ranges(kv_full_end .. kv_end) carry(sum=%keys_full.sum) body(@step) cls(partial)"
@@ -57,6 +57,19 @@ def test_a_loop_that_is_not_over_tiles_stays():
     before = lowered("causal_gqa")["classify-tiles"]
     heads = [[loop for loop in m.kernel("dkdv").loops if loop.var == "g"] for m in (before, SplitLoops().run(before))]
     assert len(heads[0]) == 1 and heads[0] == heads[1]
+
+
+def test_a_loop_inside_one_over_own_tiles_has_its_bounds_there():
+    tiles = "0; 0; select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0); cdiv(Nq, BLOCK_Q)"
+    before = module(edit(WALKS, ("body(@step)", f"body(@step) tiles({tiles})")))
+    assert [line for line in changes(SplitLoops(), before) if line[0] == "+"] == [
+        "+ %q_end = map expr(cdiv(Nq, BLOCK_Q)) : i32[] @?",
+        "+ %q_full_end = map expr(select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0)) : i32[] @?",
+        "+ %queries_full = loop q ranges(0 .. q_full_end) body(@step) cls(full)",
+        "+ %queries_partial = loop q ranges(q_full_end .. q_end) body(@step) cls(partial)",
+    ]
+    with pytest.raises(VerifyError, match="rule `full-is-proven`: .*proven"):  # the zeros past the last key would count
+        verify(SplitLoops().run(module(edit(WALKS, ("body(@step)", "body(@step) tiles(0; 0; Nq // BLOCK_Q; cdiv(Nq, BLOCK_Q))")))))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Attention as the literature has it, in the IR: what the emitted schedule is measured against. None of it is emitted.
 
-`standard` holds by every rule of the logical phase; `flash1` by all but `signature` and `names`, as its programs own no tile of an axis.
+Both hold by every rule of the logical phase.
 """
 
 from __future__ import annotations

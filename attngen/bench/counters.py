@@ -1,0 +1,174 @@
+"""Nsight Compute's counters of the bytes that kernels move: its command line, and its CSV."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from attngen.errors import AttngenError
+
+SECTOR = 32  # bytes
+_UNITS = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "sector": 1, "Ksector": 1e3, "Msector": 1e6}
+_DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+# loads and stores as the SMs ask them of the L2; where a chip has no such counters, all that the L2 is asked
+METRICS = tuple((*_DRAM, f"lts__t_sectors_{source}op_read.sum", f"lts__t_sectors_{source}op_write.sum") for source in ("srcunit_tex_", ""))
+_REASONS = {
+    "ERR_NVGPUCTRPERM": "the driver lets only administrators read the counters; run as root, or set NVreg_RestrictProfilingToAdminUsers=0",
+    "LibraryNotLoaded": "the machine's runtime gives no access to the counters; expected one on which `ncu` profiles any CUDA program",
+}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes that one or several kernels move: of device memory, and as they ask the L2 for them."""
+
+    dram_read: float
+    dram_written: float
+    l2_read: float
+    l2_written: float
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def dram(self) -> float:
+        return self.dram_read + self.dram_written
+
+    @property
+    def l2(self) -> float:
+        return self.l2_read + self.l2_written
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel."""
+
+    kernel: str
+    moved: Bytes
+
+
+def find_ncu() -> str:
+    """The path of Nsight Compute's command line; AttngenError where there is none."""
+    found = shutil.which("ncu")
+    if found is None:
+        raise AttngenError("`ncu` is not on the PATH; expected NVIDIA Nsight Compute, which comes with the CUDA toolkit")
+    return found
+
+
+def command(ncu: str, metrics: Sequence[str], log: Path, module: str, args: Iterable[str]) -> list[str]:
+    """The command that runs a Python module of attngen's under `ncu`, which writes its CSV to `log`.
+
+    Clocks stay as they are; caches are flushed before each kernel, so that what has to be read is. Kernels count between
+    cudaProfilerStart and cudaProfilerStop.
+    """
+    how = ["--clock-control", "none", "--cache-control", "all", "--profile-from-start", "off", "--target-processes", "all"]
+    what = ["--metrics", ",".join(metrics), "--csv", "--page", "raw", "--print-units", "base", "--kernel-name-base", "function"]
+    return [ncu, *how, *what, "--log-file", str(log), sys.executable, "-m", module, *args]
+
+
+def profile(module: str, args: Sequence[str], seconds: float, said: Callable[[str], None]) -> list[Launch]:
+    """Run a Python module under `ncu`: every launch that it profiles, in order. `said` gets the lines that it prints.
+
+    Raises AttngenError: no `ncu`, no permission, not within so many seconds, or what else `ncu` says.
+    """
+    ncu = find_ncu()
+    with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
+        for metrics in METRICS:
+            log = Path(folder) / "ncu.csv"
+            log.unlink(missing_ok=True)
+            printed = _run(command(ncu, metrics, log, module, args), seconds, said)
+            text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+            if "Failed to find metric" in text and metrics != METRICS[-1]:
+                continue
+            launches = parse(text)
+            if launches:
+                return launches
+            raise AttngenError(_why_nothing(text, printed))
+    raise AssertionError("the last metrics are returned or refused")
+
+
+def _run(line: Sequence[str], seconds: float, said: Callable[[str], None]) -> list[str]:
+    """What a command prints, line by line as it comes; AttngenError if it takes longer."""
+    import threading
+
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    late: list[bool] = []
+
+    def stop() -> None:
+        late.append(True)
+        _end_group(process.pid)
+
+    timer = threading.Timer(seconds, stop)
+    timer.start()
+    printed: list[str] = []
+    try:
+        assert process.stdout is not None
+        for text in process.stdout:
+            printed.append(text.rstrip())
+            said(printed[-1])
+        process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            _end_group(process.pid)
+            process.wait()
+    if late:
+        raise AttngenError(f"ncu did not end within {seconds:.0f} s; expected fewer or smaller calls, or a larger --budget")
+    return printed
+
+
+def _end_group(group: int) -> None:
+    """End a process that we started, and those that it started."""
+    import contextlib
+    import os
+    import signal
+
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _why_nothing(log: str, printed: Sequence[str]) -> str:
+    """A sentence on why `ncu` has profiled nothing."""
+    said = [line.strip() for line in (*log.splitlines(), *printed) if line.strip()]
+    for mark, reason in _REASONS.items():
+        if any(mark in line for line in said):
+            return f"ncu read no counters: {reason}"
+    errors = [line.removeprefix("==ERROR==").strip() for line in said if "ERROR" in line or "Error" in line]
+    return f"ncu read no counters: {(errors or said or ['it says no reason'])[-1]}"
+
+
+def parse(text: str) -> list[Launch]:
+    """The launches in `ncu --csv --page raw`: a row of headings, a row of units, a row for each launch.
+
+    Lines of other kinds (`==PROF== ...`, what programs print) are skipped. AttngenError for a counter that was not read.
+    """
+    rows = csv.reader(line for line in text.splitlines() if line.startswith('"'))
+    headings = next((row for row in rows if "Kernel Name" in row), None)
+    units = next(rows, None)
+    if headings is None or units is None:
+        return []
+    columns = [next((i for i, h in enumerate(headings) if h in names), None) for names in zip(*METRICS)]
+    name = headings.index("Kernel Name")
+    found = []
+    for row in (row for row in rows if len(row) == len(headings)):
+        values = [None if at is None else _number(row[at], units[at]) for at in columns]
+        if None in values:
+            what = METRICS[0][values.index(None)]
+            raise AttngenError(f"ncu gave no number for {what} of the kernel {row[name]}; expected a GPU that has this counter")
+        numbers = [value for value in values if value is not None]
+        found.append(Launch(row[name], Bytes(numbers[0], numbers[1], SECTOR * numbers[2], SECTOR * numbers[3])))
+    return found
+
+
+def _number(text: str, unit: str) -> float | None:
+    """A counter in its base unit; None where it is no number, as `n/a`."""
+    try:
+        return float(text.replace(",", "")) * _UNITS[unit]
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,267 @@
+"""`attngen profile`: the bytes that kernels move, as the model predicts them and as Nsight Compute's counters have them.
+
+FlashAttention-2's order of loops beside FlashAttention-1's and naive attention, for several lengths, and for several tiles that stay on
+chip: those of queries in the one order, of keys in the other. Their rows stand for M, what a program has on chip.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from attngen.analysis.io import Traffic, dram_bytes, l2_bytes, left_in_cache, standard_bytes
+from attngen.analysis.roofline import Problem, chip, row_for, values
+from attngen.analysis.tiles import evaluate
+from attngen.bench.counters import Bytes, Launch, find_ncu, profile
+from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.errors import AttngenError, FitError, SpecError
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import kernels_of
+from attngen.passes.pipeline import lower
+from attngen.spec import Spec
+
+MARK = "call_starts"  # the kernel by which `profiled` marks the start of a call
+ORDERS = {"q_outer": "FlashAttention-2", "kv_outer": "FlashAttention-1"}
+NAIVE = "naive"
+STREAMED = 32  # rows of the tiles that pass by one that stays on chip
+MOST_SCORES = 2**32  # elements of the score matrices of naive attention: 8 GiB each, at 2 bytes
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that is profiled: of a module, with `tile` rows on chip or as it was built; or of naive attention. Forward or backward."""
+
+    order: str
+    tile: int | None
+    n: int
+    direction: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.order}{f' {self.tile}' if self.tile else ''} N={self.n} {self.direction}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A kernel of a call: what was predicted, and what was measured; the sum of its launches. Naive attention is one line."""
+
+    order: str
+    tile: int | None
+    n: int
+    direction: str
+    kernel: str
+    tiles: str  # queries x keys
+    predicted: Bytes | None
+    measured: Bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """All lines, the sizes and the device that they are of, and sentences on what could not be profiled."""
+
+    device: str
+    spec: str
+    batch: int
+    heads: int
+    kv_heads: int
+    lines: tuple[Line, ...]
+    failed: tuple[str, ...]
+
+
+def device_here() -> Device:
+    """The GPU that calls run on; AttngenError where there is none."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        raise AttngenError("attngen profile reads the counters of an NVIDIA GPU; this machine has none that torch can use")
+    properties = torch.cuda.get_device_properties(0)
+    known = next((d for d in DEVICES.values() if d.name in properties.name.split()), None)
+    if known:
+        return known
+    capability = (properties.major, properties.minor)
+    cls = next((c.name for c in CLASSES.values() if capability in c.capabilities), FALLBACK_CUDA)
+    return Device(properties.name, cls, properties.multi_processor_count, 0.0, float(properties.L2_cache_size), {}, "as its driver says")
+
+
+def variants(spec: Spec, tiles: Sequence[int]) -> Iterator[tuple[str, int | None, Module]]:
+    """The modules to profile: both orders of loops that the spec can have, as built and with each tile.
+
+    A tile that no device class has room for is left out.
+    """
+    for order in ORDERS:
+        for tile in (None, *tiles):
+            own = {"block_q": tile, "block_kv": STREAMED} if order == "q_outer" else {"block_q": STREAMED, "block_kv": tile}
+            data = spec.canonical()
+            schedule = {**data["schedule"], "order": order} if tile is None else {"order": order, **own}
+            try:
+                changed = Spec.model_validate({**data, "schedule": {k: v for k, v in schedule.items() if v is not None}})
+                yield order, tile, lower(changed)
+            except (FitError, SpecError, ValueError):  # pydantic's errors are ValueErrors
+                if tile is None and order == spec.schedule.order:
+                    raise
+
+
+def predicted(module: Module, kernel: Kernel, device: Device, problem: Problem) -> tuple[str, Bytes] | None:
+    """The tile that a kernel takes on a device, and the bytes that the model says it moves; None if no tile fits there."""
+    row = row_for(module, kernel, device, problem.n_q if kernel.own_axis == "q" else problem.n_kv)
+    if row is None:
+        return None
+    numbers = {**values(module, kernel, row, problem), **chip(module, kernel, row, device)}
+
+    def number(traffic: Traffic) -> list[float]:
+        return [float(evaluate(e, numbers)) for e in traffic]
+
+    moved = dram_bytes(kernel)
+    read, written = number(moved)
+    kept = float(evaluate(left_in_cache(moved), numbers))
+    return f"{row.block_q}x{row.block_kv}", Bytes(read, written - kept, *number(l2_bytes(kernel)))
+
+
+def predicted_naive(module: Module, direction: str, problem: Problem) -> Bytes:
+    """What separate operations move, each its operands and its result once; those of a mask are not counted."""
+    numbers = {
+        "Nq": problem.n_q,
+        "Nk": problem.n_kv,
+        "D_QK": module.head_dim_qk,
+        "D_V": module.head_dim_v,
+        "elem": 4 if module.dtypes[0] == "fp32" else 2,
+    }
+    moved = problem.batch * problem.q_heads * float(evaluate(standard_bytes(direction), numbers))
+    return Bytes(moved, 0.0, moved, 0.0)
+
+
+def run(
+    spec: Spec,
+    spec_path: Path,
+    problem: Problem,
+    lengths: Sequence[int],
+    tiles: Sequence[int],
+    directions: Sequence[str],
+    budget: float,
+    said: Callable[[str], None],
+) -> Found:
+    """Build the modules, call them and naive attention under `ncu`, and put predictions beside its counters.
+
+    Raises AttngenError: no CUDA, no `ncu`, no permission to read counters; or a spec whose bytes depend on data.
+    """
+    if spec.inputs() or spec.mask.blocks():
+        what = f"reads `{spec.inputs()[0].name}`" if spec.inputs() else "visits lists of blocks"
+        raise AttngenError(f"attngen profile: {spec.name} {what}, on which the bytes that move depend; expected a spec without")
+    device = device_here()
+    find_ncu()
+    modules: dict[tuple[str, int | None], Module] = {}
+    with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
+        folders: dict[tuple[str, int | None], Path] = {}
+        for order, tile, module in variants(spec, tiles):
+            said(f"building {order} {tile or ''}")
+            modules[order, tile] = module
+            folders[order, tile] = Path(folder) / f"{order}_{tile or 'own'}"
+            write_module(render(module), folders[order, tile])
+        calls = [Call(*key, n, direction) for n in lengths for key in modules for direction in directions]
+        scores = problem.batch * problem.q_heads
+        calls += [Call(NAIVE, None, n, direction) for n in lengths if scores * n * n <= MOST_SCORES for direction in directions]
+        plan = Path(folder) / "plan.json"
+        listed = [{"name": c.name, "n": c.n, "direction": c.direction, "module": str(folders.get((c.order, c.tile), ""))} for c in calls]
+        sizes = {"device": "cuda", "batch": problem.batch, "heads": problem.q_heads, "kv_heads": problem.kv_heads}
+        plan.write_text(json.dumps({"spec": str(spec_path.resolve()), **sizes, "calls": listed}), encoding="utf-8")
+        printed: list[str] = []
+
+        def heard(line: str) -> None:
+            printed.append(line)
+            said(line)
+
+        launches = profile("attngen.bench.profiled", [str(plan)], budget, heard)
+    lines, failed = attribute(calls, modules, launches, printed, device, problem)
+    return Found(device.name, spec.name, problem.batch, problem.q_heads, problem.kv_heads, tuple(lines), tuple(failed))
+
+
+def attribute(
+    calls: Sequence[Call],
+    modules: Mapping[tuple[str, int | None], Module],
+    launches: Iterable[Launch],
+    printed: Iterable[str],
+    device: Device,
+    problem: Problem,
+) -> tuple[list[Line], list[str]]:
+    """Lines for the launches of each call, and sentences for the calls that failed; `printed` is what the child printed."""
+    groups: list[list[Launch]] = []
+    for launch in launches:
+        if launch.kernel == MARK:
+            groups.append([])
+        elif groups:
+            groups[-1].append(launch)
+    words = [line.split(maxsplit=2) for line in printed if line.startswith(("started ", "failed "))]
+    started = [int(at) for what, at, *_ in words if what == "started"]
+    wrong = {int(at): rest for what, at, rest in (w for w in words if len(w) == 3) if what == "failed"}
+    if len(groups) != len(started):
+        raise AttngenError(f"ncu profiled {len(groups)} calls, and {len(started)} started; expected as many: run it again")
+    lines = [line for at, group in zip(started, groups) if at not in wrong for line in _lines(calls[at], modules, group, device, problem)]
+    return lines, [f"not profiled: {reason}" for reason in wrong.values()]
+
+
+def _lines(
+    call: Call, modules: Mapping[tuple[str, int | None], Module], launches: Sequence[Launch], device: Device, problem: Problem
+) -> Iterator[Line]:
+    sized = replace(problem, n_q=call.n, n_kv=call.n)
+    if call.order == NAIVE:
+        module = next(iter(modules.values()))
+        yield Line(NAIVE, None, call.n, call.direction, "all", "", predicted_naive(module, call.direction, sized), _sum(launches))
+        return
+    module = modules[call.order, call.tile]
+    own = {kernel.name: kernel for kernel in kernels_of(module, call.direction)}
+    for name, kernel in own.items():
+        tile, moved = predicted(module, kernel, device, sized) or ("", None)
+        mine = [launch for launch in launches if launch.kernel == name]
+        if mine:
+            yield Line(call.order, call.tile, call.n, call.direction, name, tile if kernel.loops else "", moved, _sum(mine))
+    others = [launch for launch in launches if launch.kernel not in own]
+    if others:
+        yield Line(call.order, call.tile, call.n, call.direction, "torch", "", None, _sum(others))
+
+
+def _sum(launches: Iterable[Launch]) -> Bytes:
+    total = Bytes(0.0, 0.0, 0.0, 0.0)
+    for launch in launches:
+        total += launch.moved
+    return total
+
+
+def rows(found: Found) -> list[dict[str, object]]:
+    """The lines as flat data, for CSV: bytes, and measured over predicted."""
+    made = []
+    for line in found.lines:
+        flat = {k: v for k, v in asdict(line).items() if k not in ("predicted", "measured")}
+        for what, moved in (("predicted", line.predicted), ("measured", line.measured)):
+            flat |= {f"{what}_{name}": None if moved is None else round(getattr(moved, name)) for name in Bytes.__dataclass_fields__}
+        made.append({**flat, "dram_ratio": ratio(line, "dram"), "l2_ratio": ratio(line, "l2")})
+    return made
+
+
+def ratio(line: Line, level: str) -> float | None:
+    """Measured over predicted bytes of `dram` or `l2`."""
+    if line.predicted is None or not getattr(line.predicted, level):
+        return None
+    return round(getattr(line.measured, level) / getattr(line.predicted, level), 4)
+
+
+def write(found: Found, folder: Path) -> list[Path]:
+    """profile.csv, profile.json and, of the forward, profile.svg; AttngenError without matplotlib, the others written."""
+    from attngen.bench.profile_plot import plot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    flat = rows(found)
+    paths = [folder / f"profile.{suffix}" for suffix in ("csv", "json", "svg")]
+    with paths[0].open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(flat[0]) if flat else [])
+        writer.writeheader()
+        writer.writerows(flat)
+    head = {k: v for k, v in asdict(found).items() if k != "lines"}
+    paths[1].write_text(json.dumps({**head, "lines": flat}, indent=2) + "\n", encoding="utf-8")
+    plot(found, paths[2])
+    return paths

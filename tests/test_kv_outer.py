@@ -1,0 +1,32 @@
+"""FlashAttention-1's order of loops, for specs that specs/ does not have: grouped heads, unions, modifiers, widths of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attngen.spec import make_spec
+from attngen.testing import Case, heads_for, run_case
+from tests.helpers import module_of
+
+VARIANTS = {
+    "grouped, a union, a softcap": {
+        "heads": {"sharing": "gqa"},
+        "mask": {"any_of": [{"sliding_window": {"left": 20, "right": 3}}, {"sink_tokens": {"count": 4}}]},
+        "score": [{"softcap": 5.0}],
+    },
+    "one key head, padded widths, a number": {
+        "heads": {"sharing": "mqa"},
+        "head_dim": {"qk": 24, "v": 40},
+        "mask": {"expr": "kv_idx <= q_idx - 40 + far", "params": {"far": {"scalar": "int"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_against_naive(name: str, device: str, tmp_path: Path) -> None:
+    """Tiles of keys and of queries that pass the end, rows that see nothing."""
+    spec = make_spec({"name": "walks", "head_dim": 32, "dtype": ["fp16"], "schedule": {"order": "kv_outer"}, **VARIANTS[name]})
+    result = run_case(module_of(spec, tmp_path / "walks"), spec, Case(1, *heads_for(spec, 2), 130, 70, "bnhd"), "fp16", device)
+    assert result.ok, str(result)
