@@ -95,7 +95,8 @@ def sram_formula(
     if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
-            statistics = ALIGNMENT * cdiv(statistics + barriers + TMA_BARRIERS * tma, ALIGNMENT) + barriers
+            barriers += TMA_BARRIERS * tma
+            statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
         streamed += statistics
     streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
     if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):

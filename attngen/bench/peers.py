@@ -122,6 +122,9 @@ def _reason(said: list[str]) -> str:
     return next((text for text in reasons if "not used because" not in text and "disabled" not in text), "")
 
 
+EAGER_SCORES = 2**30  # up to so many, FlexAttention's block mask is made without compiling what makes it, which can take minutes
+
+
 def _flex(problem: Problem) -> Call:
     """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is made before."""
     import torch
@@ -133,7 +136,8 @@ def _flex(problem: Problem) -> Call:
     block_mask = None
     if made.mask is not None:
         sizes = (c.batch if made.by_batch else None, c.heads if made.by_head else None, c.n_q, c.n_kv)
-        block_mask = torch.compile(create_block_mask)(made.mask, *sizes, device=problem.device)
+        make = torch.compile(create_block_mask) if c.n_q * c.n_kv > EAGER_SCORES else create_block_mask
+        block_mask = make(made.mask, *sizes, device=problem.device)
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     options = {"score_mod": made.score, "block_mask": block_mask, "enable_gqa": c.heads != c.kv_heads}
     return Call(lambda x: compiled(x.q, x.k, x.v, **options))

@@ -67,7 +67,10 @@ def attention(
     plain = _plain(q, k, v)
     if not plain or torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    kinds = _kinds(q, k, v) if plain else None
+    kinds = None
+    if plain:
+        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        kinds = (shapes, strides, q.dtype, q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16)
     if not plain or kinds not in _READY:
         _check(q, k, v)
         kinds = _ready(kinds, q, k, v) if plain else None
@@ -424,12 +427,14 @@ def _ready(kinds: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether autograd alone looks on: no compilation, transform, mode or subclass, for which there are the operators."""
+    """Whether three alike tensors are all there is, and autograd: no compilation, transform, mode or subclass, which want the operators."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
     return (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
+        and (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device)
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
 
 
