@@ -2,13 +2,13 @@
 
     cycles = matrix * (flops of the tile's dots / rate) + alu * scores + stream * bytes loaded + latency(stages) / occupancy
 
-Programs of 8 warps pay `split` of the first two more, for keeping their halves in step; the other constants are explained below. Partial tiles of the forward take `masked` *
-scores / occupancy on top: its running maximum waits for the mask (where data lists blocks it is not known which are partial). A program
-takes `start` / occupancy besides its tiles. Where data bounds the loop row by row, rows up to REACH away count.
+Programs of 8 warps pay `split` of the first two more, for keeping their halves in step. Partial tiles of the forward take `masked` *
+scores / occupancy on top: its running maximum waits for the mask (where data lists blocks it is not known which are partial). `start`,
+`tight`, `turn` and `deep` are for what Fit says. Where data bounds the loop row by row, rows up to REACH away count.
 
 The constants are least-squares fits to measured schedules of the kernels on one H200: POINTERS to tiles that threads copy,
 DESCRIPTORS to tiles that the device's engine copies. On these the model's choice is 2 to 3% slower than the best on average; REACH is half
-a document of usual length (docs/perf-log.md, sections 2, 12 and 13).
+a document of usual length (docs/perf-log.md, sections 2, 12 and 14).
 """
 
 from __future__ import annotations

@@ -223,6 +223,12 @@ def moved_scores(module: Module, kernel: Kernel, row: Row) -> int:
         return 0
     if row.elem_bytes == 2 or CLASSES[row.device].shares_stationary:
         return 1
+    return _ready_scores(kernel)
+
+
+@cache
+def _ready_scores(kernel: Kernel) -> int:
+    """Tiles of scores that are there when the first product that sums them starts."""
     (body,) = {loop.body for loop in kernel.loops if loop.cls != "all"}
     ops = kernel.walk(body)
     first = next(i for i, op in enumerate(ops) if isinstance(op, Dot) and op.acc)

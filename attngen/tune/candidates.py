@@ -51,6 +51,8 @@ def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
     yield chosen
     most = module.blocks.size if module.blocks else BLOCKS[-1]  # tiles divide blocks
     axes = {name: values for name, values in AXES.items() if tile_loops(kernel) or name not in LOOPS}
+    if not chosen.tma:  # select-tiles takes it wherever it can be had
+        axes["tma"] = (False,)
     for values in product(*axes.values()):
         choices: dict[str, Any] = dict(zip(axes, values))
         row = replace(chosen, **choices)

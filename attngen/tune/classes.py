@@ -45,13 +45,16 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
         full     more than three quarters of all tiles are visited
         short    fewer than a third are, SHORT rows on average at most: windows, documents; another program on the SM hides the waits
         causal   anything between: programs are long, and differ in length
-    Where data lists blocks, the shape is not known, and `listed`. In FlashAttention-1's order tiles are `rewritten`, whatever the mask. So a window of 1024 is `causal` where there are 1024 rows.
+    Where data lists blocks, the shape is not known, and `listed`; in FlashAttention-1's order, `rewritten` says all. So a window of 1024
+    is `causal` where there are 1024 rows.
 
     What else, in this order: `blocks` are listed; `rows` of numbers are read beside the tiles (of padding, documents); a number is
     read for each score (`pairs`); the `score` is modified; `dropout`.
     """
     if not tile_loops(kernel):
         return "none"
+    if kernel.walks:
+        return "rewritten"
     listed = module.blocks is not None
     features = {
         "blocks": listed,
@@ -60,8 +63,6 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
         "score": module.score != "none",
         "dropout": kernel.draws,
     }
-    if kernel.walks:
-        return "rewritten"
     shape = "listed" if module.blocks is not None and module.blocks.data else _shape(kernel, rows)
     return "+".join([shape, *(name for name, has in features.items() if has)])
 

@@ -142,14 +142,14 @@ class Launch:
         if compiled is None:
             compiled = self.kernel[self.grid](*args, *self.numbers, **self.config)
             if compiled is not None:  # by the interpreter nothing is
-                self.numbers += tuple(self.config[p.name] for p in self.kernel.params if p.is_constexpr)
+                self.rest = (*self.numbers, *(self.config[p.name] for p in self.kernel.params if p.is_constexpr))
                 self.compiled = compiled
         elif hooks.launch_enter_hook is None and hooks.launch_exit_hook is None:
             stream = triton.runtime.driver.active.get_current_stream(torch.cuda.current_device())
             start = (*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None)
-            compiled.run(*start, *args, *self.numbers)
+            compiled.run(*start, *args, *self.rest)
         else:  # of a profiler
-            compiled[self.grid](*args, *self.numbers)
+            compiled[self.grid](*args, *self.rest)
 
 
 def tiles(config: dict[str, int], x: torch.Tensor, block: str) -> torch.Tensor | TensorDescriptor:

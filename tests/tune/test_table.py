@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -13,23 +13,23 @@ from attngen.analysis.report import report
 from attngen.certify.certificate import chosen
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
-from attngen.ir.graph import Module
+from attngen.ir.graph import Module, Row
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from attngen.passes.pipeline import lower
 from attngen.passes.pipeline_loads import PipelineLoads
-from attngen.passes.select_tiles import SelectTiles
+from attngen.passes.select_tiles import SHORT_ROWS, SelectTiles
 from attngen.spec import parse_spec
 from attngen.tune.classes import RANGES, Key, key, mask_class
-from attngen.tune.table import Entry, Table, committed, read_table, usable
+from attngen.tune.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from tests.helpers import ROOT, SPECS, lowered, target
 
-SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2}
+SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2, "tma": False}
 MIXED = ("block_sparse_mha", "causal_fp32", "document_gqa", "mla_dims", "relative_bias_mha")  # of all kinds
 FWD = Key("fwd", "128/128", "16-bit", "mha", "causal", 2048)
 
 
-def table(*keys: Key, schedule: dict[str, int] = SMALL_TILE) -> dict[str, Table]:
+def table(*keys: Key, schedule: Schedule = SMALL_TILE) -> dict[str, Table]:
     """Tables that have one schedule for these keys, by device class."""
     entry = Entry(schedule, 0.5, SMALL_TILE, 0.6, "3.6.0")
     return {"sm90": Table("H200", "NVIDIA H200", "2.11.0", "3.6.0", dict.fromkeys(keys, entry))}
@@ -37,15 +37,17 @@ def table(*keys: Key, schedule: dict[str, int] = SMALL_TILE) -> dict[str, Table]
 
 def scheduled(name: str, tables: dict[str, Table], **overrides: int) -> Module:
     """The module of a spec with its schedules."""
-    return verify(PipelineLoads().run(SelectTiles(**overrides, tables=tables).run(lowered(name)["place-memory"])))
+    return verify(PipelineLoads().run(SelectTiles(**overrides, tables=tables).run(lowered(name)["describe-loads"])))
+
+
+@cache
+def modelled(name: str) -> Module:
+    """The module of a spec as if nothing were measured."""
+    return scheduled(name, {})
 
 
 def rows(module, kernel="fwd", device="sm90"):
-    return [
-        (r.max_rows, f"{r.block_q}x{r.block_kv}x{r.num_warps}x{r.num_stages}", r.measured)
-        for r in module.rows(kernel)
-        if r.device == device
-    ]
+    return [(r.max_rows, shown(schedule_of(r)), r.measured) for r in module.rows(kernel) if r.device == device]
 
 
 # ---------------------------------------------------------------------------------------------- classes of masks
@@ -56,6 +58,7 @@ CLASSES_OF = {
     "block_sparse_mha": "full+blocks full+blocks full+blocks",
     "butterfly_gqa": "causal+blocks causal+blocks causal+blocks",
     "causal_dropout_mqa": "causal+dropout causal+dropout causal+dropout",
+    "causal_fa1": "rewritten rewritten rewritten",
     "causal_padding_dropout_mha": "causal+rows+dropout causal+rows+dropout causal+rows+dropout",
     "chunked_gqa": "causal causal causal",
     "cross_mha": "full full full",
@@ -95,7 +98,7 @@ def test_data_that_lists_blocks_hides_the_shape():
 @pytest.mark.parametrize("name", MIXED)
 def test_select_tiles_and_tuning_see_the_same_keys(name):
     """One asks before, the other measures after what legalize-triton adds."""
-    early, late = lowered(name)["place-memory"], target(name)
+    early, late = lowered(name)["describe-loads"], target(name)
     for kernel in early.kernels:
         for limit, _ in RANGES:
             found = key(early, kernel, 2, limit)
@@ -107,12 +110,12 @@ def test_what_shares_a_key():
     """bf16 and fp16; one K/V head, or one for a group; heads that are as wide on chip. Not: mha and gqa, other widths, ranges, kernels."""
     text = "name: x\nhead_dim: 128\nheads: {sharing: gqa}\nmask: causal\n"
     base, variants = (
-        lower(parse_spec(text), "place-memory"),
+        lower(parse_spec(text), "describe-loads"),
         ["gqa|mqa", "128|96", "gqa}|gqa}\ndtype: fp16", "gqa|mha", "128|64", "causal|none"],
     )
     same = []
     for variant in variants:
-        made = lower(parse_spec(text.replace(*variant.split("|"))), "place-memory")
+        made = lower(parse_spec(text.replace(*variant.split("|"))), "describe-loads")
         same.append(key(made, made.kernel("fwd"), 2, None) == key(base, base.kernel("fwd"), 2, None))
     assert same == [True, True, True, False, False, False]
 
@@ -121,18 +124,21 @@ def test_what_shares_a_key():
 
 
 def test_measured_rows_come_before_the_models_in_their_range():
-    before, made = scheduled("causal_mha", {}), scheduled("causal_mha", table(FWD))
-    short, any_ = rows(before)
-    assert rows(made) == [short, (2048, "64x32x4x2", True), any_]
+    before, made = modelled("causal_mha"), scheduled("causal_mha", table(FWD))
+    *short, any_ = rows(before)
+    assert [limit for limit, _, _ in short] == list(SHORT_ROWS) and any_[1].endswith(" TMA")
+    assert rows(made) == [*short, (2048, "64x32x4x2", True), any_]
     assert rows(made, "dq") == rows(before, "dq") and rows(made, device="sm80") == rows(before, device="sm80")
 
 
 def test_an_entry_for_any_number_of_rows_leaves_out_superfluous_ones():
     made = scheduled("causal_mha", table(FWD, FWD._replace(max_rows=8192), FWD._replace(max_rows=None)))
-    assert rows(made)[1:] == [(None, "64x32x4x2", True)]
-    ranges = {"block_q": 64, "block_kv": 64, "num_warps": 4, "num_stages": 3}  # what the model takes for few rows
-    made = scheduled("causal_mha", table(FWD, schedule=ranges))
-    assert [limit for limit, _, _ in rows(made)] == [2048, None]
+    before = modelled("causal_mha")
+    few, some, any_ = rows(before)
+    assert rows(made) == [few, some, (None, "64x32x4x2", True)]
+    (same,) = (schedule_of(r) for r in before.rows("fwd") if (r.device, r.max_rows) == ("sm90", some[0]))
+    made = scheduled("causal_mha", table(FWD, schedule=same))  # what the model takes for fewer rows
+    assert rows(made) == [few, (2048, some[1], True), any_]
 
 
 def test_the_specs_own_schedule_comes_before_measured_ones():
@@ -148,14 +154,21 @@ def test_the_specs_own_schedule_comes_before_measured_ones():
     ],
 )
 def test_an_entry_that_does_not_fit_or_spills_is_left_out(schedule):
-    made = scheduled("causal_mha", table(FWD, schedule=schedule))
-    assert rows(made) == rows(scheduled("causal_mha", {}))
+    made = scheduled("causal_mha", table(FWD, schedule=schedule | {"tma": False}))
+    assert rows(made) == rows(modelled("causal_mha"))
+
+
+def test_an_entry_with_descriptors_is_left_out_where_no_load_has_one():
+    tables = table(FWD, FWD._replace(kernel="delta", mask="none"), schedule=SMALL_TILE | {"tma": True})
+    made = scheduled("causal_mha", tables)
+    assert (2048, "64x32x4x2 TMA", True) in rows(made)
+    assert not any(measured for _, _, measured in rows(made, "delta"))
 
 
 def test_an_entry_that_is_listed_to_spill_is_left_out(monkeypatch):
     """As `attngen verify` asks for, where the Triton that compiles it is not the one that it was measured with."""
     module = target("causal_mha")
-    row = replace(next(r for r in module.rows("fwd") if r.device == "sm90"), **SMALL_TILE)
+    row = Row("sm90", 2, 2048, **SMALL_TILE)
     assert usable(module, module.kernel("fwd"), row)
     monkeypatch.setattr(model, "_listed", lambda: frozenset([schedule_key(module, module.kernel("fwd"), row)]))
     assert not usable(module, module.kernel("fwd"), row)
@@ -181,14 +194,15 @@ def test_modules_of_all_kinds_take_entries(name):
 # ---------------------------------------------------------------------------------------------- text, reports, files
 
 
-def test_measured_rows_print_parse_and_are_told():
-    made = scheduled("causal_mha", table(FWD))
+@pytest.mark.parametrize(("tma", "printed"), [(False, ""), (True, " TMA=1")])
+def test_measured_rows_print_parse_and_are_told(tma, printed):
+    made = scheduled("causal_mha", table(FWD, schedule=SMALL_TILE | {"tma": tma}))
     text = print_module(made)
     (line,) = re.findall(".*measured", text)
-    assert line == "  sm90 bytes=2 rows<=2048 : BLOCK_Q=64 BLOCK_KV=32 num_warps=4 num_stages=2 measured"
+    assert line == f"  sm90 bytes=2 rows<=2048 : BLOCK_Q=64 BLOCK_KV=32 num_warps=4 num_stages=2{printed} measured"
     assert print_module(parse_module(text)) == text
-    told = [row.get("measured") for row in report(made)["kernels"]["fwd"]["schedules"] if row["device"] == "sm90"]
-    assert told == [None, True, None]
+    told = [(row["max_rows"], row.get("measured")) for row in report(made)["kernels"]["fwd"]["schedules"] if row["device"] == "sm90"]
+    assert told == [(64, None), (512, None), (2048, True), (None, None)]
 
 
 def test_measured_rows_are_certified_whatever_their_range():

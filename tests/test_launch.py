@@ -1,0 +1,132 @@
+"""How wrappers launch kernels: what Triton looks at, what is remembered, and which calls go through torch's dispatcher."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import built
+
+NAME = "full_mha"
+
+
+class Compiled:
+    """What Triton gives for a launch: it can be started as it is, or by a grid."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.started.append(args)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: self.started.append((grid, *args))
+
+
+class Kernel:
+    """Stands in for a kernel with two flags."""
+
+    params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in ("x", "n", "BLOCK_Q", "TMA")]
+
+    def __init__(self, compiled: Compiled | None) -> None:
+        self.compiled = compiled
+        self.calls: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **config: Any) -> Compiled | None:
+            self.calls.append((grid, args, config))
+            return self.compiled
+
+        return launch
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module's kernels.py, in a Triton of its own: without hooks, on stream 7."""
+    found = built(NAME).kernels
+    active = SimpleNamespace(get_current_stream=lambda device: 7)
+    hooks = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+    triton = SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)), knobs=SimpleNamespace(runtime=hooks))
+    monkeypatch.setattr(found, "triton", triton)
+    monkeypatch.setattr(found, "torch", SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0)))
+    return found
+
+
+CONFIG = {"BLOCK_Q": 64, "TMA": False, "num_warps": 4}
+
+
+def test_triton_looks_at_the_first_launch_alone(kernels: Any) -> None:
+    compiled = Compiled()
+    kernel = Kernel(compiled)
+    launch = kernels.Launch(kernel, CONFIG, 5, (3,))
+    for x in ("a", "b", "c"):
+        launch(x)
+    assert kernel.calls == [((5, 1, 1), ("a", 3), CONFIG)]
+    assert compiled.started == [(5, 1, 1, 7, "function", "metadata", None, None, None, x, 3, 64, False) for x in ("b", "c")]
+
+
+def test_a_profiler_sees_every_launch(kernels: Any) -> None:
+    compiled = Compiled()
+    launch = kernels.Launch(Kernel(compiled), CONFIG, 5, (3,))
+    launch("a")
+    kernels.triton.knobs.runtime.launch_enter_hook = print
+    launch("b")
+    assert compiled.started == [((5, 1, 1), "b", 3, 64, False)]
+
+
+def test_the_interpreter_compiles_nothing(kernels: Any) -> None:
+    kernel = Kernel(None)
+    launch = kernels.Launch(kernel, CONFIG, 5, (3,))
+    launch("a")
+    launch("b")
+    assert [args for _, args, _ in kernel.calls] == [("a", 3), ("b", 3)]
+
+
+def inputs(device: str) -> list[torch.Tensor]:
+    return [torch.randn(1, 2, 20, 64, device=device, dtype=torch.float16) for _ in range(3)]
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_operator(device: str) -> None:
+    module = built(NAME)
+    with Watch() as watch:
+        module.attention(*inputs(device))
+    assert any("_forward" in name and "attngen" in name for name in watch.names)
+
+
+def test_only_alike_tensors_of_torchs_own_are_plain(device: str) -> None:
+    plain, (q, k, v) = built(NAME)._plain, inputs(device)
+    assert plain(q, k, v) and plain(torch.nn.Parameter(q), k, v)
+    others = [k.float(), k.as_subclass(type("Mine", (torch.Tensor,), {})), k.to_sparse(), k.to("meta"), torch._neg_view(k)]
+    assert not any(plain(q, other, v) for other in others)
+    with Watch():
+        assert not plain(q, k, v)
+
+
+def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
+    """Calls of several kinds one after another give what each gives alone."""
+    module = built(NAME)
+    storage = torch.randn(3, 2 * 20 * 64 + 1, device=device, dtype=torch.float16)
+    shifted = [x[1:].view(1, 2, 20, 64) for x in storage]  # starts at no multiple of 16 bytes
+    aligned = [x.clone() for x in shifted]
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in aligned]
+    expected = module.attention(*aligned)
+    for given in (shifted, turned, aligned, [shifted[0], aligned[1], turned[2]]):
+        assert torch.equal(module.attention(*given), expected)
