@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import built
+from attngen.ir.interface import WRAPPER
+from tests.helpers import SPECS, built, target
 
 NAME = "full_mha"
 
@@ -130,3 +131,18 @@ def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
     expected = module.attention(*aligned)
     for given in (shifted, turned, aligned, [shifted[0], aligned[1], turned[2]]):
         assert torch.equal(module.attention(*given), expected)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_inputs_cannot_have_the_wrappers_own_names(name: str) -> None:
+    module, made = built(name), target(name)
+    given = {i.name for i in made.inputs} | {n for d in made.derived for n in d.names} | {x.parts.lower() for x in made.learned}
+    functions = [module.attention, module._forward, module._backward, module._eager, module._Attention.forward, module._Attention.backward]
+    scratch = {"o_acc", "row_max", "row_sum", "dq_acc"}  # of FlashAttention-1's order, which takes no inputs
+    assert {n for f in functions for n in f.__code__.co_varnames} - given - scratch <= WRAPPER
+
+
+def test_a_tracer_sees_the_operator(device: str) -> None:
+    module = built(NAME)
+    traced = torch.jit.trace(lambda q, k, v: module.attention(q, k, v), inputs(device), check_trace=False)
+    assert "_forward" in str(traced.graph)

@@ -48,7 +48,8 @@ FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "inputs"}
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
 WRAPPER |= {"kv_full_rank", "q_full_rank", "count", "blocks", "need", "need_k", "need_v", "rest", "gradients", "distance"}
-WRAPPER |= {"scale", "return_lse", "config", "grid", "ctx", "self", "math", "torch", "triton", "kernels", "attention"}
+WRAPPER |= {"scale", "return_lse", "config", "ctx", "self", "math", "torch", "triton", "kernels", "attention", "contextlib"}
+WRAPPER |= {"plain", "shapes", "strides", "kinds", "wanted", "launch", "programs", "numbers", "direct", "need_inputs", "dtype"}
 
 
 class Signature(NamedTuple):
