@@ -368,7 +368,7 @@ def _ready(kinds: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether three alike tensors are all there is, and autograd: no compiler, tracer, transform, mode or subclass, which want the operators."""
+    """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
