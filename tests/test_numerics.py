@@ -314,6 +314,22 @@ def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, mon
             assert found[key].is_contiguous(), key
 
 
+@pytest.mark.parametrize(("heads", "keys", "splits"), [((6, 2), 1, 1), ((12, 2), 141, 3), ((7, 1), 100, 7)])
+def test_groups_split_among_programs(
+    heads: tuple[int, int], keys: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that share a tile of keys, each for some query heads: the fewer keys there are, the more; their sums are the gradients."""
+    name = "causal_gqa" if heads[1] > 1 else "causal_mqa"
+    module = built(name)
+    monkeypatch.setattr(module, "SPLIT_KEYS", keys)
+    monkeypatch.setattr(module.kernels, "processors", lambda device: 2)
+    assert module._splits(torch.empty(1, heads[0], 40, 8), torch.empty(1, heads[1], 70, 8)) == splits
+    module._LAUNCHES.clear()
+    result = run_case(module, spec_of(name), Case(1, *heads, 40, 70), dtypes(name)[0], device)
+    module._LAUNCHES.clear()
+    assert result.ok, str(result)
+
+
 # ------------------------------------------------------------------------------------------------- calls and autograd
 
 

@@ -65,8 +65,10 @@ def _walked(kernel: Kernel) -> set[str]:
 
 
 def _heads(kernel: Kernel) -> Expr:
-    """Heads that programs own: of queries, or of keys."""
-    return symbol("B") * symbol("Hq") / (symbol("group") if "group" in {b.name for b in kernel.blocks} else 1)
+    """Heads that programs own: of queries, or of keys, which as many own as the group is split among."""
+    heads = symbol("B") * symbol("Hq")
+    shared = "group" in {b.name for b in kernel.blocks}
+    return heads / symbol("group") * (symbol("splits") if kernel.is_split else 1) if shared else heads
 
 
 def l2_bytes(kernel: Kernel) -> Traffic:
@@ -108,9 +110,10 @@ def dram_bytes(kernel: Kernel) -> Traffic:
     if not once:
         return Traffic(kept[0], kept[1])
     every = [sympy.Min(streamed[i], sympy.Add(*(pair[i] for pair in once.values()))) for i in (0, 1)]
-    heads = sympy.Min(_heads(kernel), IN_FLIGHT if kernel.walks else sympy.Max(1, IN_FLIGHT / tiles))
+    abreast = kernel.grid[0].abreast
+    heads = sympy.Min(_heads(kernel), IN_FLIGHT if kernel.walks else sympy.Max(abreast, IN_FLIGHT / tiles))
     fits = sympy.Add(*(sympy.Max(*pair) for pair in once.values())) * heads / _heads(kernel) <= CACHE
-    together = sympy.Integer(1) if kernel.walks else sympy.Min(IN_FLIGHT, tiles)
+    together = sympy.Integer(1) if kernel.walks else sympy.Min(IN_FLIGHT / abreast, tiles)
     again = sympy.Max(every[0], streamed[0] / together), streamed[1]
     return Traffic(*(kept[i] + select(fits, every[i], again[i]) for i in (0, 1)))
 

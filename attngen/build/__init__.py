@@ -5,14 +5,15 @@ from __future__ import annotations
 from attngen import __version__
 from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, learned
 from attngen.build.blocks import build_blocks
-from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
+from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end, packs
 from attngen.build.semantics import listed_blocks
 from attngen.ir.graph import Module
 from attngen.spec import Spec
 
 
 def build_module(spec: Spec) -> Module:
-    """The logical module of a spec: forward, the three kernels of the backward, and `blocks` where data says which tiles to visit.
+    """The logical module of a spec: forward, the three kernels of the backward; `packed`, the forward of few queries, where heads share
+    keys; and `blocks` where data says which tiles to visit.
 
     By order of loops: FlashAttention-2's kernels own a tile each; FlashAttention-1's walk over the key tiles of a head, and others
     after them finish what they have rewritten.
@@ -23,6 +24,7 @@ def build_module(spec: Spec) -> Module:
         "kv_outer": (build_forward_by_key, build_forward_end, build_delta, build_dkdv, build_dq_end),
     }
     kernels = tuple(build(spec) for build in builders[spec.schedule.order])
+    kernels += (build_forward(spec, "packed"),) if packs(spec) else ()
     return Module(
         name=spec.name,
         version=__version__,

@@ -14,6 +14,7 @@ from attngen.build.semantics import S, derivative, modified, singular, varies
 from attngen.errors import SpecError
 from attngen.ir.expr import cdiv, clamp, exp2, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned
+from attngen.ir.interface import query_heads
 from attngen.ir.ops import Access, Store, Yield
 from attngen.lang import Read
 from attngen.parts import KV, NATURAL, Q
@@ -156,6 +157,8 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
 def build_dkdv(spec: Spec) -> Kernel:
     """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its whole head group.
 
+    Where keys are few, programs share a key tile, each for a split of the group, and the wrapper sums what they write.
+
     Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end load
     LSE2 = +inf, so they weigh nothing. Loads first, then the two products that need nothing else: the order that spills least
     (docs/perf-log.md).
@@ -187,7 +190,8 @@ def build_dkdv(spec: Spec) -> Kernel:
     }
     q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
     if shared:
-        b.loop("total", "g", group, "group", home, cls="all", **starts)
+        first, end = query_heads(b.is_split)
+        b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
         b.carried("group", **starts)
         b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
         b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
@@ -215,9 +219,10 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
     _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", block=home)
-    b.store("dK", ("b", kv, "kv", "d_qk"), "dk_out", home)
+    own = ("b", kv, *(["split"] if b.is_split else []), "kv")
+    b.store("dK", (*own, "d_qk"), "dk_out", home)
     _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
-    b.store("dV", ("b", kv, "kv", "d_v"), "dv_out", home)
+    b.store("dV", (*own, "d_v"), "dv_out", home)
     if walks:
         b.add(Yield("yield_tile", ()), home)
     return b.kernel()

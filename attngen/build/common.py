@@ -9,9 +9,21 @@ import sympy
 
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.errors import SpecError
-from attngen.ir.expr import Bool, floordiv, prove_le, select, span, symbol, to_text
+from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Block, Kernel, Learned
-from attngen.ir.interface import BESIDE, DROPOUT_SCALARS, ROWS, SCALARS, grid, input_tensors, parts_of, signature_of, tensor_args
+from attngen.ir.interface import (
+    ASIDE,
+    BESIDE,
+    DROPOUT_SCALARS,
+    ROWS,
+    SCALARS,
+    Signature,
+    grid,
+    input_tensors,
+    parts_of,
+    signature_of,
+    tensor_args,
+)
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -57,7 +69,9 @@ class KernelBuilder:
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
         self.grid = grid(self.signature, spec.heads.sharing)
-        self.heads = _heads(spec, self.signature.by_key_head)
+        self.key_head = sympy.Integer(0) if spec.heads.sharing == "mqa" else symbol("hkv")  # of a program that owns one
+        self.is_split = self.signature.is_split(spec.heads.sharing)
+        self.heads = _heads(spec, self.signature)
         self.score = modified(spec)
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
         self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
@@ -82,7 +96,7 @@ class KernelBuilder:
         """Declare what the kernel reads and writes, mask and modifiers too."""
         read = {read.tensor: self.tensor_types[read.tensor] for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
-        for arg in tensor_args(self.name, self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
+        for arg in tensor_args(self.name, self.signature, self.spec.heads.sharing, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
 
     def scalar(self, name: str) -> None:
@@ -91,10 +105,13 @@ class KernelBuilder:
     def sizes(self) -> None:
         """The sizes every kernel needs, a scalar for each that indexing by head needs, and the numbers of mask and modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
-        by_group = symbol("hkv") in _symbols((self.where, *(e for read in self.needed for e in read.index)))
-        shared = self.spec.heads.sharing == "gqa" and (self.name != "blocks" or by_group)
-        if shared or (self.spec.heads.sharing == "mqa" and self.signature.by_key_head):
+        packs, sharing = self.signature.packs, self.spec.heads.sharing
+        names += ["queries"] if packs else []
+        named = _symbols((self.where, *([self.score] if packs else []), *(e for read in self.needed for e in read.index)))
+        shared = sharing == "gqa" and (self.name not in ASIDE or symbol("h" if packs else "hkv") in named)
+        if shared or (sharing == "mqa" and self.signature.by_key_head and not packs):
             names.append("group")
+        names += ["splits"] if self.is_split else []
         places = (self._inside(read) for read in self.needed)
         bounds = {str(s) for at, where in places for s in _symbols((*at, where))} & {"B", "Hq", "Hkv"}
         for name in dict.fromkeys((*names, *sorted(bounds), "Nq", "Nk", *self.needed_numbers)):
@@ -124,8 +141,10 @@ class KernelBuilder:
         for name, start in starts.items():
             self.add(Arg(name, "carry", self.types[start]), block)
 
-    def loop(self, name: str, var: str, extent: Any, body: str, block: str = "entry", cls: str = "unknown", **starts: str) -> str:
-        self.add(Loop(name, var, ((sympy.Integer(0), extent),), tuple(starts.items()), body, cls), block)
+    def loop(
+        self, name: str, var: str, extent: Any, body: str, block: str = "entry", cls: str = "unknown", first: Any = 0, **starts: str
+    ) -> str:
+        self.add(Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls), block)
         self.types.update({f"{name}.{f}": self.types[s] for f, s in starts.items()})
         return name
 
@@ -268,11 +287,19 @@ def _usable(fact: Fact, along: set[str]) -> Fact:
     )
 
 
-def _heads(spec: Spec, by_key_head: bool) -> dict[Any, Any]:
-    """The query head and the key head, by the names that expressions have for them, in a kernel whose programs own one or the other."""
+def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
+    """The query head and the key head, by the names that expressions have for them, in a kernel whose programs own one or the other.
+
+    Of one that packs heads, which query of which head a row is, too.
+    """
     h, hkv = symbol("h"), symbol("hkv")
-    if not by_key_head:
+    if not signature.by_key_head:
         return {hkv: kv_head(spec)}
+    if signature.packs:
+        row, queries = symbol("q_idx"), symbol("queries")
+        key_head = sympy.Integer(0) if spec.heads.sharing == "mqa" else hkv
+        head = key_head * symbol("group") + floordiv(row, queries)
+        return {h: head, hkv: key_head, row: mod(row, queries), symbol("Nq"): queries}
     return {
         "mha": {hkv: h},
         "mqa": {h: symbol("g"), hkv: sympy.Integer(0)},

@@ -5,28 +5,40 @@ from __future__ import annotations
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.build.semantics import S, unbounded
+from attngen.build.semantics import S, listed_blocks, unbounded, varies
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import SoftmaxStep, Type, Yield
+from attngen.parts import NATURAL, Q
 from attngen.spec import Spec
 
 
-def build_forward(spec: Spec) -> Kernel:
+def packs(spec: Spec) -> bool:
+    """Whether few queries of a group's heads may share a tile: nothing is read, drawn or listed for a query or a head of its own."""
+    alone = spec.heads.sharing == "mha" or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
+    own = (Q, NATURAL["Hq"])
+    return not (alone or any(varies(spec, read, position) for read in spec.reads() for position in own))
+
+
+def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
     """FlashAttention-2 (Dao 2023), Algorithm 1: one program per query tile, online softmax over key tiles.
 
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
+
+    As `packed`, of all query heads that share a K/V head: for few queries, which would leave most of a tile empty, and each of whose
+    heads would read the same keys.
     """
     sink = next((s.sink() for s in spec.score if s.sink() is not None), None)
-    b = KernelBuilder(spec, "fwd", [] if sink is None else [sink])
+    b = KernelBuilder(spec, name, [] if sink is None else [sink])
+    own, kv = ("h", kv_head(spec)) if name == "fwd" else (b.key_head, b.key_head)
     b.tensors()
     b.scalar("scale")
     b.sizes()
     b.seed()
 
     b.scale()
-    b.load("q", "Q", ("b", "h", "q", "d_qk"))
+    b.load("q", "Q", ("b", own, "q", "d_qk"))
     starts = {
         "m": b.init("m_init", -sympy.oo, "BLOCK_Q"),
         "l": b.init("l_init", 0, "BLOCK_Q"),
@@ -36,7 +48,7 @@ def build_forward(spec: Spec) -> Kernel:
     b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
 
     b.carried("step", **starts)
-    b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
+    b.load("k", "K", ("b", kv, "kv", "d_qk"), "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     b.dot("s", "q", "k", "D_QK", "step")
     scores(b)
@@ -44,7 +56,7 @@ def build_forward(spec: Spec) -> Kernel:
     guard = "always" if unbounded(spec) else "partial"
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
-    b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
+    b.load("v", "V", ("b", kv, "kv", "d_v"), "step")
     p = b.dropped("soft.p")
     b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, beside which it runs
@@ -61,12 +73,12 @@ def build_forward(spec: Spec) -> Kernel:
         b.map("o", acc * symbol("inv_l_kept"), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
     else:
         b.map("o", acc * inv_l, dtype="T", acc="keys.acc", inv_l="inv_l")
-    b.store("O", ("b", "h", "q", "d_v"), "o")
+    b.store("O", ("b", own, "q", "d_v"), "o")
     if sink is not None:
         b.map("lse", (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), m_all="m_all", l_all="l_all")
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m="keys.m", l="keys.l")
-    b.store("LSE", ("b", "h", "q"), "lse")
+    b.store("LSE", ("b", own, "q"), "lse")
     return b.kernel()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import sympy
@@ -42,8 +43,17 @@ from attngen.ir.ops import (
     Yield,
 )
 
-SIZES = ("B", "Hq", "Hkv", "group", "Nq", "Nk")  # scalars that the tensors' shapes give
-LETTERS = {"B": "b", "Hq": "h", "Hkv": "h", "Nq": "n", "Nk": "n", "Tq": "t", "Tk": "t"}  # how strides are named; others by number
+SIZES = ("B", "Hq", "Hkv", "group", "splits", "queries", "Nq", "Nk")  # scalars that the tensors' shapes give
+LETTERS = {
+    "B": "b",
+    "Hq": "h",
+    "Hkv": "h",
+    "Nq": "n",
+    "Nk": "n",
+    "Tq": "t",
+    "Tk": "t",
+    "splits": "s",
+}  # how strides are named; others by number
 
 
 @dataclass
@@ -175,9 +185,16 @@ class KernelContext:
             own = outer.pop(0)
             tiles = f"{own.var}_tiles"
             lines.append(f"{tiles} = {self.scalar(own.extent)}")
-            position = f"pid % {tiles}"
+            position, rest = f"pid % {tiles}", f"pid // {tiles}"
+            if own.abreast > 1:
+                lines += [
+                    f"first_head = pid // ({own.abreast} * {tiles}) * {own.abreast}",
+                    f"heads_abreast = tl.minimum({own.abreast}, tl.num_programs(0) // {tiles} - first_head)  # which take turns",
+                    f"turn = pid - first_head * {tiles}",
+                    "own_head = first_head + turn % heads_abreast",
+                ]
+                position, rest = "turn // heads_abreast", "own_head"
             lines.append(f"{own.var}_start = ({f'{tiles} - 1 - {position}' if own.descending else position}) * {AXIS_DIM[own.var]}")
-            rest = f"pid // {tiles}"
         for head in outer[:-1]:
             extent = self.scalar(head.extent)
             lines.append(f"{head.var} = {rest} % {extent}")
@@ -216,7 +233,7 @@ class KernelContext:
             if isinstance(op, Loop):
                 self._loop_header(op, text, body)
             nodes.append(Node(KIND[type(op)], text, body))
-        return nodes
+        return _gathered(nodes)
 
     def _idle(self, op: Op, cls: str) -> bool:
         """A mask that loops of this class do not apply, or a value in the same body that only such a mask reads."""
@@ -300,7 +317,7 @@ class KernelContext:
         tensor = self.kernel.op(op.src.tensor)
         assert isinstance(tensor, Arg)
         users = [self.kernel.op(name) for name in self.kernel.graph.successors(op.name)]
-        described = all(isinstance(u, Load) and u.via for u in users)
+        described = "yes" if all(isinstance(u, Load) and u.via for u in users) else ""
         return {"var": op.name, "expr": self._start(op.src, tensor), "described": described}
 
     def _start(self, access: Access, tensor: Arg) -> str:
@@ -465,6 +482,7 @@ SUMMARIES = {
     "fwd": "Forward: online softmax over key tiles, one program per query tile.",
     "fwd by key": "Forward: one program per head, over key tiles, and for each over query tiles, whose sums it rewrites in HBM.",
     "fwd_end": "After the forward: outputs in the element type, divided by their sums, and the LSE.",
+    "packed": "Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.",
     "blocks": "Before all: how many pairs the mask leaves visible, of each strip of a block.",
     "delta": "Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).",
     "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
@@ -474,6 +492,20 @@ SUMMARIES = {
     "bwd": "Backward: one program per head, over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.",
     "dq_end": "After the backward: dQ in the element type.",
 }
+
+
+def _gathered(nodes: list[Node]) -> list[Node]:
+    """The same, in each row of bases last those that descriptors stand in for, the first of which says so."""
+    found: list[Node] = []
+    for is_base, run in groupby(nodes, lambda node: node.kind == "base"):
+        if not is_base:
+            found += run
+            continue
+        row = sorted(run, key=lambda node: bool(node.text["described"]))
+        for node in [node for node in row if node.text["described"]][:1]:
+            node.text["described"] = "first"
+        found += row
+    return found
 
 
 def stride_names(arg: Arg) -> list[str]:

@@ -21,8 +21,8 @@ Piece = tuple[str, tuple[str, ...], int]
 Lookup = Callable[[str], tuple[str, tuple[str, ...]]]
 
 LARGEST = {  # of the symbols that are no parameters: calls keep lengths below 2**29
-    **dict.fromkeys(("q_idx", "kv_idx", "q_start", "kv_start", "Nq", "Nk"), 2**29 - 1),
-    **dict.fromkeys(("b", "h", "hkv", "g", "group"), 2**15 - 1),
+    **dict.fromkeys(("q_idx", "kv_idx", "q_start", "kv_start", "Nq", "Nk", "queries"), 2**29 - 1),
+    **dict.fromkeys(("b", "h", "hkv", "g", "group", "split", "splits"), 2**15 - 1),
     **dict.fromkeys(("BLOCK_Q", "BLOCK_KV"), 2**10),
 }
 PARAMETERS = (-(2**30), 2**30 - 1)  # what calls keep numbers within, and are told to keep tensors within

@@ -17,7 +17,7 @@ from attngen.emit.context import SIZES, KernelContext, KernelView, stride_names
 from attngen.errors import AttngenError, suggest
 from attngen.ir.expr import clamp, floordiv, mod, parse, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Module, Unfit
-from attngen.ir.interface import DROPOUT_SCALARS, STRIP, block_lists, verify_interface
+from attngen.ir.interface import DROPOUT_SCALARS, FEW_QUERIES, SPLIT_KEYS, STRIP, block_lists, verify_interface
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Gather, Load, Map, Mask
 from attngen.ir.text import print_module
 from attngen.scores import derive_functions
@@ -55,7 +55,7 @@ _SHARING = {
     ),
 }
 _SIZES = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "k.shape[1]", "Nq": "q.shape[2]", "Nk": "k.shape[2]"}
-_SIZES["group"] = "q.shape[1] // k.shape[1]"
+_SIZES |= {"group": "q.shape[1] // k.shape[1]", "splits": "splits"}
 _TENSORS = {"O": "out", "dO": "grad_out"}
 
 
@@ -115,12 +115,17 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
         "interpreted": _interpreted(module, sizes[0]),
         "device_classes": device_classes,
         "kernels": list(views.values()),
+        "splits": _is_split(module),
         "tma": any(view.tma for view in views.values()),
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
     }
+
+
+def _is_split(module: Module) -> bool:
+    return any(kernel.is_split for kernel in module.kernels)
 
 
 def _interpreted(module: Module, elem_bytes: int) -> str:
@@ -199,6 +204,9 @@ def _module_context(module: Module) -> dict[str, Any]:
         "data_args": "".join(f", {i.name}={i.name}" for i in of_data),
         "data_params": "".join(f", {i.name}: {'torch.Tensor' if i.shape else _NUMBERS[i.dtype]}" for i in of_data),
         "strip": STRIP,
+        "splits": _is_split(module),
+        "split_keys": SPLIT_KEYS,
+        "few_queries": FEW_QUERIES if any(kernel.name == "packed" for kernel in module.kernels) else 0,
         "listed": listed,
         "lists": lists,
         "loose": any(i.broadcast or "*" in i.shape for i in module.inputs),
@@ -439,13 +447,14 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     own = kernel.own_axis
     rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
     block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
-    sizes = {**_SIZES, "B": "count.shape[0]", "Hq": "count.shape[1]"} if kernel.name == "blocks" else _SIZES
+    own_sizes = {"blocks": {"B": "count.shape[0]", "Hq": "count.shape[1]"}, "packed": {"group": "group", "queries": "queries"}}
+    sizes = _SIZES | own_sizes.get(kernel.name, {})
     heads = [sizes[str(axis.extent)] for axis in kernel.grid if axis.var not in AXIS_EXTENT]
     scalars = [a.name for a in kernel.args if a.role == "scalar"]
     args = [_argument(kernel, a.name) for a in kernel.args if a.role != "scalar"] + [s for s in scalars if s not in SIZES]
     given = [sizes[s] for s in scalars if s in SIZES]
     for a in (a for a in kernel.args if a.role != "scalar"):
-        tensor, strides = _TENSORS.get(a.name, a.name.lower()), stride_names(a)
+        tensor, strides = _tensor(kernel, a.name), stride_names(a)
         taken = [i for i, s in enumerate(strides) if s in view.params]
         if len(taken) > 1 and len(taken) == len(strides):
             given.append(f"*{tensor}.stride()[:{len(strides)}]")
@@ -473,9 +482,15 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     )
 
 
+def _tensor(kernel: Kernel, name: str) -> str:
+    """The wrapper's variable of a kernel's tensor."""
+    split = any(a.name == name and "splits" in a.type.dims for a in kernel.args)
+    return f"{name.lower()}_splits" if split else _TENSORS.get(name, name.lower())
+
+
 def _argument(kernel: Kernel, name: str) -> str:
     """What the wrapper gives a kernel for one of its tensors: the tensor, or what tiles of its rows are read from."""
-    tensor = _TENSORS.get(name, name.lower())
+    tensor = _tensor(kernel, name)
     for op in kernel.ops():
         if isinstance(op, Load) and op.via:
             base = kernel.op(op.src.tensor)

@@ -175,8 +175,8 @@ FUNCTIONS: dict[str, Any] = {
 }
 
 # Integers the kernels are given or derive: sizes, tile sizes, positions. All are >= 0, tile sizes are >= 1.
-_POSITIVE = ("BLOCK_Q", "BLOCK_KV", "D_QK", "D_V", "D_QK_PAD", "D_V_PAD", "Hq", "Hkv", "group", "stages", "elem")
-_NONNEGATIVE = ("Nq", "Nk", "B", "b", "h", "hkv", "g", "q_idx", "kv_idx", "q_start", "kv_start")
+_POSITIVE = ("BLOCK_Q", "BLOCK_KV", "D_QK", "D_V", "D_QK_PAD", "D_V_PAD", "Hq", "Hkv", "group", "splits", "queries", "stages", "elem")
+_NONNEGATIVE = ("Nq", "Nk", "B", "b", "h", "hkv", "g", "split", "q_idx", "kv_idx", "q_start", "kv_start")
 
 
 @cache

@@ -20,11 +20,15 @@ PHASES = ("logical", "scheduled", "target")
 
 @dataclass(frozen=True)
 class GridAxis:
-    """One loop over program ids; the first axis runs fastest. `descending` starts with the last (longest) tiles."""
+    """One loop over program ids; the first axis runs fastest. `descending` starts with the last (longest) tiles.
+
+    So many heads `abreast`, those of all sequences one after another, take turns: the tiles of one number, then those of the next.
+    """
 
     var: str
     extent: Expr
     descending: bool = False
+    abreast: int = 1
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,11 @@ class Kernel:
     def walks(self) -> bool:
         """Whether its programs walk over the tiles of an axis, each in turn their own, rather than have one each by the grid."""
         return self.grid[0].var not in AXIS_EXTENT
+
+    @property
+    def is_split(self) -> bool:
+        """Whether programs share its tiles, each for some of the query heads of a group."""
+        return any(axis.var == "split" for axis in self.grid)
 
     @cached_property
     def own_axis(self) -> str:

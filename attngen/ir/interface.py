@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import sympy
+
 from attngen.errors import VerifyError
-from attngen.ir.expr import cdiv, parse, symbol
+from attngen.ir.expr import Expr, cdiv, floordiv, parse, symbol
 from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 from attngen.ir.text import print_module
@@ -29,7 +31,7 @@ SHAPES = {
 }
 STATISTICS = ("LSE", "LSE2", "DELTA", "ROW_MAX", "ROW_SUM")
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC")
-SCALARS = {"scale": "f32", "B": "i32", "Hq": "i32", "Hkv": "i32", "group": "i32", "Nq": "i32", "Nk": "i32"}
+SCALARS = {"scale": "f32", **dict.fromkeys(("B", "Hq", "Hkv", "group", "splits", "queries", "Nq", "Nk"), "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
 SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # of what is derived, besides inputs and numbers
@@ -41,6 +43,9 @@ BLOCK_LISTS = {
     "q": {"KV_RANK": ("B", "Hq", "Tq", "Tk1"), "KV_LIST": ("B", "Hq", "Tq", "Tk")},
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
 }
+# The query heads of a group are split among programs, so that those which own few keys keep a device busy: a multiprocessor has so
+# many keys of all sequences and heads at least (docs/perf-log.md, section 17).
+SPLIT_KEYS = 512
 STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 
@@ -49,28 +54,36 @@ WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
 WRAPPER |= {"kv_full_rank", "q_full_rank", "count", "blocks", "need", "need_k", "need_v", "rest", "gradients", "distance"}
 WRAPPER |= {"scale", "return_lse", "config", "ctx", "self", "math", "torch", "triton", "kernels", "attention", "contextlib"}
-WRAPPER |= {"plain", "shapes", "strides", "kinds", "wanted", "launch", "programs", "numbers", "direct", "need_inputs", "dtype"}
+WRAPPER |= {"plain", "shapes", "strides", "kinds", "wanted", "launch", "programs", "numbers", "direct", "need_inputs", "dtype", "splits"}
+WRAPPER |= {"dk_splits", "dv_splits"}
 
 
 class Signature(NamedTuple):
     """The axis of which a kernel's programs own tiles, and its tensors; a gradient is shaped as what it is the gradient of.
 
     What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one tile.
+    One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
     """
 
     own: str
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
+    packs: bool = False
 
     @property
     def by_key_head(self) -> bool:
         """Whether a program owns a K/V head, for all query heads that share it."""
-        return not {"dK", "dV"}.isdisjoint(self.writes)
+        return self.packs or not {"dK", "dV"}.isdisjoint(self.writes)
+
+    def is_split(self, sharing: str) -> bool:
+        """Whether several programs may share a tile of keys, each for some query heads of the group: the wrapper sums what they write."""
+        return sharing != "mha" and self.by_key_head and not (self.rewrites or self.packs)
 
 
 SIGNATURES = {
     "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE")),
+    "packed": Signature("q", ("Q", "K", "V"), ("O", "LSE"), packs=True),
     "blocks": Signature("q", (), ("COUNT",)),
     "delta": Signature("q", ("O", "dO", "LSE"), ("DELTA", "LSE2")),
     "dkdv": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV")),
@@ -89,7 +102,9 @@ KV_OUTER = {
 KERNELS = {"q_outer": (("fwd", "delta", "dkdv", "dq"), ("fwd", "delta", "dk", "dv", "dq")), "kv_outer": (tuple(KV_OUTER),)}
 ROWS = ("delta", "fwd_end", "dq_end")  # kernels of rows alone
 BESIDE = ("blocks", *ROWS)  # kernels that compute no scores: nothing is listed for them, and nothing dropped
+ASIDE = ("blocks", "packed")  # kernels that some calls alone launch
 FORWARD = ("fwd", "fwd_end")
+FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 17)
 DIRECTIONS = ("forward", "backward")
 
 
@@ -99,8 +114,8 @@ def signature_of(kernel: str, order: str) -> Signature:
 
 
 def kernels_of(module: Module, direction: str) -> tuple[Kernel, ...]:
-    """The kernels that a module launches forward or backward."""
-    return tuple(k for k in module.kernels if k.name != "blocks" and (k.name in FORWARD) == (direction == "forward"))
+    """The kernels that a module launches forward or backward, of as many queries as there are."""
+    return tuple(k for k in module.kernels if k.name not in ASIDE and (k.name in FORWARD) == (direction == "forward"))
 
 
 def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
@@ -109,9 +124,11 @@ def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
     return {FULL_RANKS[own]: ranks, **BLOCK_LISTS[own]} if blocks.data else {**BLOCK_LISTS[own]}
 
 
-def tensor_type(name: str) -> Type:
-    """The type of a tensor of SIGNATURES in device memory."""
-    return Type("f32" if name in FP32 else "T", SHAPES[name.removeprefix("d")])
+def tensor_type(name: str, signature: Signature, sharing: str) -> Type:
+    """The type in device memory of a tensor that a kernel reads or writes; of one that splits of a group write, with a part for each."""
+    batch, heads, *rest = SHAPES[name.removeprefix("d")]
+    split = ["splits"] if signature.is_split(sharing) and name in signature.writes else []
+    return Type("f32" if name in FP32 else "T", (batch, "Hkv" if signature.packs else heads, *split, *rest))
 
 
 def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:
@@ -135,32 +152,44 @@ def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]
 def tensor_args(
     kernel: str,
     signature: Signature,
+    sharing: str,
     read: dict[str, Type],
     blocks: Blocks | None = None,
     dropout: bool = False,
     parts: Iterable[Arg] = (),
 ) -> list[Arg]:
     """The tensors of a kernel: what it reads, what mask and modifiers, its block lists and dropout read, what it writes."""
-    args = [Arg(name, "in", tensor_type(name)) for name in signature.reads]
+
+    def tensors(names: Iterable[str], role: str) -> list[Arg]:
+        return [Arg(name, role, tensor_type(name, signature, sharing)) for name in names]
+
+    args = tensors(signature.reads, "in")
     args += [Arg(name.upper(), "in", type_) for name, type_ in read.items()]
     if blocks and kernel not in BESIDE:
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(blocks, signature.own).items()]
     if dropout and kernel not in BESIDE:
         args.append(Arg("SEED", "in", Type("i64")))
-    args += [Arg(name, "inout", tensor_type(name)) for name in signature.rewrites]
-    return [*args, *(Arg(name, "out", tensor_type(name)) for name in signature.writes), *(parts if kernel == "dq" else ())]
+    args += tensors(signature.rewrites, "inout") + tensors(signature.writes, "out")
+    return [*args, *(parts if kernel == "dq" else ())]
 
 
 def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:
     """One program per tile, head and sequence; or per head and sequence, if it rewrites tensors for each of its tiles.
 
-    One that sums gradients of keys owns them for the whole group of query heads.
+    One that sums gradients of keys owns them for the whole group of query heads, or for a split of it; so does one that packs heads.
     """
     own = signature.own
     heads = {"mha": "h", "gqa": "hkv", "mqa": ""}[sharing] if signature.by_key_head else "h"
     extents = {"h": "Hq", "hkv": "Hkv"}
     tiles = () if signature.rewrites else (GridAxis(own, cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))),)
-    return *tiles, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))
+    splits = (GridAxis("split", symbol("splits")),) if signature.is_split(sharing) else ()
+    return *tiles, *splits, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))
+
+
+def query_heads(is_split: bool) -> tuple[Expr, Expr]:
+    """First and end of the query heads, by number in their group, of a program that owns a tile of keys: all, or those of its split."""
+    group, split, splits = map(symbol, ("group", "split", "splits"))
+    return (floordiv(group * split, splits), floordiv(group * split + group, splits)) if is_split else (sympy.Integer(0), group)
 
 
 def verify_interface(module: Module) -> Module:
@@ -176,6 +205,7 @@ def _reasons(module: Module) -> Iterator[str]:
         yield f"`order {module.order}`; expected {' or '.join(KERNELS)}"
         return
     known = [(*names, *(["blocks"] if module.blocks and module.blocks.data else [])) for names in KERNELS[module.order]]
+    known += [(*names, "packed") for names in known if module.order == "q_outer" and module.sharing != "mha" and not module.blocks]
     if sorted(have) not in map(sorted, known) or sorted(name for name, _ in module.schedules) != sorted(have):
         expected = " or ".join(map(", ".join, known))
         yield f"the kernels are {', '.join(have) or 'none'}; expected {expected}, and a schedule for each"
@@ -222,7 +252,7 @@ def _kernel_reasons(kernel: Kernel, module: Module) -> Iterator[str]:
     if [(a.var, a.extent) for a in kernel.grid] != [(a.var, a.extent) for a in right]:
         yield f"the grid is not {', '.join(f'{a.var} in {a.extent}' for a in right)}, which is what the wrapper launches"
     tensors, parts = input_tensors(module.inputs, module.derived), parts_of(module.learned, module.inputs)
-    known = {arg.name: arg for arg in tensor_args(kernel.name, signature, tensors, module.blocks, module.dropout, parts)}
+    known = {arg.name: arg for arg in tensor_args(kernel.name, signature, module.sharing, tensors, module.blocks, module.dropout, parts)}
     scalars = {**SCALARS, **(DROPOUT_SCALARS if module.dropout else {}), **{i.name: i.dtype for i in module.inputs if not i.shape}}
     known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in scalars.items()}
     for arg in kernel.args:

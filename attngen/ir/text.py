@@ -176,7 +176,10 @@ def print_op(op: Op) -> str:
 
 def print_kernel(kernel: Kernel) -> str:
     """A kernel's header and blocks."""
-    axes = (f"{a.var} in {to_text(a.extent)}{' descending' if a.descending else ''}" for a in kernel.grid)
+    axes = (
+        f"{a.var} in {to_text(a.extent)}{' descending' if a.descending else ''}{f' abreast({a.abreast})' if a.abreast > 1 else ''}"
+        for a in kernel.grid
+    )
     lines = [f"kernel @{kernel.name} grid({', '.join(axes)})"]
     for block in kernel.blocks:
         lines.append(f"  block @{block.name}")
@@ -280,10 +283,10 @@ def _split_type(text: str) -> tuple[str, str]:
 def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
     axes = []
     for part in _split(text, ","):
-        match = re.fullmatch(r"\s*(\w+) in (.+?)( descending)?\s*", part)
+        match = re.fullmatch(r"\s*(\w+) in (.+?)( descending)?(?: abreast\(([0-9]{1,3})\))?\s*", part)
         if not match:
             raise IRError(f"{where}: `{part.strip()}` is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`")
-        axes.append(GridAxis(match[1], parse(match[2], where), bool(match[3])))
+        axes.append(GridAxis(match[1], parse(match[2], where), bool(match[3]), int(match[4] or 1)))
     return tuple(axes)
 
 

@@ -42,12 +42,13 @@ from attngen.ir.ops import (
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
 CONSTANTS = {"LOG2E", "LN2"}
-SIZES, WIDTHS = {"B", "Hq", "Hkv", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
+SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
 SCORES = ("BLOCK_Q", "BLOCK_KV")
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
 # names of the printed kernel that are no values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
 RESERVED |= {"D_QK_PAD", "D_V_PAD", "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
+RESERVED |= {"first_head", "heads_abreast", "own_head", "turn"}
 RESERVED |= {
     "at",
     "BLOCK",
@@ -114,6 +115,9 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "no block @entry"
     if not kernel.grid or not kernel.own_axis:
         yield "the grid does not start with q or kv, and no loop of class all runs over one of them"
+    for at, axis in enumerate(kernel.grid):
+        if axis.abreast < 1 or (axis.abreast > 1 and (at or axis.var not in AXIS_EXTENT)):
+            yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
     blocks = [b.name for b in kernel.blocks]
     homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
     reached = nx.descendants(nx.DiGraph([("entry", "entry"), *homes]), "entry") | {"entry"}
@@ -181,6 +185,8 @@ def order(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def loops(module: Module, kernel: Kernel) -> Iterator[str]:
     """A loop's fields, its body's arguments and what the body yields are the same, with the same types."""
+    from attngen.ir.interface import query_heads
+
     blocks = {b.name: b for b in kernel.blocks}
     for loop in kernel.loops:
         if loop.body not in blocks:
@@ -200,8 +206,9 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
         if loop.var in {other.var for other in _around(kernel, kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
-        if loop.var not in AXIS_EXTENT and loop.ranges != ((sympy.Integer(0), symbol("group")),):
-            yield f"%{loop.name} does not run over 0 .. group, the query heads of the program's key head"
+        if loop.var not in AXIS_EXTENT and loop.ranges != (query_heads(kernel.is_split),):
+            first, end = map(to_text, query_heads(kernel.is_split))
+            yield f"%{loop.name} does not run over {first} .. {end}, the program's query heads of its key head"
         ops = blocks[loop.body].ops
         starts = {f: kernel.type_of(r) for f, r in loop.carry}
         args = {op.name: op.type for op in ops if isinstance(op, Arg)}
@@ -496,6 +503,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         "gqa": {"Hq": [h, hkv * group + g], "Hkv": [floordiv(h, group), hkv]},
     }
     letters: dict[str, Any] = {"B": symbol("b")} | {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
+    letters["splits"] = symbol("split")
     if module.blocks:
         size = sympy.Integer(module.blocks.size)
         letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}

@@ -3,12 +3,12 @@
 before:  (no schedule)                        grid(q in cdiv(Nq, BLOCK_Q), ...)
 after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
-                                              grid(q in cdiv(Nq, BLOCK_Q) descending, ...)
+                                              grid(q in cdiv(Nq, BLOCK_Q) descending abreast(8), ...)
 
 The schedule that was measured to be the fastest for such kernels (attngen/tune), as in `... num_stages=3 measured`; without one, of the
 candidates that fit, the one that the cost model finds cheapest; where none fits, a line that says why, as in
 `gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. What the spec asks for comes before all. Programs with the most tiles start
-first, so that the last to finish are short.
+first, of ABREAST heads at a time, so that the last to finish are short.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from attngen.analysis.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
-from attngen.ir.interface import STRIP
+from attngen.ir.interface import FEW_QUERIES, STRIP
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
-from attngen.tune.classes import RANGES
+from attngen.tune.classes import RANGES, SHORT_ROWS
 from attngen.tune.table import Table, committed
 
 BLOCKS = (16, 32, 64, 128)
 WARPS = (4, 8)
-# Ranges of rows, besides "any number", that get a schedule of their own. Up to the last of them launching a kernel takes the host as
-# long as running it takes the device, and descriptors cost the host more than they save the device (docs/perf-log.md, section 13).
-SHORT_ROWS = (64, 512)
+# Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
+MODELLED = (64, SHORT_ROWS)
+PACKED = 16
+ABREAST = 8  # heads whose longest programs start together; those of more would not all find their keys in the L2 (section 17 there)
 
 
 @dataclass(frozen=True)
@@ -56,25 +57,37 @@ class SelectTiles(Pass):
         reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module)}
         for device, elem in product(CLASSES, elem_sizes(module)):
             try:
-                rows = [self._choose(module, kernel, device, elem, limit) for limit in (*SHORT_ROWS, None)]
+                rows = self._modelled(module, kernel, device, elem)
             except FitError as error:
                 reasons[elem][device] = error
                 if len(reasons[elem]) == len(CLASSES):  # on none: say it of the one with the most room
                     raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from error
                 yield Unfit(device, elem, error.reason)
                 continue
-            yield from joined([*rows[:-1], *self._measured(module, kernel, rows[-1])])
+            yield from joined([rows[0], *self._measured(module, kernel, *rows[1:])])
 
-    def _measured(self, module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
-        """Rows for rising numbers of rows: measured ones where there are any, in place of the model's one."""
+    def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Row]:
+        """The model's rows: for the fewest rows, for few, for any number."""
+        if kernel.name != "packed":
+            return [self._choose(module, kernel, device, elem, limit) for limit in (*MODELLED, None)]
+        least, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))
+        return [least, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
+
+    def _measured(self, module: Module, kernel: Kernel, few: Row, chosen: Row) -> Iterator[Row]:
+        """Rows for rising numbers of rows: measured ones where there are any, in place of the model's."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
         table = None if asked else self.tables.get(chosen.device)
+        if kernel.name == "packed":  # however many heads share its tiles, each of its programs has few turns
+            yield replace(table and table.row(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
+            return
         for limit, _ in RANGES:
-            yield table and table.row(module, kernel, chosen.elem_bytes, limit) or replace(chosen, max_rows=limit)
+            modelled = few if limit == SHORT_ROWS else replace(chosen, max_rows=limit)
+            yield table and table.row(module, kernel, chosen.elem_bytes, limit) or modelled
 
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
-            tma = limit is None and elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
+            described = any(isinstance(op, Load) and op.via for op in kernel.ops())
+            tma = described and elem == 2 and CLASSES[device].tma and (limit is None or kernel.name == "packed")
             for q, kv, w in product(blocks_q, blocks_kv, warps):
                 yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma)
 
@@ -119,11 +132,11 @@ def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
 
 
 def _longest_first(kernel: Kernel) -> Kernel:
-    """Reverse the grid's own axis when later tiles visit more."""
+    """Reverse the grid's own axis when later tiles visit more; where tiles differ, let heads take turns."""
     if kernel.walks or not tile_loops(kernel):
         return kernel
     sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
     own = kernel.own_axis
     first, last = (int(evaluate(visited(kernel), {**sizes, f"{own}_start": x})) for x in (0, MANY_ROWS - 64))
-    grid = (replace(kernel.grid[0], descending=last > first), *kernel.grid[1:])
+    grid = (replace(kernel.grid[0], descending=last > first, abreast=ABREAST if last != first else 1), *kernel.grid[1:])
     return replace(kernel, grid=grid)

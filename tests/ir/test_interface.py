@@ -18,7 +18,7 @@ BROKEN = [
     ("full_mha", "%K = arg in : T[B, Hkv, Nk, D_QK]", "%K = arg in : T[B, Hq, Nk, D_QK]", "expected `arg in : T[B, Hkv, Nk, D_QK]`"),
     ("full_mha", "    %scale =", "    %extra = arg scalar : f32[] @reg\n    %scale =", "%extra is `arg scalar : f32[]`; expected one of"),
     ("causal_gqa", "q in cdiv(Nq, BLOCK_Q)", "q in cdiv(Nq, BLOCK_Q) - 1", "the grid is not q in cdiv(Nq, BLOCK_Q), h in Hq, b in B"),
-    ("causal_gqa", "hkv in Hkv, b in B)", "b in B, hkv in Hkv)", "the grid is not kv in cdiv(Nk, BLOCK_KV), hkv in Hkv, b in B"),
+    ("causal_gqa", "hkv in Hkv, b in B)", "b in B, hkv in Hkv)", "the grid is not kv in cdiv(Nk, BLOCK_KV), split in splits, hkv in"),
     ("causal_fa1", "kernel @fwd grid(h in Hq, b in B)", "kernel @fwd grid(b in B, h in Hq)", "the grid is not h in Hq, b in B, which is"),
     ("causal_fa1", "  order kv_outer\n", "  order inner\n", "`order inner`; expected q_outer or kv_outer"),
     ("causal_fa1", "  order kv_outer\n", "", "the kernels are fwd, fwd_end, delta, bwd, dq_end; expected fwd, delta, dkdv, dq or"),

@@ -71,7 +71,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "cls(all)", "cls(full)", "class `full`; expected all, as it does not run over tiles"),
         ("causal_gqa", "    yield values(m=%soft.m, l=%l_next, acc=%acc_next)\n", "", "@step does not end with its one yield"),
         ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
-        ("causal_gqa", "ranges(0 .. group)", "ranges(0 .. 1)", "does not run over 0 .. group, the query heads of the program's key head"),
+        ("causal_gqa", "ranges((group*split) // splits .. ", "ranges(0 .. ", "does not run over (group*split) // splits .. (group*split + group)"),
         ("causal_fa1", "ranges(0 .. cdiv(Nk, BLOCK_KV))", "ranges(1 .. cdiv(Nk, BLOCK_KV))", "%keys does not run over all tiles of kv"),
         ("causal_gqa", "m=%soft.m, l=%l_next, acc=%acc_next", "m=%soft.m, l=%l_next", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],
@@ -146,9 +146,10 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
     ],
     "indexing": [
+        ("causal_gqa", "base %dK[b, hkv, split]", "base %dK[b, hkv, hkv]", "indexes splits of %dK by `hkv`; expected `split`"),
         ("causal_mqa", "base %K[b, 0]", "base %K[b, h]", "%K_head indexes Hkv of %K by `h`; expected `0` (heads mqa)"),
         ("causal_mha", "base %K[b, h]", "base %K[b, h + 1]", "%K_head indexes Hkv of %K by `h + 1`; expected `h` (heads mha)"),
-        ("causal_gqa", "base %dK[b, hkv]", "base %dK[b, 0]", "Hkv of %dK by `0`; expected `h // group or hkv` (heads gqa)"),
+        ("causal_gqa", "base %dK[b, hkv, split]", "base %dK[b, 0, split]", "Hkv of %dK by `0`; expected `h // group or hkv` (heads gqa)"),
         ("causal_gqa", "base %O[b, h]", "base %O[h, b]", "%O_head indexes B of %O by `h`; expected `b`"),
         ("padding_mha", "base %KEY_PADDING[b]", "base %KEY_PADDING[0]", "indexes B of %KEY_PADDING by `0`; expected `b`"),
         (
