@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from attngen.ir.graph import Row
+from attngen.tune.classes import SHORT_ROWS
 from attngen.tune.table import schedule_of, shown
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried
 
@@ -23,8 +24,9 @@ def aligned(cells: Iterable[object], widths: Sequence[int] = WIDTHS) -> str:
 
 def candidates(plan: Plan) -> Iterator[str]:
     """The candidates of each kernel of a module, and how many of its grid were rejected for what."""
-    for (kernel, dtype), found in plan.searches.items():
-        yield f"{plan.module.name} @{kernel} {dtype}: {len(found.kept)} of {len(found.grid)}: {', '.join(map(_tile, found.kept))}"
+    for (kernel, dtype, few), found in plan.searches.items():
+        rows = f" up to {SHORT_ROWS} rows" if few else ""
+        yield f"{plan.module.name} @{kernel} {dtype}{rows}: {len(found.kept)} of {len(found.grid)}: {', '.join(map(_tile, found.kept))}"
         yield from (f"  {count:>4} {reason}" for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]))
 
 

@@ -7,19 +7,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from attngen.analysis.cost import cost
 from attngen.analysis.sram import elem_sizes
 from attngen.analysis.tiles import tile_loops
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.interface import ASIDE
 from attngen.passes.pipeline import stages
 from attngen.spec import Schedule, Spec
 from attngen.tune.candidates import Search, runs, search
-from attngen.tune.classes import RANGES, Key, key
+from attngen.tune.classes import RANGES, SHORT_ROWS, Key, key
 from attngen.tune.table import Entry, schedule_of, usable
 from attngen.tune.workers import Lost
 
+NO_LIMIT = 2**30  # rows
 LIMIT_S = 30.0  # for one request
 NOISE = 0.02  # what is faster by less is not faster
 SCREEN_ROUNDS, FINAL_ROUNDS = 2, 7  # of every candidate alone; of the best, interleaved
@@ -43,17 +46,18 @@ Ask = Callable[[tuple[Cell, Sequence[Row], int], float], list[Answer]]  # of a r
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec's module, made without measured schedules, and what is to be measured of its kernels, by kernel and dtype."""
+    """A spec's module, made without measured schedules, and what is to be measured: by kernel, dtype, whether rows are few."""
 
     module: Module
     placed: Module  # as select-tiles meets it, for the model
-    searches: dict[tuple[str, str], Search]
+    searches: dict[tuple[str, str, bool], Search]
 
     def cells(self) -> Iterator[tuple[Cell, Search]]:
         """For each number of rows all kernels, which share its inputs."""
-        for _, rows in RANGES:
-            for (kernel, dtype), found in self.searches.items():
-                yield Cell(self.module.name, kernel, rows, dtype), found
+        for limit, rows in RANGES:
+            for (kernel, dtype, few), found in self.searches.items():
+                if few == (limit == SHORT_ROWS):
+                    yield Cell(self.module.name, kernel, rows, dtype), found
 
     def kernel(self, cell: Cell) -> Kernel:
         return self.placed.kernel(cell.kernel)
@@ -69,12 +73,14 @@ def plan(spec: Spec, device_class: str) -> Plan:
     made = dict(stages(spec.model_copy(update={"schedule": Schedule()}), {}))
     placed, module = made["describe-loads"], made["legalize-triton"]
     searches = {}
-    for kernel in (k for k in placed.kernels if k.name != "blocks"):
-        for elem in elem_sizes(module):
+    for kernel in (k for k in placed.kernels if k.name not in ASIDE):
+        for elem, rows in product(elem_sizes(module), (SHORT_ROWS, NO_LIMIT)):
             dtype = next(d for d in module.dtypes if (d == "fp32") == (elem == 4))
-            chosen = next((r for r in module.rows(kernel.name) if (r.device, r.elem_bytes, r.max_rows) == (device_class, elem, None)), None)
+            mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (device_class, elem)]
+            chosen = next((r for r in mine if rows <= (r.max_rows or NO_LIMIT)), None)
             if chosen:
-                searches[kernel.name, dtype] = search(placed, kernel, chosen)
+                few = rows == SHORT_ROWS
+                searches[kernel.name, dtype, few] = search(placed, kernel, replace(chosen, max_rows=SHORT_ROWS if few else None))
     return Plan(module, placed, searches)
 
 
