@@ -35,12 +35,12 @@ SCHEDULES = {
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -55,9 +55,9 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
-            (2048, {"BLOCK_Q": 32, "num_warps": 8, "num_stages": 1}),
-            (None, {"BLOCK_Q": 16, "num_warps": 4, "num_stages": 1}),
+            (64, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (512, {"BLOCK_Q": 16, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 32, "num_warps": 8, "num_stages": 1}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
@@ -210,13 +210,11 @@ def fwd(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:
@@ -384,18 +382,15 @@ def dkdv(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
-        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(h, tl.int64) * stride_dk_h
     dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
+    if not TMA:
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     qk_scale = LOG2E * scale
     if TMA:
         k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -530,16 +525,13 @@ def dq(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:

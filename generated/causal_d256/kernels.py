@@ -34,6 +34,8 @@ SCHEDULES = {
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (2048, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (8192, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2, "TMA": True}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -54,8 +56,9 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm90", 2): (
-            (2048, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 16, "num_warps": 8, "num_stages": 1}),
+            (64, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (8192, {"BLOCK_Q": 16, "num_warps": 8, "num_stages": 1}),
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
@@ -97,6 +100,7 @@ SCHEDULES = {
         ("sm90", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
             (512, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (2048, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 2, "TMA": True}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -120,7 +124,8 @@ SCHEDULES = {
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (2048, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3, "TMA": False}),
         ),
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -209,9 +214,13 @@ def fwd(
     # Forward: online softmax over key tiles, one program per query tile.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    q_start = (q_tiles - 1 - pid % q_tiles) * BLOCK_Q
-    h = pid // q_tiles % Hq
-    b = pid // q_tiles // Hq
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -219,13 +228,11 @@ def fwd(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:
@@ -362,9 +369,13 @@ def dk(
     # Backward, dK: one program per key tile, over query tiles; scores are transposed.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
-    kv_start = (pid % kv_tiles) * BLOCK_KV
-    h = pid // kv_tiles % Hq
-    b = pid // kv_tiles // Hq
+    first_head = pid // (8 * kv_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    turn = pid - first_head * kv_tiles
+    own_head = first_head + turn % heads_abreast
+    kv_start = (turn // heads_abreast) * BLOCK_KV
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -372,17 +383,14 @@ def dk(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
-        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(h, tl.int64) * stride_dk_h
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
+    if not TMA:
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     qk_scale = LOG2E * scale
     if TMA:
         k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -478,9 +486,13 @@ def dv(
     # Backward, dV: one program per key tile, over query tiles; scores are transposed.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
-    kv_start = (pid % kv_tiles) * BLOCK_KV
-    h = pid // kv_tiles % Hq
-    b = pid // kv_tiles // Hq
+    first_head = pid // (8 * kv_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    turn = pid - first_head * kv_tiles
+    own_head = first_head + turn % heads_abreast
+    kv_start = (turn // heads_abreast) * BLOCK_KV
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dV.dtype.element_ty
@@ -488,14 +500,12 @@ def dv(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
+    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     if not TMA:
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
-    if not TMA:
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
         dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     qk_scale = LOG2E * scale
     if TMA:
         k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -578,9 +588,13 @@ def dq(
     # Backward, dQ: one program per query tile, over key tiles.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    q_start = (q_tiles - 1 - pid % q_tiles) * BLOCK_Q
-    h = pid // q_tiles % Hq
-    b = pid // q_tiles // Hq
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
@@ -588,16 +602,13 @@ def dq(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:

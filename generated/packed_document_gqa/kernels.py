@@ -33,12 +33,12 @@ SCHEDULES = {
         ),
         ("sm90", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -53,8 +53,9 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 16, "num_warps": 4, "num_stages": 1}),
+            (64, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (8192, {"BLOCK_Q": 16, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 32, "num_warps": 8, "num_stages": 1}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
@@ -97,7 +98,7 @@ SCHEDULES = {
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 2, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -119,6 +120,12 @@ def device_class(device: torch.device) -> str:
     if torch.version.hip:
         return DEVICE_CLASSES.get(properties.gcnArchName.split(":")[0], "gfx942")
     return DEVICE_CLASSES.get((properties.major, properties.minor), "any")
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
@@ -191,15 +198,13 @@ def fwd(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
     DOCUMENT_FIRST_batch = DOCUMENT_FIRST
     DOCUMENT_END_batch = DOCUMENT_END
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:
@@ -344,10 +349,11 @@ def delta(
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def dkdv(
-    Q, K, V, dO, LSE2, DELTA, DOCUMENT_Q_FIRST, DOCUMENT_Q_END, dK, dV, scale, Hkv, group, Nq, Nk,
-    stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h,
-    stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b,
-    stride_delta_h, stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    Q, K, V, dO, LSE2, DELTA, DOCUMENT_Q_FIRST, DOCUMENT_Q_END, dK, dV, scale, Hkv, group, splits,
+    Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b,
+    stride_v_h, stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h,
+    stride_delta_b, stride_delta_h, stride_dk_b, stride_dk_h, stride_dk_s, stride_dk_n, stride_dv_b,
+    stride_dv_h, stride_dv_s, stride_dv_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
@@ -356,8 +362,9 @@ def dkdv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     kv_start = (pid % kv_tiles) * BLOCK_KV
-    hkv = pid // kv_tiles % Hkv
-    b = pid // kv_tiles // Hkv
+    split = pid // kv_tiles % splits
+    hkv = pid // kv_tiles // splits % Hkv
+    b = pid // kv_tiles // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -365,14 +372,23 @@ def dkdv(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
-    if not TMA:
-        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
     DOCUMENT_Q_FIRST_batch = DOCUMENT_Q_FIRST
     DOCUMENT_Q_END_batch = DOCUMENT_Q_END
-    dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(hkv, tl.int64) * stride_dk_h
-    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(hkv, tl.int64) * stride_dv_h
+    dK_head = (
+        dK
+        + tl.cast(b, tl.int64) * stride_dk_b
+        + tl.cast(hkv, tl.int64) * stride_dk_h
+        + tl.cast(split, tl.int64) * stride_dk_s
+    )
+    dV_head = (
+        dV
+        + tl.cast(b, tl.int64) * stride_dv_b
+        + tl.cast(hkv, tl.int64) * stride_dv_h
+        + tl.cast(split, tl.int64) * stride_dv_s
+    )
+    if not TMA:
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:
         k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -403,13 +419,12 @@ def dkdv(
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     # query heads that share this key head
-    for g in tl.range(0, group, disable_licm=True):
-        if not TMA:
-            Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
-        if not TMA:
-            dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
+    for g in tl.range(split * group // splits, (group + split * group) // splits, disable_licm=True):
         LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g + hkv * group, tl.int64) * stride_delta_h
+        if not TMA:
+            Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
+            dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
         document_q_end_least = tl.load(DOCUMENT_Q_END + kv_start)
         document_q_end_greatest = tl.load(
             DOCUMENT_Q_END + tl.minimum(Nk, kv_start + BLOCK_KV) - 1,
@@ -520,18 +535,15 @@ def dq(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     DOCUMENT_FIRST_batch = DOCUMENT_FIRST
     DOCUMENT_END_batch = DOCUMENT_END
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:

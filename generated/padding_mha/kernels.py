@@ -93,7 +93,7 @@ SCHEDULES = {
         ),
         ("sm90", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -193,14 +193,12 @@ def fwd(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     KEY_PADDING_batch = KEY_PADDING + tl.cast(b, tl.int64) * stride_key_padding_b
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:
@@ -362,19 +360,16 @@ def dkdv(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
-        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     KEY_PADDING_batch = KEY_PADDING + tl.cast(b, tl.int64) * stride_key_padding_b
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(h, tl.int64) * stride_dk_h
     dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
+    if not TMA:
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     qk_scale = LOG2E * scale
     if TMA:
         k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -509,17 +504,14 @@ def dq(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     KEY_PADDING_batch = KEY_PADDING + tl.cast(b, tl.int64) * stride_key_padding_b
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:

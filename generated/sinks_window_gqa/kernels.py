@@ -51,9 +51,8 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm90", 2): (
-            (2048, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
-            (8192, {"BLOCK_Q": 32, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (8192, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 32, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
@@ -118,6 +117,12 @@ def device_class(device: torch.device) -> str:
     return DEVICE_CLASSES.get((properties.major, properties.minor), "any")
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
     """Tile sizes and launch options of a kernel for a tensor and the length of the axis it tiles."""
     elem_bytes = x.element_size() if x.device.type == "cuda" else 2
@@ -178,9 +183,13 @@ def fwd(
     # Forward: online softmax over key tiles, one program per query tile.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    q_start = (q_tiles - 1 - pid % q_tiles) * BLOCK_Q
-    h = pid // q_tiles % Hq
-    b = pid // q_tiles // Hq
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -188,13 +197,11 @@ def fwd(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:
@@ -332,10 +339,11 @@ def delta(
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def dkdv(
-    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, Hkv, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
-    stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
+    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, Hkv, group, splits, Nq, Nk, stride_q_b, stride_q_h,
+    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
     stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    stride_dk_b, stride_dk_h, stride_dk_s, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_s,
+    stride_dv_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
@@ -343,9 +351,14 @@ def dkdv(
     # Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
-    kv_start = (pid % kv_tiles) * BLOCK_KV
-    hkv = pid // kv_tiles % Hkv
-    b = pid // kv_tiles // Hkv
+    first_head = pid // (8 * kv_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    turn = pid - first_head * kv_tiles
+    own_head = first_head + turn % heads_abreast
+    kv_start = (turn // heads_abreast) * BLOCK_KV
+    split = own_head % splits
+    hkv = own_head // splits % Hkv
+    b = own_head // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -353,12 +366,21 @@ def dkdv(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
+    dK_head = (
+        dK
+        + tl.cast(b, tl.int64) * stride_dk_b
+        + tl.cast(hkv, tl.int64) * stride_dk_h
+        + tl.cast(split, tl.int64) * stride_dk_s
+    )
+    dV_head = (
+        dV
+        + tl.cast(b, tl.int64) * stride_dv_b
+        + tl.cast(hkv, tl.int64) * stride_dv_h
+        + tl.cast(split, tl.int64) * stride_dv_s
+    )
     if not TMA:
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
-    dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(hkv, tl.int64) * stride_dk_h
-    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(hkv, tl.int64) * stride_dv_h
     qk_scale = LOG2E * scale
     if TMA:
         k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
@@ -379,13 +401,12 @@ def dkdv(
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     # query heads that share this key head
-    for g in tl.range(0, group, disable_licm=True):
-        if not TMA:
-            Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
-        if not TMA:
-            dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
+    for g in tl.range(split * group // splits, (group + split * group) // splits, disable_licm=True):
         LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g + hkv * group, tl.int64) * stride_delta_h
+        if not TMA:
+            Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
+            dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
         q_end = tl.cdiv(tl.maximum(0, tl.minimum(Nq, 127 + Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q)
         q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
         q_full_first = tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
@@ -478,9 +499,13 @@ def dq(
     # Backward, dQ: one program per query tile, over key tiles.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    q_start = (q_tiles - 1 - pid % q_tiles) * BLOCK_Q
-    h = pid // q_tiles % Hq
-    b = pid // q_tiles // Hq
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
@@ -488,16 +513,13 @@ def dq(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     if TMA:

@@ -36,6 +36,8 @@ DROPOUT = False
 INTERPRETED = not isinstance(kernels.fwd, triton.JITFunction)  # TRITON_INTERPRET=1 was set when Triton was imported
 MAX_ROW_STRIDE = 2**23  # offsets inside a tile have 32 bits, and a tile has at most 256 rows
 MAX_ROWS = 2**29 - 1  # so that sums of positions, lengths and a mask's parameters (below 2**30) fit in 32 bits
+FEW_QUERIES = 64  # with fewer, the query heads that share a K/V head share tiles, too
+SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fewer, programs split the query heads of a group
 
 
 def attention(
@@ -187,6 +189,11 @@ def _forward(
     out, lse = _empty_results(q, k, v)
     if out.numel():
         with _on(q.device):
+            if q.shape[2] < FEW_QUERIES and q.shape[1] > k.shape[1]:
+                _forward_packed(
+                    q, k, v, out, lse, scale, kinds,
+                )
+                return out, lse
             launch = _LAUNCHES.get(("fwd", kinds))
             if launch is None:
                 config = kernels.schedule("fwd", q, q.shape[2])
@@ -202,6 +209,30 @@ def _forward(
                 kernels.tiles(launch.config, v, "BLOCK_KV"), out, lse, scale,
             )
     return out, lse
+
+
+def _forward_packed(
+    q, k, v, out, lse, scale, kinds,
+):
+    """Launch the forward kernel for few queries, whose rows are those of all heads of a group, [B, Hkv, group * Nq, D]."""
+    queries, whole = q.shape[2], out
+    q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
+    launch = _LAUNCHES.get(("packed", kinds))
+    if launch is None:
+        config = kernels.schedule("packed", q, q.shape[2])
+        programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * k.shape[1] * q.shape[0]
+        numbers = (
+            k.shape[1], queries, q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
+            *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
+        )
+        launch = _LAUNCHES["packed", kinds] = kernels.Launch(kernels.packed, config, programs, numbers)
+    launch(
+        kernels.tiles(launch.config, q, "BLOCK_Q"),
+        kernels.tiles(launch.config, k, "BLOCK_KV"),
+        kernels.tiles(launch.config, v, "BLOCK_KV"), out, lse, scale,
+    )
+    if out.data_ptr() != whole.data_ptr():  # its heads do not follow one another in memory
+        whole.copy_(out.view(whole.shape))
 
 
 def _backward(
@@ -244,23 +275,42 @@ def _backward(
                 kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, dq, scale,
             )
         if need_kv and dk.numel():
+            splits = _splits(q, k)
+            dk_splits, dv_splits = _room(dk, splits), _room(dv, splits)
             launch = _LAUNCHES.get(("dkdv", kinds))
             if launch is None:
                 config = kernels.schedule("dkdv", q, k.shape[2])
-                programs = triton.cdiv(k.shape[2], config["BLOCK_KV"]) * k.shape[1] * q.shape[0]
+                programs = triton.cdiv(k.shape[2], config["BLOCK_KV"]) * splits * k.shape[1] * q.shape[0]
                 numbers = (
-                    k.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
-                    *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
-                    *delta.stride()[:2], *dk.stride()[:3], *dv.stride()[:3],
+                    k.shape[1], q.shape[1] // k.shape[1], splits, q.shape[2], k.shape[2],
+                    *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3],
+                    *lse2.stride()[:2], *delta.stride()[:2], *dk_splits.stride()[:4],
+                    *dv_splits.stride()[:4],
                 )
                 launch = _LAUNCHES["dkdv", kinds] = kernels.Launch(kernels.dkdv, config, programs, numbers)
             launch(
                 kernels.tiles(launch.config, q, "BLOCK_Q"),
                 kernels.tiles(launch.config, k, "BLOCK_KV"),
                 kernels.tiles(launch.config, v, "BLOCK_KV"),
-                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, dk, dv, scale,
+                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, dk_splits,
+                dv_splits, scale,
             )
+            if splits > 1:
+                torch.sum(dk_splits, 2, out=dk)
+                torch.sum(dv_splits, 2, out=dv)
     return dq, dk, dv
+
+
+def _splits(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Among how many programs the query heads of a group are split for dK and dV: more than one where keys are few."""
+    group, keys = max(1, q.shape[1] // k.shape[1]), k.shape[0] * k.shape[1] * k.shape[2]
+    most = max(1, group * keys // (SPLIT_KEYS * kernels.processors(k.device)))  # heads of a program, as many of each
+    return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
+
+
+def _room(x: torch.Tensor, splits: int) -> torch.Tensor:
+    """Room for the sum of each split, [B, Hkv, splits, Nk, D], of a gradient x: x itself where there is but one."""
+    return x.unsqueeze(2) if splits == 1 else x.new_empty((*x.shape[:2], splits, *x.shape[2:]))
 
 
 def _empty_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

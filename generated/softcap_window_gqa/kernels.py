@@ -33,12 +33,12 @@ SCHEDULES = {
         ),
         ("sm90", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -53,8 +53,9 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 16, "num_warps": 4, "num_stages": 1}),
+            (64, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (8192, {"BLOCK_Q": 16, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 32, "num_warps": 8, "num_stages": 1}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
@@ -101,13 +102,35 @@ SCHEDULES = {
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("any", 2): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+    },
+    "packed": {
+        ("sm80", 2): (
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+        ("sm90", 2): (
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
+        ),
+        ("sm100", 2): (
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
+        ),
+        ("gfx942", 2): (
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+        ("any", 2): (
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
 }
@@ -122,6 +145,12 @@ def device_class(device: torch.device) -> str:
     if torch.version.hip:
         return DEVICE_CLASSES.get(properties.gcnArchName.split(":")[0], "gfx942")
     return DEVICE_CLASSES.get((properties.major, properties.minor), "any")
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
@@ -184,9 +213,13 @@ def fwd(
     # Forward: online softmax over key tiles, one program per query tile.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    q_start = (q_tiles - 1 - pid % q_tiles) * BLOCK_Q
-    h = pid // q_tiles % Hq
-    b = pid // q_tiles // Hq
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = O.dtype.element_ty
@@ -194,13 +227,11 @@ def fwd(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     if TMA:
         q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
@@ -336,10 +367,11 @@ def delta(
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def dkdv(
-    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, Hkv, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
-    stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
+    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, Hkv, group, splits, Nq, Nk, stride_q_b, stride_q_h,
+    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
     stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    stride_dk_b, stride_dk_h, stride_dk_s, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_s,
+    stride_dv_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
@@ -347,9 +379,14 @@ def dkdv(
     # Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
-    kv_start = (pid % kv_tiles) * BLOCK_KV
-    hkv = pid // kv_tiles % Hkv
-    b = pid // kv_tiles // Hkv
+    first_head = pid // (8 * kv_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    turn = pid - first_head * kv_tiles
+    own_head = first_head + turn % heads_abreast
+    kv_start = (turn // heads_abreast) * BLOCK_KV
+    split = own_head % splits
+    hkv = own_head // splits % Hkv
+    b = own_head // splits // Hkv
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dK.dtype.element_ty
@@ -357,12 +394,21 @@ def dkdv(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
+    dK_head = (
+        dK
+        + tl.cast(b, tl.int64) * stride_dk_b
+        + tl.cast(hkv, tl.int64) * stride_dk_h
+        + tl.cast(split, tl.int64) * stride_dk_s
+    )
+    dV_head = (
+        dV
+        + tl.cast(b, tl.int64) * stride_dv_b
+        + tl.cast(hkv, tl.int64) * stride_dv_h
+        + tl.cast(split, tl.int64) * stride_dv_s
+    )
     if not TMA:
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
-    dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(hkv, tl.int64) * stride_dk_h
-    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(hkv, tl.int64) * stride_dv_h
     if TMA:
         k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
     else:
@@ -384,13 +430,12 @@ def dkdv(
     t1_scale = 0.04 * LOG2E * scale
     score_scale = 50.0 * LOG2E
     # query heads that share this key head
-    for g in tl.range(0, group, disable_licm=True):
-        if not TMA:
-            Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
-        if not TMA:
-            dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
+    for g in tl.range(split * group // splits, (group + split * group) // splits, disable_licm=True):
         LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(g + hkv * group, tl.int64) * stride_lse2_h
         DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(g + hkv * group, tl.int64) * stride_delta_h
+        if not TMA:
+            Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
+            dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
         q_end = tl.cdiv(tl.maximum(0, tl.minimum(Nq, 4095 + Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q)
         q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
         q_full_first = tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
@@ -489,9 +534,13 @@ def dq(
     # Backward, dQ: one program per query tile, over key tiles.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    q_start = (q_tiles - 1 - pid % q_tiles) * BLOCK_Q
-    h = pid // q_tiles % Hq
-    b = pid // q_tiles // Hq
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = dQ.dtype.element_ty
@@ -499,16 +548,13 @@ def dq(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-    if not TMA:
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-    if not TMA:
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
     if TMA:
         q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
@@ -600,3 +646,125 @@ def dq(
         dq_out,
         mask=(q_idx < Nq)[:, None],
     )
+
+
+@triton.jit(do_not_specialize=["Nq", "Nk"])
+def packed(
+    Q, K, V, O, LSE, scale, Hkv, queries, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
+    stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b, stride_o_h, stride_o_n,
+    stride_lse_b, stride_lse_h,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    # Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.
+    pid = tl.program_id(0)
+    q_tiles = tl.cdiv(Nq, BLOCK_Q)
+    q_start = (pid % q_tiles) * BLOCK_Q
+    hkv = pid // q_tiles % Hkv
+    b = pid // q_tiles // Hkv
+    q_off = tl.arange(0, BLOCK_Q)
+    kv_off = tl.arange(0, BLOCK_KV)
+    dtype = O.dtype.element_ty
+    q_idx = q_start + q_off
+    d_qk = tl.arange(0, D_QK)
+    d_v = tl.arange(0, D_V)
+
+    O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(hkv, tl.int64) * stride_o_h
+    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(hkv, tl.int64) * stride_lse_h
+    if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(hkv, tl.int64) * stride_q_h
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
+    if TMA:
+        q = Q.load([b, hkv, q_start, 0]).reshape(BLOCK_Q, D_QK)
+    else:
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+    m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
+    l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
+    acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
+    score_scale = 0.04 * LOG2E * scale
+    score_scale2 = 50.0 * LOG2E
+    kv_end = tl.cdiv(Nk, BLOCK_KV)
+    kv_first = tl.minimum(kv_end, tl.maximum(0, Nk - 4095 - queries) // BLOCK_KV)
+    kv_full_first = tl.cdiv(tl.maximum(0, Nk - 4096), BLOCK_KV)
+    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, 1 + Nk - queries) // BLOCK_KV)
+    # tiles with nothing to mask: no mask, no bounds checks
+    for kv_tile in tl.range(kv_full_first, kv_full_end):
+        kv_start = kv_tile * BLOCK_KV
+        if TMA:
+            k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+            )
+        s = tl.dot(q, tl.trans(k))
+        score = (1 - 2 / (tl.exp2(s * score_scale) + 1)) * score_scale2
+        m_new = tl.maximum(m, tl.max(score, 1))
+        p = tl.exp2(score - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        rescaled = acc * alpha[:, None]
+        if TMA:
+            v = V.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+            )
+        p_cast = p.to(dtype)
+        acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
+        m = m_new
+    # tiles that the mask or the ends of the tensors cut
+    for kv_tile in tl.range(kv_first, kv_full_first + (kv_end - kv_full_end)):
+        kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
+        kv_start = kv_tile * BLOCK_KV
+        kv_idx = kv_start + kv_off
+        if TMA:
+            k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        s = tl.dot(q, tl.trans(k))
+        score = (1 - 2 / (tl.exp2(s * score_scale) + 1)) * score_scale2
+        score = tl.where(
+            ((kv_idx + queries - Nk)[None, :] - (q_idx % queries)[:, None] <= 0) & (
+                (q_idx % queries + Nk - queries)[:, None] - kv_idx[None, :] <= 4095
+            ) & (kv_idx < Nk)[None, :],
+            score,
+            float("-inf"),
+        )
+        m_new = tl.maximum(m, tl.max(score, 1))
+        m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
+        p = tl.exp2(score - m_seen[:, None])
+        alpha = tl.exp2(m - m_seen)
+        rescaled = acc * alpha[:, None]
+        if TMA:
+            v = V.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        p_cast = p.to(dtype)
+        acc = tl.dot(p_cast, v, rescaled)
+        p_sum = tl.sum(p, 1)
+        l = p_sum + alpha * l
+        m = m_new
+    inv_l = tl.where(l > 0, 1.0 / l, 0)
+    o = (acc * inv_l[:, None]).to(dtype)
+    tl.store(
+        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
+        o,
+        mask=(q_idx < Nq)[:, None],
+    )
+    lse = tl.where(l > 0, (m + tl.log2(l)) * LN2, float("-inf"))
+    tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
