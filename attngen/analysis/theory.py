@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import sympy
 
@@ -52,10 +52,16 @@ class Regime:
     def limit(self, ratio: Expr) -> Expr:
         for old, new in self.where:
             ratio = ratio.subs(old, new)
-        for variable in self.grow:
-            ratio = sympy.limit(sympy.simplify(ratio), variable, sympy.oo)
-        found = sympy.simplify(ratio)
-        return min(sympy.expand(found), found, key=sympy.count_ops)
+        return _limit(ratio, self.grow)
+
+
+@cache
+def _limit(ratio: Expr, grow: tuple[Expr, ...]) -> Expr:
+    """The limit as symbols grow, in turn; of a ratio of polynomials. Cached, because modules share most of them."""
+    for variable in grow:
+        ratio = sympy.limit(sympy.factor(ratio), variable, sympy.oo)
+    found = sympy.simplify(ratio)
+    return min(sympy.expand(found), found, key=sympy.count_ops)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import ClassVar
 
-from attngen.analysis.cost import MANY_ROWS, best_stages, cost
+from attngen.analysis.cost import MANY_ROWS, cost, depths
 from attngen.analysis.sram import elem_sizes, misfit
 from attngen.analysis.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
@@ -102,7 +102,7 @@ class SelectTiles(Pass):
         rows = list(candidates(given_q, given_kv, warps))
 
         def price(row: Row) -> float:
-            return cost(module, kernel, row if self.num_stages else best_stages(module, kernel, row))
+            return min(cost(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))
 
         best = min(rows, key=price)
         if price(best) < float("inf"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from attngen.errors import VerifyError
@@ -424,6 +426,14 @@ def test_a_rule_is_broken_by_its_edit(rule, spec, old, new, reason):
     assert error.ir_text == print_module(parse_module(text))
 
 
+@cache
+def scattering() -> str:
+    """The target IR of a module that adds gradients of a table atomically."""
+    params = {"table": {"tensor": ["H", 40], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
+    score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
+    return print_module(lower(make_spec({"name": "free", "head_dim": 16, "score": score, "backward": {"deterministic": False}})))
+
+
 SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(bucket=%bucket) where("
 
 
@@ -440,9 +450,7 @@ SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(
     ],
 )
 def test_what_is_scattered_stays_inside(rule, old, new, reason):
-    params = {"table": {"tensor": ["H", 40], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
-    score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
-    text = print_module(lower(make_spec({"name": "free", "head_dim": 16, "score": score, "backward": {"deterministic": False}})))
+    text = scattering()
     assert print_module(verify(parse_module(text))) == text
     (line,) = (line for line in text.splitlines() if "scatter" in line)
     error = refused(text.replace(line, edit(line, (old, new)) if new else ""))
