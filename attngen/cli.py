@@ -536,6 +536,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="times are medians of so many rounds")] = 5,
     jobs: Annotated[int | None, typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")] = None,
     limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
+    host: Annotated[bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")] = False,
 ) -> None:
     """Measure modules beside their peers on this GPU, in one run.
 
@@ -545,12 +546,16 @@ def bench(
     backends), flex (FlexAttention, written from the spec), fa4 (FlashAttention-4, where it is installed), naive. Dropout is off, masks
     and plans are made before. A peer that fails or hangs loses its own figures alone.
 
+    With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
+    CUDA graph.
+
     With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
     got slower or was lost. With --compare alone, the cells and peers are those of its file.
 
     \b
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
     attngen bench --grid fa3 --only D128,causal --out bench
+    attngen bench specs/causal_mqa.yaml --n 512 --batch 4 --host
     attngen bench --grid paper --grid fa3 --list
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
@@ -565,7 +570,7 @@ def bench(
     if from_ is not None and (specs or grid or only or dry):
         raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
     old = read_results(compare) if compare else None
-    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit)
+    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host)
     if from_ is not None:
         results = read_results(from_)
     else:
@@ -604,12 +609,14 @@ def bench(
 def _show_bench(results: Results, out_dir: Path) -> None:
     """Print the table of a run, and write its files."""
     from attngen.bench import plots
-    from attngen.bench.results import HEADINGS, ratios, rows, write_whole
+    from attngen.bench.results import HEADINGS, HOST_HEADINGS, host_rows, ratios, rows, write_whole
 
     m = results.machine
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
     print(f"roofs: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
     _print_rows(HEADINGS, rows(results))
+    if hosts := list(host_rows(results)):
+        _print_rows(HOST_HEADINGS, hosts)
     for line in ratios(results):
         print(line)
     files = {"results.json": results.text(), "results.csv": results.csv(), **(plots.plots(results) if plots.available() else {})}

@@ -54,8 +54,8 @@ WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
 WRAPPER |= {"kv_full_rank", "q_full_rank", "count", "blocks", "need", "need_k", "need_v", "rest", "gradients", "distance"}
 WRAPPER |= {"scale", "return_lse", "config", "ctx", "self", "math", "torch", "triton", "kernels", "attention", "contextlib"}
-WRAPPER |= {"plain", "shapes", "strides", "kinds", "wanted", "launch", "programs", "numbers", "direct", "need_inputs", "dtype", "splits"}
-WRAPPER |= {"dk_splits", "dv_splits"}
+WRAPPER |= {"plain", "call", "kinds", "wanted", "results", "launches", "launch", "programs", "numbers", "direct", "need_inputs", "dtype"}
+WRAPPER |= {"splits", "dk_splits", "dv_splits", "queries", "whole"}
 
 
 class Signature(NamedTuple):
