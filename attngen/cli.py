@@ -618,7 +618,7 @@ def _show_bench(results: Results, out_dir: Path) -> None:
     files = {"results.json": results.text(), "results.csv": results.csv(), **(plots.plots(results) if plots.available() else {})}
     for name, text in files.items():
         write_file(out_dir / name, text)
-    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; {plots.MISSING}'}")
+    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}")
 
 
 def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

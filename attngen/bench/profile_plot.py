@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from attngen.bench.plots import MISSING, available
 from attngen.bench.profile import NAIVE, ORDERS, Found, Line
 from attngen.errors import AttngenError
 
@@ -14,10 +15,10 @@ LEVELS = {"dram": "device memory", "l2": "loads and stores, as asked of the L2"}
 
 def plot(found: Found) -> str:
     """Of the forward, a column for each length: device memory above, the L2 below; the same SVG text for the same figures."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise AttngenError('the plot needs matplotlib; `pip install matplotlib`, or `pip install -e ".[plot]"`') from error
+    if not available():
+        raise AttngenError(f"no plot: {MISSING}")
+    import matplotlib
+
     matplotlib.use("svg")
     from matplotlib import pyplot
 
