@@ -362,7 +362,8 @@ def explain(
 
 def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
     from attngen.certify.certificate import keep
-    from attngen.emit.page import check_path, page, write_page
+    from attngen.emit.files import write_file
+    from attngen.emit.page import check_path, page
     from attngen.emit.render import render
     from attngen.passes.pipeline import stages
 
@@ -370,7 +371,7 @@ def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
     with _naming(path):
         steps = list(stages(spec))
     files = keep(render(steps[-1][1]), GENERATED / spec.name)
-    write_page(page(spec, path.read_text(encoding="utf-8-sig"), steps, files, problem), html)
+    write_file(html, page(spec, path.read_text(encoding="utf-8-sig"), steps, files, problem))
     print(html)
 
 
@@ -563,9 +564,10 @@ def bench(
     import tempfile
     import time
 
-    from attngen.bench.results import Results, failures, moves, other_machine, read_results, write_whole
+    from attngen.bench.results import Results, failures, moves, other_machine, read_results
     from attngen.bench.run import Setup, machine, progress, run
     from attngen.bench.work import listing, select
+    from attngen.emit.files import write_file
 
     if from_ is not None and (specs or grid or only or dry):
         raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
@@ -590,7 +592,7 @@ def bench(
 
             results = Results({**machine(setup, Path(folder)), "rounds": rounds})
             for i, lines in enumerate(run(work, setup, Path(folder), results, watch), 1):
-                write_whole(out_dir / "results.json", results.text())  # what a run that is ended early keeps
+                write_file(out_dir / "results.json", results.text())  # what a run that is ended early keeps
                 watch(f"{i}/{len(work)} {lines[0].cell}: {progress(lines)}", done=True)
     _show_bench(results, out_dir)
     failed = [f"{line.cell} {line.peer}: {line.why}" for line in results.failed()]
@@ -609,7 +611,8 @@ def bench(
 def _show_bench(results: Results, out_dir: Path) -> None:
     """Print the table of a run, and write its files."""
     from attngen.bench import plots
-    from attngen.bench.results import HEADINGS, HOST_HEADINGS, host_rows, ratios, rows, write_whole
+    from attngen.bench.results import HEADINGS, HOST_HEADINGS, host_rows, ratios, rows
+    from attngen.emit.files import write_file
 
     m = results.machine
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
@@ -621,8 +624,8 @@ def _show_bench(results: Results, out_dir: Path) -> None:
         print(line)
     files = {"results.json": results.text(), "results.csv": results.csv(), **(plots.plots(results) if plots.available() else {})}
     for name, text in files.items():
-        write_whole(out_dir / name, text)
-    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; {plots.MISSING}'}")
+        write_file(out_dir / name, text)
+    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}")
 
 
 def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -660,6 +663,7 @@ def tune(
     attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
+    from attngen.emit.files import write_file
     from attngen.spec import load_spec
     from attngen.tune import run, summary
     from attngen.tune.classes import RANGES
@@ -695,7 +699,7 @@ def tune(
                 print("\n".join(summary.measured(plan, made)), flush=True)
     print("\n".join(summary.totals(run.known(plans, found))))
     after = run.tabled(before, plans, found)
-    path.write_text(after.text(), encoding="utf-8")
+    write_file(path, after.text())
     print(f"{path} has {len(after.entries)} measured schedules\nnext: attngen build --all; attngen verify --all --write")
 
 

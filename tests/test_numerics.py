@@ -317,9 +317,7 @@ def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, mon
 
 
 @pytest.mark.parametrize(("heads", "keys", "splits"), [((6, 2), 1, 1), ((12, 2), 141, 3), ((7, 1), 100, 7)])
-def test_groups_split_among_programs(
-    heads: tuple[int, int], keys: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_split_among_programs(heads: tuple[int, int], keys: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that share a tile of keys, each for some query heads: the fewer keys there are, the more; their sums are the gradients."""
     name = "causal_gqa" if heads[1] > 1 else "causal_mqa"
     module = built(name)

@@ -30,7 +30,6 @@ BETA = sympy.Symbol("beta", positive=True)  # any constant
 B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names of BLOCK_Q and BLOCK_KV
 ONE_HEAD = {
     **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "splits", "queries")},
-    symbol("split"): sympy.Integer(0),
     **{symbol(name): N for name in ("Nq", "Nk")},
     **{symbol(name): D for name in ("D_QK", "D_V")},
     symbol("BLOCK_Q"): B_R,

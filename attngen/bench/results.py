@@ -10,9 +10,7 @@ import csv
 import io
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,18 +124,6 @@ def read_results(path: Path) -> Results:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise AttngenError(f"{path}: not the results of `attngen bench`; expected its results.json") from error
     return Results(machine, lines)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
-            fresh = Path(temporary) / path.name
-            fresh.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(fresh, path)
-    except OSError as error:
-        raise AttngenError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 # ---------------------------------------------------------------------------------------------- figures

@@ -44,7 +44,7 @@ BLOCK_LISTS = {
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
 }
 # The query heads of a group are split among programs, so that those which own few keys keep a device busy: a multiprocessor has so
-# many keys of all sequences and heads at least (docs/perf-log.md, section 17).
+# many keys of all sequences and heads at least (docs/perf-log.md, section 18).
 SPLIT_KEYS = 512
 STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
@@ -104,7 +104,7 @@ ROWS = ("delta", "fwd_end", "dq_end")  # kernels of rows alone
 BESIDE = ("blocks", *ROWS)  # kernels that compute no scores: nothing is listed for them, and nothing dropped
 ASIDE = ("blocks", "packed")  # kernels that some calls alone launch
 FORWARD = ("fwd", "fwd_end")
-FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 17)
+FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 18)
 DIRECTIONS = ("forward", "backward")
 
 

@@ -35,7 +35,8 @@ WARPS = (4, 8)
 # Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
 MODELLED = (64, SHORT_ROWS)
 PACKED = 16
-ABREAST = 8  # heads whose longest programs start together; those of more would not all find their keys in the L2 (section 17 there)
+# Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
+ABREAST = 8
 
 
 @dataclass(frozen=True)
