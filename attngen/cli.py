@@ -362,7 +362,8 @@ def explain(
 
 def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
     from attngen.certify.certificate import keep
-    from attngen.emit.page import check_path, page, write_page
+    from attngen.emit.files import write_file
+    from attngen.emit.page import check_path, page
     from attngen.emit.render import render
     from attngen.passes.pipeline import stages
 
@@ -370,7 +371,7 @@ def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
     with _naming(path):
         steps = list(stages(spec))
     files = keep(render(steps[-1][1]), GENERATED / spec.name)
-    write_page(page(spec, path.read_text(encoding="utf-8-sig"), steps, files, problem), html)
+    write_file(html, page(spec, path.read_text(encoding="utf-8-sig"), steps, files, problem))
     print(html)
 
 
@@ -536,6 +537,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="times are medians of so many rounds")] = 5,
     jobs: Annotated[int | None, typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")] = None,
     limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
+    host: Annotated[bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")] = False,
 ) -> None:
     """Measure modules beside their peers on this GPU, in one run.
 
@@ -545,12 +547,16 @@ def bench(
     backends), flex (FlexAttention, written from the spec), fa4 (FlashAttention-4, where it is installed), naive. Dropout is off, masks
     and plans are made before. A peer that fails or hangs loses its own figures alone.
 
+    With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
+    CUDA graph.
+
     With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
     got slower or was lost. With --compare alone, the cells and peers are those of its file.
 
     \b
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
     attngen bench --grid fa3 --only D128,causal --out bench
+    attngen bench specs/causal_mqa.yaml --n 512 --batch 4 --host
     attngen bench --grid paper --grid fa3 --list
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
@@ -558,14 +564,15 @@ def bench(
     import tempfile
     import time
 
-    from attngen.bench.results import Results, failures, moves, other_machine, read_results, write_whole
+    from attngen.bench.results import Results, failures, moves, other_machine, read_results
     from attngen.bench.run import Setup, machine, progress, run
     from attngen.bench.work import listing, select
+    from attngen.emit.files import write_file
 
     if from_ is not None and (specs or grid or only or dry):
         raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
     old = read_results(compare) if compare else None
-    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit)
+    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host)
     if from_ is not None:
         results = read_results(from_)
     else:
@@ -585,7 +592,7 @@ def bench(
 
             results = Results({**machine(setup, Path(folder)), "rounds": rounds})
             for i, lines in enumerate(run(work, setup, Path(folder), results, watch), 1):
-                write_whole(out_dir / "results.json", results.text())  # what a run that is ended early keeps
+                write_file(out_dir / "results.json", results.text())  # what a run that is ended early keeps
                 watch(f"{i}/{len(work)} {lines[0].cell}: {progress(lines)}", done=True)
     _show_bench(results, out_dir)
     failed = [f"{line.cell} {line.peer}: {line.why}" for line in results.failed()]
@@ -604,18 +611,21 @@ def bench(
 def _show_bench(results: Results, out_dir: Path) -> None:
     """Print the table of a run, and write its files."""
     from attngen.bench import plots
-    from attngen.bench.results import HEADINGS, ratios, rows, write_whole
+    from attngen.bench.results import HEADINGS, HOST_HEADINGS, host_rows, ratios, rows
+    from attngen.emit.files import write_file
 
     m = results.machine
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
     print(f"roofs: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
     _print_rows(HEADINGS, rows(results))
+    if hosts := list(host_rows(results)):
+        _print_rows(HOST_HEADINGS, hosts)
     for line in ratios(results):
         print(line)
     files = {"results.json": results.text(), "results.csv": results.csv(), **(plots.plots(results) if plots.available() else {})}
     for name, text in files.items():
-        write_whole(out_dir / name, text)
-    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; {plots.MISSING}'}")
+        write_file(out_dir / name, text)
+    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}")
 
 
 def _print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -653,6 +663,7 @@ def tune(
     attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
+    from attngen.emit.files import write_file
     from attngen.spec import load_spec
     from attngen.tune import run, summary
     from attngen.tune.classes import RANGES
@@ -688,7 +699,7 @@ def tune(
                 print("\n".join(summary.measured(plan, made)), flush=True)
     print("\n".join(summary.totals(run.known(plans, found))))
     after = run.tabled(before, plans, found)
-    path.write_text(after.text(), encoding="utf-8")
+    write_file(path, after.text())
     print(f"{path} has {len(after.entries)} measured schedules\nnext: attngen build --all; attngen verify --all --write")
 
 

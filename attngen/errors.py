@@ -37,6 +37,12 @@ class FitError(AttngenError):
         super().__init__(f"`{key}` does not fit: {reason}")
 
 
+def last_line(error: Exception) -> str:
+    """An error of another library in one line: its kind, and the last line of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is meant, if one is near: in whole, or in one of its parts (`windw` and `sliding_window`)."""
     options = sorted(known)

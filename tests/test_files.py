@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attngen.emit.files import diff_module, read_module, write_module
+from attngen.emit.files import diff_module, read_module, write_file, write_module
 from attngen.errors import AttngenError
 
 OLD = {"__init__.py": "old\n", "schedule.ir": "old\n"}
@@ -125,6 +125,30 @@ def test_a_link_to_a_module_is_written_where_it_leads(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real" / "x")
     assert write_module(NEW, tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and read_module(tmp_path / "real" / "x") == NEW
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.html"
+    path.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(AttngenError, match="out.html: cannot be written \\(No space left on device\\)"):
+        write_file(path, "new")
+    assert os.listdir(tmp_path) == ["out.html"] and path.read_text() == "old"
+
+
+def test_a_file_is_written_in_a_new_folder_and_where_a_link_leads(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "table.json"
+    (tmp_path / "link").symlink_to(path)
+    for text in ("old\r\n", "new\n"):
+        write_file(tmp_path / "link", text)
+        assert path.read_bytes() == text.encode() and (tmp_path / "link").is_symlink()
+    assert os.listdir(path.parent) == ["table.json"]
+    with pytest.raises(AttngenError, match="table.json/x: cannot be written \\(.*\\)"):
+        write_file(path / "x", "")
 
 
 def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:

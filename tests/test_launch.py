@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.knobs import HookChain, runtime_knobs
 
 from attngen.ir.interface import WRAPPER
 from tests.helpers import KINDS, built, spec
@@ -49,13 +50,12 @@ class Kernel:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module's kernels.py, in a Triton of its own: without hooks, on stream 7."""
+    """A module's kernels.py, in a Triton of its own with the real one's hooks, on stream 7 of device 1."""
     found = built(NAME).kernels
-    active = SimpleNamespace(get_current_stream=lambda device: 7)
-    hooks = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
-    triton = SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)), knobs=SimpleNamespace(runtime=hooks))
-    monkeypatch.setattr(found, "triton", triton)
-    monkeypatch.setattr(found, "torch", SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0)))
+    active = SimpleNamespace(get_current_stream={1: 7}.__getitem__)
+    knobs = SimpleNamespace(runtime=runtime_knobs())
+    monkeypatch.setattr(found, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)), knobs=knobs))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     return found
 
 
@@ -72,11 +72,27 @@ def test_triton_looks_at_the_first_launch_alone(kernels: Any) -> None:
     assert compiled.started == [(5, 1, 1, 7, "function", "metadata", None, None, None, x, 3, 64, False) for x in ("b", "c")]
 
 
-def test_a_profiler_sees_every_launch(kernels: Any) -> None:
+def test_triton_gets_addresses_of_tensors(kernels: Any) -> None:
+    """Those before the numbers; a tensor in their place is what the first launch had there."""
+    compiled, (q, k) = Compiled(), torch.zeros(2, 3)
+    kernel = Kernel(compiled)
+    launch = kernels.Launch(kernel, CONFIG, 5, (3,))
+    launch(q, k, 0.5, q)
+    launch(k, q, 0.25, q)
+    assert kernel.calls == [((5, 1, 1), (q, k, 0.5, q, 3), CONFIG)]
+    (started,) = compiled.started
+    assert started[9:12] == (k.data_ptr(), q.data_ptr(), 0.25) and started[12] is q
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("set_by", ["chain", "assignment"])
+def test_a_profiler_sees_every_launch(kernels: Any, monkeypatch: pytest.MonkeyPatch, hook: str, set_by: str) -> None:
     compiled = Compiled()
     launch = kernels.Launch(Kernel(compiled), CONFIG, 5, (3,))
     launch("a")
-    kernels.triton.knobs.runtime.launch_enter_hook = print
+    chain = HookChain()
+    chain.add(print)
+    monkeypatch.setattr(kernels.triton.knobs.runtime, hook, chain if set_by == "chain" else print)
     launch("b")
     assert compiled.started == [((5, 1, 1), "b", 3, 64, False)]
 
@@ -137,7 +153,7 @@ def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
 def test_inputs_cannot_have_the_wrappers_own_names(name: str) -> None:
     module, made = built(name), spec(name)
     given = {i.name for i in made.inputs()} | {n for d in made.derived() for n in d.names}
-    functions = [module.attention, module._forward, module._backward, module._eager, module._Attention.forward, module._Attention.backward]
+    functions = [module.attention, module._forward, module._backward, module._Attention.forward, module._Attention.backward]
     scratch = {"o_acc", "row_max", "row_sum", "dq_acc"}  # of FlashAttention-1's order, which takes no inputs
     assert {n for f in functions for n in f.__code__.co_varnames} - given - scratch <= WRAPPER | {f"d_{i.name}" for i in made.inputs()}
 
@@ -146,3 +162,20 @@ def test_a_tracer_sees_the_operator(device: str) -> None:
     module = built(NAME)
     traced = torch.jit.trace(lambda q, k, v: module.attention(q, k, v), inputs(device), check_trace=False)
     assert "_forward" in str(traced.graph)
+
+
+def test_a_call_of_the_operator_vouches_for_no_other(device: str) -> None:
+    """What the operator runs unchecked is refused by the function all the same."""
+    module, (q, k, v) = built(NAME), inputs(device)
+    module.FORWARD(q[:, :1], k, v, 0.1)
+    with pytest.raises(ValueError, match="q has 1 heads and k 2"):
+        module.attention(q[:, :1], k, v)
+
+
+def test_gradients_are_the_same_whether_or_not_the_lse_is_asked_for(device: str) -> None:
+    module, leaves = built(NAME), [x.requires_grad_() for x in inputs(device)]
+    alone, (out, lse) = module.attention(*leaves), module.attention(*leaves, return_lse=True)
+    assert alone.equal(out) and lse.requires_grad
+    found = [torch.autograd.grad(x.float().square().sum(), leaves, retain_graph=True) for x in (alone, out)]
+    assert all(a.equal(b) for a, b in zip(*found))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(lse.sum(), leaves[:2]))

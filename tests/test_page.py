@@ -19,10 +19,9 @@ from attngen.certify.certificate import keep
 from attngen.cli import main
 from attngen.emit.charts import PLOT
 from attngen.emit.mathml import MathML
-from attngen.emit.page import page, write_page
+from attngen.emit.page import page
 from attngen.emit.render import render
 from attngen.emit.tilemap import TileMap, draw_tiles, tile_maps
-from attngen.errors import AttngenError
 from attngen.ir.expr import parse, symbol
 from attngen.ir.graph import Blocks, Module
 from attngen.ir.ops import Loop
@@ -214,16 +213,3 @@ def test_a_wrong_path_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     assert run(capsys, *args) == (1, "", f"error: {message}\n")
     assert os.listdir(tmp_path) == ["folder.html"]
-
-
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "out.html"
-    path.write_text("old")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(AttngenError, match="out.html: cannot be written \\(No space left on device\\)"):
-        write_page("new", path)
-    assert os.listdir(tmp_path) == ["out.html"] and path.read_text() == "old"

@@ -14,7 +14,7 @@ a document of usual length (docs/perf-log.md, sections 2, 12 and 14).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from attngen.analysis.sram import (
@@ -32,7 +32,7 @@ from attngen.analysis.sram import (
 from attngen.analysis.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot, Gather, Load, SoftmaxStep
+from attngen.ir.ops import Dot, Gather, Load
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,28 @@ def reads_pairs(kernel: Kernel) -> bool:
 
 def cost(module: Module, kernel: Kernel, row: Row) -> float:
     """Modelled SM cycles of a kernel over one head with as many rows as the schedule row is for; inf if it cannot run."""
-    fit, live = fitted(row), registers_per_thread(module, kernel, row)
-    if misfit(module, kernel, row) or live > fit.live_limit or spills(module, kernel, row):
+    fit, shape = fitted(row), (row.max_rows or MANY_ROWS, MANY_ROWS, row.block_q, row.block_kv)
+    cycles, programs = _turn(module, kernel, replace(row, max_rows=None, measured=False))
+    if cycles == float("inf") or spills(module, kernel, row):
         return float("inf")
+    if all(loop.cls == "all" for loop in kernel.loops):
+        return cycles
+    cycles *= count_tiles(kernel, *shape, reach=REACH)
+    listed = module.blocks is not None and module.blocks.data  # data alone says which tiles are partial
+    if not listed and kernel.normalises:
+        cycles += fit.masked * row.block_q * row.block_kv / programs * count_tiles(kernel, *shape, "partial", REACH)
+    own = row.block_q if kernel.own_axis == "q" else row.block_kv
+    return cycles + fit.start / programs * -(-shape[0] // own)
+
+
+@lru_cache(maxsize=10_000)  # a few modules' rows
+def _turn(module: Module, kernel: Kernel, row: Row) -> tuple[float, int]:
+    """SM cycles of one turn of a kernel's loop, whatever the number of rows (inf if it cannot run); the programs that share an SM."""
+    fit, live = fitted(row), registers_per_thread(module, kernel, row)
+    if misfit(module, kernel, row) or live > fit.live_limit:
+        return float("inf"), 0
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp
-    tiled = any(loop.cls != "all" for loop in kernel.loops)
     how = mode(module, row.elem_bytes)
     rows_of_scores = score_tile(module, kernel, row)[0] if kernel.dots else 0
     crowded = how != "ieee" and row.num_warps > max(4, rows_of_scores // 16)  # warps that share rows split the columns, at half the rate
@@ -114,7 +130,7 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     for op in kernel.dots:
         flops = dot_flops(module, kernel, op, row, device.matrix_rows if how != "ieee" else 1)
         if how == "ieee" and flops / 2 / threads > FMA_LIMIT:
-            return float("inf")
+            return float("inf"), 0
         matrix += flops / device.flops_per_cycle[how] * (2 if crowded else 1)
     scores = row.block_q * row.block_kv
     split = row.num_warps > 4
@@ -125,15 +141,7 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
     cycles += fit.turn * row.num_warps / 4
     cycles += (fit.latency[min(row.num_stages, 3) - 1] + fit.deep * (own * 4 > device.matrix_rows * row.num_warps)) / programs
-    if not tiled:
-        return cycles
-    rows = row.max_rows or MANY_ROWS
-    shape = (rows, MANY_ROWS, row.block_q, row.block_kv)
-    cycles *= count_tiles(kernel, *shape, reach=REACH)
-    listed = module.blocks is not None and module.blocks.data  # data alone says which tiles are partial
-    if not listed and any(isinstance(op, SoftmaxStep) for op in kernel.ops()):
-        cycles += fit.masked * scores / programs * count_tiles(kernel, *shape, "partial", REACH)
-    return cycles + fit.start / programs * -(-rows // own)
+    return cycles, programs
 
 
 def fitted(row: Row) -> Fit:
@@ -164,4 +172,9 @@ def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
     def price(r: Row) -> tuple[float, bool]:
         return cost(module, kernel, r), misfit(module, kernel, r) is not None
 
-    return min((replace(row, num_stages=s) for s in (3, 2, 1)), key=price)
+    return min(depths(row), key=price)
+
+
+def depths(row: Row) -> list[Row]:
+    """The row with each depth of the ring, deepest first."""
+    return [replace(row, num_stages=s) for s in (3, 2, 1)]

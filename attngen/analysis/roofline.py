@@ -12,6 +12,7 @@ from attngen.analysis.sram import elem_sizes, misfit, sizes, sram_bytes
 from attngen.analysis.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.interface import SPLIT_KEYS
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
 
 
 def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
-    """Numbers for the formulas of one kernel: sizes, tiles on chip, tiles visited."""
+    """Numbers for the formulas of one kernel: sizes, tiles on chip, tiles visited; of groups that are not split."""
     own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
     tiles = count_tiles(kernel, own, loop, row.block_q, row.block_kv) if kernel.loops else 0
     return {
@@ -75,10 +76,19 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
         "Hq": problem.q_heads,
         "Hkv": problem.kv_heads,
         "group": problem.q_heads // problem.kv_heads,
+        "splits": 1,
+        "queries": problem.n_q,
         "Nq": problem.n_q,
         "Nk": problem.n_kv,
         "tiles": tiles * problem.batch * problem.q_heads,
     }
+
+
+def splits(problem: Problem, device: Device) -> int:
+    """Among how many programs wrappers split the query heads of a group on a device, of kernels that own keys."""
+    group, keys = problem.q_heads // problem.kv_heads, problem.batch * problem.kv_heads * problem.n_kv
+    most = max(1, group * keys // (SPLIT_KEYS * device.sms))
+    return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
 
 
 def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
@@ -93,7 +103,7 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     row = row_for(module, kernel, device, rows)
     if row is None:
         return None
-    numbers = values(module, kernel, row, problem)
+    numbers = values(module, kernel, row, problem) | {"splits": splits(problem, device)}
     rate = device.flops[("tf32" if module.precision == "tf32" else "fp32") if row.elem_bytes == 4 else "bf16"]
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
     assert misfit(module, kernel, row) is None

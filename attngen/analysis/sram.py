@@ -24,6 +24,8 @@ WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
+_max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
+
 
 def elem_sizes(module: Module) -> tuple[int, ...]:
     """Bytes per element of the module's dtypes, smallest first."""
@@ -58,7 +60,7 @@ def sram_formula(
     """
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
-    depth = STAGES if from_shared or rewrites else sympy.Max(1, STAGES - 1)
+    depth = STAGES if from_shared or rewrites else _max(1, STAGES - 1)
     shares_stationary = device.shares_stationary and not rewrites  # what is loaded in a loop has room of its own
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
@@ -98,8 +100,8 @@ def sram_formula(
             barriers += TMA_BARRIERS * tma
             statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
         streamed += statistics
-    streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * sympy.Max(moved * ELEM, random)  # not at one time
-    if any(isinstance(op, SoftmaxStep) for op in kernel.ops()) and not (matrix_units or device.shares_stationary):
+    streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * _max(moved * ELEM, random)  # not at one time
+    if kernel.normalises and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     reduced = [op for op in kernel.ops() if isinstance(op, Reduce)]
     counts = any(not op.type.dims and _in_loop(kernel, op) for op in reduced)
@@ -108,7 +110,7 @@ def sram_formula(
     rows = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
     if (counts and rows) or any(not _in_loop(kernel, op) for op in reduced):  # rows change layout
         streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
-    return sympy.Max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+    return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
 
 
 def is_rewritten(kernel: Kernel, op: Load) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import sympy
 
@@ -30,7 +30,6 @@ BETA = sympy.Symbol("beta", positive=True)  # any constant
 B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names of BLOCK_Q and BLOCK_KV
 ONE_HEAD = {
     **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "splits", "queries")},
-    symbol("split"): sympy.Integer(0),
     **{symbol(name): N for name in ("Nq", "Nk")},
     **{symbol(name): D for name in ("D_QK", "D_V")},
     symbol("BLOCK_Q"): B_R,
@@ -52,10 +51,16 @@ class Regime:
     def limit(self, ratio: Expr) -> Expr:
         for old, new in self.where:
             ratio = ratio.subs(old, new)
-        for variable in self.grow:
-            ratio = sympy.limit(sympy.simplify(ratio), variable, sympy.oo)
-        found = sympy.simplify(ratio)
-        return min(sympy.expand(found), found, key=sympy.count_ops)
+        return _limit(ratio, self.grow)
+
+
+@cache
+def _limit(ratio: Expr, grow: tuple[Expr, ...]) -> Expr:
+    """The limit as symbols grow, in turn; of a ratio of polynomials. Cached, because modules share most of them."""
+    for variable in grow:
+        ratio = sympy.limit(sympy.factor(ratio), variable, sympy.oo)
+    found = sympy.simplify(ratio)
+    return min(sympy.expand(found), found, key=sympy.count_ops)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,8 @@ def runs(kernel: Kernel, block: str) -> Expr:
     loops = [loop for loop in kernel.loops if loop.body == block]
     turns = _turns(kernel, loops)
     outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
+    if symbol("split") in turns.free_symbols:  # all of them together run over the group
+        return outer / symbol("splits") * symbol("group")
     if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
         return outer / own_tiles(kernel) * _over_grid(kernel, turns)
     return outer * turns

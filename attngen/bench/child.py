@@ -37,6 +37,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 NAN = 1e9  # stands for a difference that is no number, which JSON does not have
 
 Tell = Callable[..., None]
+Forward = Callable[[Inputs], torch.Tensor]
 
 
 def _channel() -> Tell:
@@ -57,7 +58,7 @@ class Bench:
     def __init__(self, job: dict[str, Any], known: dict[str, Peer], clock: Any, tell: Tell) -> None:
         self.problem = Problem(Cell("", make_spec(job["spec"]), *job["sizes"]), job["device"], Path(job["folder"]))
         self.peers = {name: known[name] for name in job["peers"]}
-        self.rounds, self.clock, self.tell = job["rounds"], clock, tell
+        self.rounds, self.host, self.clock, self.tell = job["rounds"], job["host"], clock, tell
         self.calls: dict[str, Call] = {}  # of the peers that work, those that compile first
         self.no_backward: set[str] = set()
 
@@ -198,11 +199,38 @@ class Bench:
             del outs, pairs
             self.clock.settle()
         self.timed("both", {name: partial(turn, self.both, name) for name in self.calls if name not in self.no_backward})
-        for name in list(self.calls):
-            with self.step(name, "host time", loses=False), self.calls[name].around():
-                forward, turns = self.calls[name].forward, int(HOST_MS / max(medians.get(name, 1.0), 0.01))
-                us = self.clock.host_us(lambda number: forward(sets[number % len(sets)]), max(3, min(50, turns)))  # noqa: B023
-                self.tell(peer=name, host_us=us)
+        self.host_times(sets, medians)
+
+    def host_times(self, sets: list[Inputs], medians: dict[str, float]) -> None:
+        """The host's time of a forward call: eager, with gradients; where it is asked for, in the other ways, too."""
+        ways = {
+            "host_us": ("host time", True, self.eager),
+            "host_nograd_us": ("host time without gradients", False, self.eager),
+            "host_compiled_us": ("host time compiled", True, self.compiled),
+            "host_compiled_nograd_us": ("host time compiled, without gradients", False, self.compiled),
+            "host_graph_us": ("host time in a CUDA graph", False, self.captured),
+        }
+        for figure in ways if self.host else ("host_us",):
+            doing, gradients, prepare = ways[figure]
+            for name in list(self.calls):
+                turns = int(HOST_MS / max(medians.get(name, 1.0), 0.01))
+                with self.step(name, doing, loses=False), self.calls[name].around(), torch.set_grad_enabled(gradients):
+                    us = self.clock.host_us(prepare(self.calls[name].forward, sets), max(3, min(50, turns)))
+                    self.tell(peer=name, **{figure: us})
+
+    def eager(self, forward: Forward, sets: list[Inputs]) -> Callable[[int], object]:
+        return lambda number: forward(sets[number % len(sets)])
+
+    def compiled(self, forward: Forward, sets: list[Inputs]) -> Callable[[int], object]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *learned: torch.Tensor) -> torch.Tensor:
+            return forward(Inputs(q, k, v, learned, q))  # no gradient of the output is read
+
+        function = self.clock.compiled(attend)
+        return lambda number: function(*sets[number % len(sets)].leaves)
+
+    def captured(self, forward: Forward, sets: list[Inputs]) -> Callable[[int], object]:
+        replay = self.clock.captured(lambda: forward(sets[0]))
+        return lambda number: replay()
 
     def timed(self, direction: str, calls: dict[str, Callable[[int], object]]) -> dict[str, float]:
         """Tell the times of calls; one that fails is left out, and the others start again. Gives their medians in ms."""

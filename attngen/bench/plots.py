@@ -15,7 +15,7 @@ from attngen.masks.none import NoMask
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MISSING = "no plots: matplotlib is not installed; `pip install attngen[plot]` brings it"
+MISSING = "matplotlib is not installed; `pip install attngen[plot]` brings it"
 COLOURS = (  # of PEERS
     "#0b6bcb",
     "#d1495b",

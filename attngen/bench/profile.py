@@ -7,6 +7,7 @@ chip: those of queries in the one order, of keys in the other. Their rows stand 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from attngen.analysis.roofline import Problem, chip, row_for, values
 from attngen.analysis.tiles import evaluate
 from attngen.bench.counters import Bytes, Launch, find_ncu, profile
 from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
-from attngen.emit.files import write_module
+from attngen.emit.files import write_file, write_module
 from attngen.emit.render import render
 from attngen.errors import AttngenError, FitError, SpecError
 from attngen.ir.graph import Kernel, Module
@@ -254,14 +255,13 @@ def write(found: Found, folder: Path) -> list[Path]:
     """profile.csv, profile.json and, of the forward, profile.svg; AttngenError without matplotlib, the others written."""
     from attngen.bench.profile_plot import plot
 
-    folder.mkdir(parents=True, exist_ok=True)
-    flat = rows(found)
-    paths = [folder / f"profile.{suffix}" for suffix in ("csv", "json", "svg")]
-    with paths[0].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(flat[0]) if flat else [])
-        writer.writeheader()
-        writer.writerows(flat)
+    flat, table = rows(found), io.StringIO()
+    writer = csv.DictWriter(table, list(flat[0]) if flat else [])
+    writer.writeheader()
+    writer.writerows(flat)
     head = {k: v for k, v in asdict(found).items() if k != "lines"}
-    paths[1].write_text(json.dumps({**head, "lines": flat}, indent=2) + "\n", encoding="utf-8")
-    plot(found, paths[2])
+    paths = [folder / f"profile.{suffix}" for suffix in ("csv", "json", "svg")]
+    write_file(paths[0], table.getvalue())
+    write_file(paths[1], json.dumps({**head, "lines": flat}, indent=2) + "\n")
+    write_file(paths[2], plot(found))
     return paths

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 from typing import Any
 
+from attngen.bench.plots import MISSING, available
 from attngen.bench.profile import NAIVE, ORDERS, Found, Line
 from attngen.errors import AttngenError
 
@@ -12,12 +13,12 @@ COLORS = {"kv_outer": "#c2410c", "q_outer": "#1d4ed8", NAIVE: "#6b7280"}
 LEVELS = {"dram": "device memory", "l2": "loads and stores, as asked of the L2"}
 
 
-def plot(found: Found, path: Path) -> None:
-    """Of the forward, a column for each length: device memory above, the L2 below; the same bytes of SVG for the same figures."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise AttngenError('the plot needs matplotlib; `pip install matplotlib`, or `pip install -e ".[plot]"`') from error
+def plot(found: Found) -> str:
+    """Of the forward, a column for each length: device memory above, the L2 below; the same SVG text for the same figures."""
+    if not available():
+        raise AttngenError(f"no plot: {MISSING}")
+    import matplotlib
+
     matplotlib.use("svg")
     from matplotlib import pyplot
 
@@ -50,8 +51,10 @@ def plot(found: Found, path: Path) -> None:
             axis.set_ylabel(f"bytes: {what}")
         axes[0, 0].legend(frameon=False, fontsize=7)
         figure.suptitle(f"{found.spec} on {found.device}: forward, B={found.batch}, {found.heads} heads", fontsize=10)
-        figure.savefig(path, metadata={"Date": None})
+        made = io.StringIO()
+        figure.savefig(made, format="svg", metadata={"Date": None})
         pyplot.close(figure)
+        return made.getvalue()
 
 
 def _total(lines: list[Line], level: str, order: str, tile: int | None, n: int) -> tuple[Any, Any] | None:

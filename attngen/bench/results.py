@@ -10,9 +10,7 @@ import csv
 import io
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +24,12 @@ from attngen.spec import make_spec
 
 DIRECTIONS = ("fwd", "bwd", "both")
 WORK = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # FLOPs over those of the forward, as FlashAttention's papers count them
+HOST = ("host_us", "host_nograd_us", "host_compiled_us", "host_compiled_nograd_us", "host_graph_us")
 FIGURES = (
     *(f"{d}_{figure}" for d in DIRECTIONS for figure in ("ms", "spread", "tflops", "roof")),
     "allocated_mib",
     "reserved_mib",
-    "host_us",
+    *HOST,
     "first_fwd_s",
     "first_s",
     "differs",
@@ -127,18 +126,6 @@ def read_results(path: Path) -> Results:
     return Results(machine, lines)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
-            fresh = Path(temporary) / path.name
-            fresh.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(fresh, path)
-    except OSError as error:
-        raise AttngenError(f"{path}: cannot be written ({error.strerror})") from error
-
-
 # ---------------------------------------------------------------------------------------------- figures
 
 
@@ -197,6 +184,18 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
         ]
         before = line.cell
         yield (*found, "; ".join(filter(None, (line.why, line.note))))
+
+
+HOST_HEADINGS = ("host us of a forward call", "peer", "eager", "no gradients", "compiled", "no gradients", "CUDA graph")
+
+
+def host_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """The table under HOST_HEADINGS, of lines that have more than the first of these figures."""
+    before: Cell | None = None
+    for line in results.lines:
+        if any(name in line.figures for name in HOST[1:]):
+            yield (str(line.cell) if line.cell is not before else "", line.peer, *(_number(line.figures, name, ".1f") for name in HOST))
+            before = line.cell
 
 
 def _number(figures: dict[str, float], name: str, form: str) -> str:

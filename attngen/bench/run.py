@@ -49,6 +49,7 @@ class Setup:
     rounds: int = 5
     jobs: int = 1
     limit_s: float = 120.0  # for one step: a first call, one turn of a peer
+    host: bool = False  # host times of all kinds
     device: str = "cuda"
     peers_from: str = "attngen.bench.peers"
     clock: str = "attngen.bench.timing"
@@ -130,6 +131,7 @@ class Child:
             c = attempt.cell
             job |= {"spec": c.spec.canonical(), "sizes": [c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv]}
             job |= {"device": setup.device, "folder": str(module), "peers": attempt.peers, "rounds": setup.rounds}
+            job["host"] = setup.host
         self.send(json.dumps(job))
 
     def send(self, line: str) -> None:

@@ -23,6 +23,7 @@ _flush: dict[torch.device, torch.Tensor] = {}
 _sleep: Callable[[int], None] = torch.cuda._sleep  # these have no types
 _cudnn: Callable[[], int] = torch.backends.cudnn.version
 _event: Callable[..., Any] = torch.cuda.Event
+_stream: Callable[[], Any] = torch.cuda.Stream
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,28 @@ def host_us(call: Call, turns: int = 50, rounds: int = 5) -> float:
         found.append((time.perf_counter() - started) / turns * 1e6)
     torch.cuda.synchronize()
     return min(found)
+
+
+def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """It under torch.compile, as one graph of constant sizes, without CUDA graphs; no other compiled function is left in memory."""
+    torch.compiler.reset()  # else guards of those before it would be tried first
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    """What launches again all that a function launches: the replay of a CUDA graph."""
+    graph, here, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        function()
+    here.wait_stream(side)
+    with torch.cuda.stream(here), torch.cuda.graph(graph):  # a capture that fails does not come back to this stream by itself
+        results = function()
+
+    def replay(kept: object = results) -> None:
+        graph.replay()
+
+    return replay
 
 
 def device_times(calls: Mapping[str, Call], rounds: int = 5, say: Callable[[str], object] = lambda name: None) -> dict[str, Times]:

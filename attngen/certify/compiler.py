@@ -25,6 +25,7 @@ from typing import Any
 
 from attngen.analysis.sram import aligned, sizes
 from attngen.devices import CLASSES
+from attngen.errors import last_line
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.interface import KV_OUTER, SIGNATURES
 from attngen.ir.ops import Base, Load
@@ -151,8 +152,7 @@ def _compile(j: Job) -> Reading | str:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             made = triton.compile(ASTSource(function, signature, constants, divisible), target=target, options=dict(j.options))
     except Exception as error:  # of many kinds, of Triton's own and of its tools'
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+        return last_line(error)
     seconds = time.perf_counter() - start
     registers, spilled = _amd(made.asm["amdgcn"]) if target.backend == "hip" else _nvidia(said.getvalue())
     binary = made.asm["hsaco" if target.backend == "hip" else "cubin"]

@@ -1,4 +1,4 @@
-"""Writing generated modules: all files or none, and only over what attngen wrote."""
+"""Writing files: whole or not at all. Of generated modules all or none, and only over what attngen wrote."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ def write_module(files: dict[str, str], folder: Path) -> bool:
     except OSError as error:
         raise AttngenError(f"cannot write {folder}: {error.strerror}") from error
     return True
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write one file whole or not at all, in a folder that is made if need be; a link is written where it leads.
+
+    Raises AttngenError if it cannot be written.
+    """
+    try:
+        target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+            fresh = Path(temporary) / target.name
+            fresh.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(fresh, target)
+    except OSError as error:
+        raise AttngenError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _refuse_strangers(files: dict[str, str], folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from math import isclose
 from pathlib import Path
@@ -47,19 +45,6 @@ def check_path(path: Path) -> None:
         raise AttngenError(f"--html {path}: is a folder; expected the name of a file")
     if not path.parent.is_dir():
         raise AttngenError(f"--html {path}: there is no folder {path.parent}; make it, or give another name")
-
-
-def write_page(html: str, path: Path) -> None:
-    """Write the page whole or not at all; a link is written where it leads."""
-    check_path(path)
-    target = path.resolve()
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
-            fresh = Path(temporary) / target.name
-            fresh.write_text(html, encoding="utf-8", newline="\n")
-            os.replace(fresh, target)
-    except OSError as error:
-        raise AttngenError(f"--html {path}: cannot be written ({error.strerror})") from error
 
 
 def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:

@@ -469,14 +469,14 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     lines = (f"    {line}" for line in _fill(args, WIDTH - 16))
     return "\n".join(
         [
-            f'launch = _LAUNCHES.get(("{kernel.name}", kinds))',
+            f'launch = launches.get("{kernel.name}")',
             "if launch is None:",
             f"    config = {f'{{**{config}{more}}}' if more else config}",
             f"    programs = {programs}",
             "    numbers = (",
             *(f"        {line}" for line in _fill(given, WIDTH - 20)),
             "    )",
-            f'    launch = _LAUNCHES["{kernel.name}", kinds] = kernels.Launch(kernels.{kernel.name}, config, programs, numbers)',
+            f'    launch = launches["{kernel.name}"] = kernels.Launch(kernels.{kernel.name}, config, programs, numbers)',
             *([f"launch({', '.join(args)})"] if len(", ".join(args)) < WIDTH - 20 else ["launch(", *lines, ")"]),
         ]
     )

@@ -13,7 +13,7 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import AXIS_EXTENT, Arg, Base, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, Store, Type
+from attngen.ir.ops import AXIS_EXTENT, Arg, Base, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, SoftmaxStep, Store, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -143,6 +143,11 @@ class Kernel:
     def draws(self) -> bool:
         """Whether it draws what dropout keeps."""
         return any(isinstance(op, Keep) for op in self.ops())
+
+    @cached_property
+    def normalises(self) -> bool:
+        """Whether it keeps the running maximum of the softmax."""
+        return any(isinstance(op, SoftmaxStep) for op in self.ops())
 
     @property
     def walks(self) -> bool:

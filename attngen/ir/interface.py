@@ -44,7 +44,7 @@ BLOCK_LISTS = {
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
 }
 # The query heads of a group are split among programs, so that those which own few keys keep a device busy: a multiprocessor has so
-# many keys of all sequences and heads at least (docs/perf-log.md, section 17).
+# many keys of all sequences and heads at least (docs/perf-log.md, section 18).
 SPLIT_KEYS = 512
 STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
@@ -54,8 +54,8 @@ WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
 WRAPPER |= {"kv_full_rank", "q_full_rank", "count", "blocks", "need", "need_k", "need_v", "rest", "gradients", "distance"}
 WRAPPER |= {"scale", "return_lse", "config", "ctx", "self", "math", "torch", "triton", "kernels", "attention", "contextlib"}
-WRAPPER |= {"plain", "shapes", "strides", "kinds", "wanted", "launch", "programs", "numbers", "direct", "need_inputs", "dtype", "splits"}
-WRAPPER |= {"dk_splits", "dv_splits"}
+WRAPPER |= {"plain", "call", "kinds", "wanted", "results", "launches", "launch", "programs", "numbers", "direct", "need_inputs", "dtype"}
+WRAPPER |= {"splits", "dk_splits", "dv_splits", "queries", "whole"}
 
 
 class Signature(NamedTuple):
@@ -104,7 +104,7 @@ ROWS = ("delta", "fwd_end", "dq_end")  # kernels of rows alone
 BESIDE = ("blocks", *ROWS)  # kernels that compute no scores: nothing is listed for them, and nothing dropped
 ASIDE = ("blocks", "packed")  # kernels that some calls alone launch
 FORWARD = ("fwd", "fwd_end")
-FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 17)
+FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 18)
 DIRECTIONS = ("forward", "backward")
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import ClassVar
 
-from attngen.analysis.cost import MANY_ROWS, best_stages, cost
+from attngen.analysis.cost import MANY_ROWS, cost, depths
 from attngen.analysis.sram import elem_sizes, misfit
 from attngen.analysis.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
@@ -35,7 +35,8 @@ WARPS = (4, 8)
 # Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
 MODELLED = (64, SHORT_ROWS)
 PACKED = 16
-ABREAST = 8  # heads whose longest programs start together; those of more would not all find their keys in the L2 (section 17 there)
+# Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
+ABREAST = 8
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class SelectTiles(Pass):
         rows = list(candidates(given_q, given_kv, warps))
 
         def price(row: Row) -> float:
-            return cost(module, kernel, row if self.num_stages else best_stages(module, kernel, row))
+            return min(cost(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))
 
         best = min(rows, key=price)
         if price(best) < float("inf"):

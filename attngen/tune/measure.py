@@ -18,6 +18,7 @@ import torch
 import triton
 
 from attngen.bench.timing import Times, device_times
+from attngen.errors import last_line
 from attngen.ir.graph import Row
 from attngen.parts import Sizes
 from attngen.reference import relative_error
@@ -196,7 +197,7 @@ def serve(requests: Connection, folder: Path, specs: Mapping[str, Path]) -> None
         try:
             requests.send(bench.measure(cell, rows, rounds))
         except Exception as error:  # of Triton's, its tools' and the driver's many kinds
-            requests.send([_sentence(error)] * len(rows))
+            requests.send([last_line(error)] * len(rows))
             if not _runs():
                 return
 
@@ -215,8 +216,3 @@ def _runs() -> bool:
         torch.cuda.synchronize()
         return True
     return False
-
-
-def _sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"

@@ -132,7 +132,7 @@ def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
 
 
 class Launch:
-    """Launches a kernel on tensors of one kind (shapes, strides, dtypes, alignment), of which Triton looks at the first alone."""
+    """Launches a kernel on tensors of one kind (shapes, strides, dtypes, alignment, device), of which Triton looks at the first alone."""
 
     def __init__(self, kernel, config: dict[str, int], programs: int, numbers: tuple[int, ...]) -> None:
         self.kernel, self.config, self.grid, self.numbers = kernel, config, (programs, 1, 1), numbers
@@ -140,18 +140,25 @@ class Launch:
 
     def __call__(self, *args: object) -> None:
         """Launch it: `args` are its tensors and the numbers that differ from call to call, `numbers` the others."""
-        compiled, hooks = self.compiled, triton.knobs.runtime
-        if compiled is None:
-            compiled = self.kernel[self.grid](*args, *self.numbers, **self.config)
-            if compiled is not None:  # by the interpreter nothing is
-                self.rest = (*self.numbers, *(self.config[p.name] for p in self.kernel.params if p.is_constexpr))
-                self.compiled = compiled
-        elif hooks.launch_enter_hook is None and hooks.launch_exit_hook is None:
-            stream = triton.runtime.driver.active.get_current_stream(torch.cuda.current_device())
-            start = (*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None)
-            compiled.run(*start, *args, *self.rest)
-        else:  # of a profiler
-            compiled[self.grid](*args, *self.rest)
+        hooks = triton.knobs.runtime
+        if self.compiled is None:
+            self._compile(args)
+        elif getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):  # of a profiler
+            self.compiled[self.grid](*args, *self.rest)
+        else:
+            at = self.tensors
+            addresses = [x.data_ptr() for x in args[:at]]  # of tensors Triton would ask the driver whether it knows them
+            self.run(*self.grid, self.stream(self.device), *self.handles, *addresses, *args[at:], *self.rest)
+
+    def _compile(self, args: tuple[object, ...]) -> None:
+        """The first launch."""
+        compiled = self.kernel[self.grid](*args, *self.numbers, **self.config)
+        if compiled is not None:  # by the interpreter nothing is
+            self.rest = (*self.numbers, *(self.config[p.name] for p in self.kernel.params if p.is_constexpr))
+            self.tensors = next((i for i, x in enumerate(args) if not isinstance(x, torch.Tensor)), len(args))
+            self.stream, self.device = triton.runtime.driver.active.get_current_stream, torch.cuda.current_device()
+            self.run, self.handles = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+            self.compiled = compiled
 
 
 def tiles(config: dict[str, int], x: torch.Tensor, block: str) -> torch.Tensor | TensorDescriptor:

@@ -29,6 +29,7 @@ MASK = "causal and (sliding_window(left=1023) or sink_tokens(count=4))"
 SHARING = "gqa"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
+SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = not isinstance(kernels.fwd, triton.JITFunction)  # TRITON_INTERPRET=1 was set when Triton was imported
@@ -64,26 +65,30 @@ def attention(
     plain = _plain(q, k, v)
     if not plain or torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    kinds = None
-    if plain:
-        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-        kinds = (shapes, strides, q.dtype, q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16)
-    if not plain or kinds not in _READY:
+    call = _READY.get(_key(q, k, v)) if plain else None
+    if call is None:
         _check(q, k, v)
-        kinds = _ready(kinds, q, k, v) if plain else None
-    scale = _check_scale(scale)
+        call = _ready(q, k, v) if plain else None
+    scale = SCALE if scale is None else _check_scale(scale)
     dtype = q.dtype
     if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
         q, k, v = q.float(), k.float(), v.float()
-    if kinds is None:
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    if call is None:
         out, lse = FORWARD(
             q, k, v, scale,
         )
-    else:
-        out, lse = _eager(
-            kinds, q, k, v, scale,
+    elif (wanted and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
+        results = _apply(
+            q, k, v, scale, call, return_lse,
         )
-    out = out.to(dtype)
+        out, lse = results if return_lse else (results, None)
+    else:
+        out, lse = _forward(
+            q, k, v, scale, call,
+        )
+    if INTERPRETED:
+        out = out.to(dtype)
     return (out, lse) if return_lse else out
 
 
@@ -110,42 +115,28 @@ class Attention(torch.nn.Module):
         return f"spec={SPEC_HASH}, scale={self.scale}"
 
 
-def _eager(
-    kinds, q, k, v, scale,
-):
-    """The operator's (out, lse), without torch's dispatcher."""
-    wanted = q.requires_grad or k.requires_grad or v.requires_grad
-    if (wanted and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
-        return _apply(
-            q, k, v, scale, kinds,
-        )
-    return _forward(
-        q, k, v, scale, kinds,
-    )
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        q, k, v, scale, kinds=None,
+        q, k, v, scale, call=None, return_lse=True,
     ):
-        if kinds is None:
+        if call is None:
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = FORWARD(
                     q, k, v, scale,
                 )
         else:
             out, lse = _forward(
-                q, k, v, scale, kinds,
+                q, k, v, scale, call,
             )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scalars = (scale,)
-        return out, lse
+        return (out, lse) if return_lse else out  # an output less to make differentiable
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
+    def backward(ctx, grad_out, grad_lse=None):
         q, k, v, out, lse = ctx.saved_tensors
         need_q, need_k, need_v, *need = ctx.needs_input_grad
         rest = [None] * len(need)
@@ -178,21 +169,22 @@ class _Gradients(torch.autograd.Function):
 
 
 def _forward(
-    q, k, v, scale, kinds=None,
+    q, k, v, scale, call=None,
 ):
-    """Launch the forward kernel: (out, lse). `kinds` are those of q, k and v where these are known to be addressable."""
-    if kinds is None:
+    """Launch the forward kernel: (out, lse). `call` is what is remembered of q, k and v where these are known to be addressable."""
+    if call is None:
         q, k, v = _addressable(q), _addressable(k), _addressable(v)
-        kinds = _kinds(q, k, v)
-    out, lse = _empty_results(q, k, v)
-    if out.numel():
-        with _on(q.device):
+        call = _call(q, k, v)
+    launches = _LAUNCHES[call]
+    with _on(q):
+        out, lse = call.empty(*call.out, q.dtype), call.empty(*call.lse, torch.float32)
+        if out.numel():
             if q.shape[2] < FEW_QUERIES and q.shape[1] > k.shape[1]:
                 _forward_packed(
-                    q, k, v, out, lse, scale, kinds,
+                    q, k, v, out, lse, scale, launches,
                 )
                 return out, lse
-            launch = _LAUNCHES.get(("fwd", kinds))
+            launch = launches.get("fwd")
             if launch is None:
                 config = kernels.schedule("fwd", q, q.shape[2])
                 programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
@@ -200,7 +192,7 @@ def _forward(
                     q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
                     *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
                 )
-                launch = _LAUNCHES["fwd", kinds] = kernels.Launch(kernels.fwd, config, programs, numbers)
+                launch = launches["fwd"] = kernels.Launch(kernels.fwd, config, programs, numbers)
             launch(
                 kernels.tiles(launch.config, q, "BLOCK_Q"),
                 kernels.tiles(launch.config, k, "BLOCK_KV"),
@@ -210,12 +202,12 @@ def _forward(
 
 
 def _forward_packed(
-    q, k, v, out, lse, scale, kinds,
+    q, k, v, out, lse, scale, launches,
 ):
     """Launch the forward kernel for few queries, whose rows are those of all heads of a group, [B, Hkv, group * Nq, D]."""
     queries, whole = q.shape[2], out
     q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
-    launch = _LAUNCHES.get(("packed", kinds))
+    launch = launches.get("packed")
     if launch is None:
         config = kernels.schedule("packed", q, q.shape[2])
         programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * k.shape[1] * q.shape[0]
@@ -223,7 +215,7 @@ def _forward_packed(
             k.shape[1], queries, q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
             *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
         )
-        launch = _LAUNCHES["packed", kinds] = kernels.Launch(kernels.packed, config, programs, numbers)
+        launch = launches["packed"] = kernels.Launch(kernels.packed, config, programs, numbers)
     launch(
         kernels.tiles(launch.config, q, "BLOCK_Q"),
         kernels.tiles(launch.config, k, "BLOCK_KV"),
@@ -241,9 +233,10 @@ def _backward(
     dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     kinds = _kinds(grad_out, q, k, v, out, lse)
-    with _on(q.device):
+    launches = _LAUNCHES[kinds]
+    with _on(q):
         if out.numel():
-            launch = _LAUNCHES.get(("delta", kinds))
+            launch = launches.get("delta")
             if launch is None:
                 config = kernels.schedule("delta", out, q.shape[2])
                 programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
@@ -251,12 +244,12 @@ def _backward(
                     q.shape[1], q.shape[2], *out.stride()[:3], *grad_out.stride()[:3],
                     *lse.stride()[:2], *delta.stride()[:2], *lse2.stride()[:2],
                 )
-                launch = _LAUNCHES["delta", kinds] = kernels.Launch(kernels.delta, config, programs, numbers)
+                launch = launches["delta"] = kernels.Launch(kernels.delta, config, programs, numbers)
             launch(out, grad_out, lse, delta, lse2)
             if grad_lse is not None:
                 delta.sub_(grad_lse.masked_fill(lse == -math.inf, 0.0))
         if need_q and dq.numel():
-            launch = _LAUNCHES.get(("dq", kinds))
+            launch = launches.get("dq")
             if launch is None:
                 config = kernels.schedule("dq", q, q.shape[2])
                 programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
@@ -265,7 +258,7 @@ def _backward(
                     *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
                     *delta.stride()[:2], *dq.stride()[:3],
                 )
-                launch = _LAUNCHES["dq", kinds] = kernels.Launch(kernels.dq, config, programs, numbers)
+                launch = launches["dq"] = kernels.Launch(kernels.dq, config, programs, numbers)
             launch(
                 kernels.tiles(launch.config, q, "BLOCK_Q"),
                 kernels.tiles(launch.config, k, "BLOCK_KV"),
@@ -275,7 +268,7 @@ def _backward(
         if need_kv and dk.numel():
             splits = _splits(q, k)
             dk_splits, dv_splits = _room(dk, splits), _room(dv, splits)
-            launch = _LAUNCHES.get(("dkdv", kinds))
+            launch = launches.get("dkdv")
             if launch is None:
                 config = kernels.schedule("dkdv", q, k.shape[2])
                 programs = triton.cdiv(k.shape[2], config["BLOCK_KV"]) * splits * k.shape[1] * q.shape[0]
@@ -285,7 +278,7 @@ def _backward(
                     *lse2.stride()[:2], *delta.stride()[:2], *dk_splits.stride()[:4],
                     *dv_splits.stride()[:4],
                 )
-                launch = _LAUNCHES["dkdv", kinds] = kernels.Launch(kernels.dkdv, config, programs, numbers)
+                launch = launches["dkdv"] = kernels.Launch(kernels.dkdv, config, programs, numbers)
             launch(
                 kernels.tiles(launch.config, q, "BLOCK_Q"),
                 kernels.tiles(launch.config, k, "BLOCK_KV"),
@@ -320,9 +313,8 @@ def _empty_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, need_q: bool, need_kv: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Room for (dq, dk, dv); no elements for what is not needed."""
-    none = torch.empty(0, device=q.device, dtype=q.dtype)
-    dq = _empty_rows(q, HEAD_DIM_QK) if need_q else none
-    dk, dv = (_empty_rows(k, HEAD_DIM_QK), _empty_rows(v, HEAD_DIM_V)) if need_kv else (none, none.clone())
+    dq = _empty_rows(q, HEAD_DIM_QK) if need_q else q.new_empty(0)
+    dk, dv = (_empty_rows(k, HEAD_DIM_QK), _empty_rows(v, HEAD_DIM_V)) if need_kv else (k.new_empty(0), v.new_empty(0))
     return dq, dk, dv
 
 
@@ -369,7 +361,8 @@ for _op, _kernel, _fake, _function in (
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy if the kernels cannot read it in place: rows that are not contiguous or lie too far apart, a lazy sign."""
-    x = x.resolve_neg()
+    if x.is_neg():
+        x = x.resolve_neg()
     if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
         return x
     return x.contiguous()
@@ -387,34 +380,64 @@ def _empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     return torch.empty((*shape, width), device=x.device, dtype=x.dtype).permute(*inverse, 3)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device; make it the tensors' own."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+def _on(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device; make it the tensor's own."""
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
         return _HERE
-    return torch.cuda.device(device)
+    return torch.cuda.device(x.device)
 
 
 _HERE = contextlib.nullcontext()
 
 
+class _Call:
+    """What calls with q, k and v of one kind share: how their results lie in memory, and what makes tensors on the current device."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        out, lse = _empty_results(q, k, v)
+        self.out, self.lse = (tuple(out.shape), out.stride()), (tuple(lse.shape), lse.stride())
+        guards = torch._C._dynamo.guards  # compiled code has its tensors made by these, which are faster than torch.empty_strided
+        self.empty = guards._empty_strided_cuda if q.is_cuda else guards._empty_strided_cpu
+
+
 class _Memo(dict):
     """What calls have found out, by kinds of tensors; of so many kinds that it starts anew."""
 
-    def __setitem__(self, key: tuple, value: object) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if len(self) >= 4096:
             self.clear()
         super().__setitem__(key, value)
 
+    def __missing__(self, key: object) -> dict:
+        self[key] = found = {}
+        return found
 
-_READY, _LAUNCHES = _Memo(), _Memo()  # kinds of q, k and v that are right and addressable; launches by kernel and kinds
+
+_READY, _CALLS = _Memo(), _Memo()  # by kinds of q, k and v: the calls with what is right and addressable, all calls
+_LAUNCHES = _Memo()  # by calls or kinds of all tensors: launches, by the names of kernels
 
 
-def _ready(kinds: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple | None:
-    """The kinds of checked tensors, remembered; None where the kernels cannot read these in place, which is left to the operator."""
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """All that the launch of a kernel depends on besides what alike tensors hold."""
+    at = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device, at
+
+
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call:
+    """What is remembered of calls with such tensors, which are addressable."""
+    key = _key(q, k, v)
+    found = _CALLS.get(key)
+    if found is None:
+        found = _CALLS[key] = _Call(q, k, v)
+    return found
+
+
+def _ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call | None:
+    """The same of checked tensors; None where the kernels cannot read these in place, which is left to the operator."""
     if any(_addressable(x) is not x for x in (q, k, v)):
         return None
-    _READY[kinds] = True
-    return kinds
+    _READY[_key(q, k, v)] = call = _call(q, k, v)
+    return call
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -437,7 +460,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def _kinds(*tensors: torch.Tensor | None) -> tuple:
     """All that the launch of a kernel depends on besides what the tensors hold."""
     return tuple(
-        [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() % 16) for x in tensors]
+        [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
     )
 
 
@@ -490,10 +513,8 @@ def _check_rows(q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: 
         raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
 
 
-def _check_scale(scale: float | None) -> float:
+def _check_scale(scale: float) -> float:
     """The factor on the scores, as a float: Triton compiles a kernel of its own for an integer."""
-    if scale is None:
-        return HEAD_DIM_QK**-0.5
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, or None for 1/sqrt(128)")
     if not 1e-30 <= scale <= 1e6:

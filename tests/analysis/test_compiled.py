@@ -15,8 +15,8 @@ from attngen.devices import CLASSES
 from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.passes.pipeline import lower
-from attngen.spec import load_spec, parse_spec
-from tests.helpers import ROOT, target
+from attngen.spec import parse_spec
+from tests.helpers import target
 
 READING = Reading(shared_bytes=65536, registers=200, spilled_bytes=0, code_bytes=4096, triton="0", seconds=1.0)
 
@@ -194,16 +194,16 @@ def test_a_doctored_reading_is_told(kept):
 
 
 def test_verify_compiles_writes_and_checks(tmp_path, capsys):
-    spec, to = "specs/full_mha.yaml", ["--target", "sm90", "--jobs", "1", "--out", str(tmp_path)]
+    spec, to = "specs/butterfly_gqa.yaml", ["--target", "sm90", "--jobs", "1", "--out", str(tmp_path)]
     with pytest.raises(SystemExit):
         main(["verify", spec, *to])
-    assert "error: full_mha: on sm90 the kernel @fwd with " in capsys.readouterr().err
+    assert "error: butterfly_gqa: on sm90 the kernel @fwd with " in capsys.readouterr().err
     run("verify", spec, *to, "--write")
-    rows = len(chosen(lower(load_spec(ROOT / spec)), ["sm90"], False))
+    rows = len(chosen(target("butterfly_gqa"), ["sm90"], False))
     assert rows > 4 and f"{rows} kernels compiled for sm90" in capsys.readouterr().out  # measured ones for few rows too
     run("verify", spec, *to)
     run("build", spec, "--out", str(tmp_path), "--check")
-    report = json.loads((tmp_path / "full_mha" / "report.json").read_text())
+    report = json.loads((tmp_path / "butterfly_gqa" / "report.json").read_text())
     readings = [r["reading"] for k in report["kernels"].values() for r in k["schedules"] if r["device"] == "sm90" and r["max_rows"] is None]
     assert [sorted(r) for r in readings] == [
         ["code_bytes", "registers", "shared_bytes", "source", "spilled_bytes", "states", "target", "triton"]

@@ -44,7 +44,7 @@ from attngen.analysis.tiles import count_tiles, runs, tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.interface import DIRECTIONS, kernels_of
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from tests.analysis.walk import Walk
@@ -87,13 +87,14 @@ class Run:
 
     def check(self, seen: np.ndarray) -> None:
         for name, expected in naive(self.inputs, self.sizes["group"], self.sizes["scale"], seen).items():
-            np.testing.assert_allclose(self.tensors[name], expected, rtol=1e-9, atol=1e-9, err_msg=name)
+            found = self.tensors[name].sum(axis=2) if self.tensors[name].ndim > 4 else self.tensors[name]  # of what splits wrote
+            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
 def sizes_of(case, heads=(2, 2), width=8, width_v=8) -> dict[str, int]:
     n_q, n_kv, block_q, block_kv = case
     rows = {"Nq": n_q, "Nk": n_kv, "BLOCK_Q": block_q, "BLOCK_KV": block_kv, "B": 2, "D_QK": width, "D_V": width_v}
-    return {**rows, "Hq": heads[0], "Hkv": heads[1], "group": heads[0] // heads[1], "elem": 2}
+    return {**rows, "Hq": heads[0], "Hkv": heads[1], "group": heads[0] // heads[1], "splits": 2, "elem": 2}
 
 
 def value(e, numbers: dict[str, int]):
@@ -120,16 +121,32 @@ def test_emitted_kernels_move_what_is_counted(name):
     for case in [(32, 32, 16, 16), (40, 56, 16, 32)]:
         n_q, n_kv, block_q, block_kv = case
         numbers = sizes_of(case, heads, *((24, 16) if name == "mla_dims" else (16, 16)))
-        run = Run(module.kernels, numbers)
+        own_kernels = [kernel for direction in DIRECTIONS for kernel in kernels_of(module, direction)]
+        run = Run(own_kernels, numbers)
         q, k = np.mgrid[:n_q, :n_kv]
         run.check((k <= q + n_kv - n_q) | (name in UNMASKED))
-        for kernel in module.kernels:
+        for kernel in own_kernels:
             walk = run.walks[kernel.name]
             assert walk.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0, kernel.name
             own, loop = (n_q, n_kv) if kernel.own_axis == "q" else (n_kv, n_q)
             tiles = 2 * heads[0] * count_tiles(kernel, own, loop, block_q, block_kv) if tile_loops(kernel) else 0
             assert walk.moved_bytes == value(hbm_bytes(kernel).subs(TILES, tiles), numbers), kernel.name
             assert walk.flops == value(executed_flops(kernel).subs(TILES, tiles), numbers), kernel.name
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_rows_of_packed_heads_see_what_their_queries_see(queries):
+    """A tile of all heads of a group: row r is query r % queries, under the causal mask."""
+    group, n_kv = 4, 40
+    numbers = {**sizes_of((group * queries, n_kv, 16, 16), (2, 2), 16, 16), "queries": queries}
+    kernel = target("causal_gqa").kernel("packed")
+    run = Run([kernel], numbers)
+    q, k = np.mgrid[: group * queries, :n_kv]
+    expected = naive({**run.inputs, "dO": run.inputs["Q"]}, 1, 0.2, k <= q % queries + n_kv - queries)
+    np.testing.assert_allclose(run.tensors["O"], expected["O"], rtol=1e-9, atol=1e-9)
+    walk = run.walks["packed"]
+    assert walk.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0
+    assert walk.moved_bytes == value(hbm_bytes(kernel).subs(TILES, 2 * 2 * 3), numbers)  # three key tiles of each sequence and head
 
 
 def test_standard_attention_with_one_tile_moves_every_tensor_once_but_scores_twice():

@@ -14,7 +14,14 @@ from attngen.ir.expr import Expr
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Init, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Store, Type, Yield
 
-FUNCTIONS = {"floordiv": lambda a, b: a // b, "cdiv": lambda a, b: -(-a // b), "select": np.where, "exp2": np.exp2, "log2": np.log2}
+FUNCTIONS = {
+    "floordiv": lambda a, b: a // b,
+    "cdiv": lambda a, b: -(-a // b),
+    "mod": lambda a, b: a % b,
+    "select": np.where,
+    "exp2": np.exp2,
+    "log2": np.log2,
+}
 Values = dict[str, Any]
 
 

@@ -45,6 +45,24 @@ def host_us(call: Callable[[int], object], turns: int) -> float:
     return 10.0 + turns
 
 
+def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+
+
+capturing = False
+
+
+def captured(function: Callable[[], object]) -> Callable[[], object]:
+    global capturing
+    capturing = True
+    try:
+        function()
+    finally:
+        capturing = False
+    return function
+
+
 def device_times(calls: Mapping[str, Callable[[int], object]], rounds: int, say: Callable[[str], object]) -> dict[str, Times]:
     """The n-th call takes n milliseconds and a half."""
     found = {}
@@ -100,6 +118,19 @@ def _late(problem: Problem) -> Call:
     return Call(lambda x: Late.apply(right(x)))
 
 
+def _awkward(problem: Problem) -> Call:
+    """It can be neither compiled nor captured."""
+    right = REAL["naive"].prepare(problem).forward
+
+    def forward(x: Inputs) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        if capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return right(x)
+
+    return Call(forward)
+
+
 def _said(cell: object) -> str:
     return ""
 
@@ -111,6 +142,7 @@ PEERS = {
     "hangs": Peer("hangs", _said, _hangs, compiles=True),
     "dies": Peer("dies", _said, _dies),
     "late": Peer("late", _said, _late),
+    "awkward": Peer("awkward", _said, _awkward),
     "refuses": Peer("refuses", lambda cell: "not today", _fails),
     "math": REAL["math"],
 }

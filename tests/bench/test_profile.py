@@ -266,6 +266,13 @@ def test_the_plot_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
     assert rows(found)[0]["dram_ratio"] == 1
 
 
+def test_without_matplotlib_the_tables_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(AttngenError, match=r"^no plot: matplotlib is not installed; `pip install attngen\[plot\]` brings it$"):
+        write(Found("H200", "x", 8, 16, 16, (), ()), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"profile.csv", "profile.json"}
+
+
 @pytest.mark.parametrize(
     "options, reason",
     [

@@ -13,7 +13,20 @@ import pytest
 
 from attngen.bench import plots
 from attngen.bench.grids import cell, paper
-from attngen.bench.results import FIGURES, Line, Results, failures, moves, other_machine, rates, ratios, read_results, rows, sentence
+from attngen.bench.results import (
+    FIGURES,
+    Line,
+    Results,
+    failures,
+    host_rows,
+    moves,
+    other_machine,
+    rates,
+    ratios,
+    read_results,
+    rows,
+    sentence,
+)
 from attngen.bench.run import Setup
 from attngen.bench.work import select
 from attngen.cli import main
@@ -72,6 +85,16 @@ def test_csv() -> None:
     assert [x["peer"] for x in found] == ["ours", "flash", "naive", "ours", "flash"]
     assert float(found[0]["fwd_ms"]) == 1.0 and found[2]["fwd_ms"] == "" and found[2]["why"].startswith("first call")
     assert set(FIGURES) < set(found[0])
+
+
+def test_host_times_have_a_table_where_they_were_asked_for() -> None:
+    assert list(host_rows(RUN)) == []
+    figures = {"host_us": 30.0, "host_nograd_us": 20.04, "host_graph_us": 4.0}
+    asked = [replace(x, figures=figures) if x.why == "" else x for x in RUN.lines]
+    assert list(host_rows(replace(RUN, lines=asked)))[:2] == [
+        (str(CELLS[0]), "ours", "30.0", "20.0", "-", "-", "4.0"),
+        ("", "flash", "30.0", "20.0", "-", "-", "4.0"),
+    ]
 
 
 def test_rates_by_hand() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from attngen.bench.grids import Cell, cell
-from attngen.bench.results import FIGURES, Line, Results
+from attngen.bench.results import FIGURES, HOST, Line, Results
 from attngen.bench.run import Setup, progress, run
 from attngen.spec import make_spec
 from tests.helpers import ROOT
@@ -17,10 +18,10 @@ SETUP = Setup(rounds=3, jobs=2, limit_s=4.0, device="cpu", peers_from="tests.ben
 SPEC = make_spec({"name": "small", "heads": {"sharing": "gqa"}, "head_dim": 16, "dtype": "fp32", "mask": "causal"})
 
 
-def measured(cells: dict[Cell, tuple[str, ...]], folder: Path) -> tuple[Results, list[str]]:
+def measured(cells: dict[Cell, tuple[str, ...]], folder: Path, setup: Setup = SETUP) -> tuple[Results, list[str]]:
     results = Results({"matmul_tflops": 0.5, "copy_tb_s": 0.5})
     watched: list[str] = []
-    for lines in run(cells, SETUP, folder, results, watched.append):
+    for lines in run(cells, setup, folder, results, watched.append):
         assert "TFLOP/s" in progress(lines)
     return results, watched
 
@@ -54,7 +55,7 @@ def test_lines_come_in_order(results: Results) -> None:
 def test_a_peer_that_works_has_every_figure(results: Results) -> None:
     for n in (24, 32):
         ours = line(results, "ours", n)
-        assert set(ours.figures) == set(FIGURES) - {"differs"} and ours.why == ""
+        assert set(ours.figures) == set(FIGURES) - {"differs", *HOST[1:]} and ours.why == ""
         assert (ours.figures["fwd_ms"], ours.figures["allocated_mib"], ours.figures["reserved_mib"]) == (1.51, 3.0, 4.0)
         assert ours.figures["fwd_spread"] == pytest.approx(0.02 / 1.51, rel=0.05)
         pairs = 2 * 4 * n * (n + 1) / 2
@@ -90,6 +91,18 @@ def test_a_backward_that_runs_out_of_memory_leaves_the_forward(results: Results)
     late = line(results, "late")
     assert {"fwd_ms", "host_us", "first_s"} < set(late.figures) and "bwd_ms" not in late.figures and "allocated_mib" not in late.figures
     assert late.why == "memory: out of memory"
+
+
+def test_what_cannot_be_compiled_or_captured_loses_those_host_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    work = {cell("specs", SPEC, 24, 24, batch=2, heads=4): ("ours", "awkward")}
+    results, _ = measured(work, tmp_path, replace(SETUP, limit_s=60.0, host=True))
+    ours, awkward = results.lines
+    assert set(ours.figures) == set(FIGURES) - {"differs"} and ours.why == ""
+    assert set(awkward.figures) == set(FIGURES) - {"host_compiled_us", "host_compiled_nograd_us", "host_graph_us"}
+    compiled, without, graph = awkward.why.split("; ")
+    assert compiled.startswith("host time compiled: Unsupported: ") and without.startswith("host time compiled, without gradients: ")
+    assert graph == "host time in a CUDA graph: operation not permitted when stream is capturing"
 
 
 def test_what_a_peer_refuses_is_not_run(results: Results) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from attngen.errors import VerifyError
@@ -28,7 +30,14 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("alibi_mha", "score alibi", 'score """ + open("x")', "has a quote, a backslash or a brace"),
     ],
     "signature": [
-        ("causal_gqa", "grid(q in cdiv(Nq, BLOCK_Q) descending, h in Hq", "grid(h in Hq", "grid does not start with q or kv, and"),
+        (
+            "causal_gqa",
+            "grid(q in cdiv(Nq, BLOCK_Q) descending abreast(8), h in Hq",
+            "grid(h in Hq",
+            "grid does not start with q or kv, and",
+        ),
+        ("causal_gqa", "h in Hq, b in B", "h in Hq abreast(8), b in B", "abreast(8) of the grid axis h; expected 1 or more heads, on an"),
+        ("causal_gqa", "abreast(8)", "abreast(0)", "abreast(0) of the grid axis q; expected 1 or more heads, on an axis of tiles"),
         ("causal_gqa", "%V = arg in", "%V = arg inout", "nothing is stored to %V"),
         ("causal_gqa", "%V = arg in", "%V = arg out", "reads %V, which is no tensor of role `in`"),
         ("causal_fa1", "body(@tile) cls(all)", "body(@tile) cls(partial)", "grid does not start with q or kv, and no loop of class all"),
@@ -71,7 +80,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "cls(all)", "cls(full)", "class `full`; expected all, as it does not run over tiles"),
         ("causal_gqa", "    yield values(m=%soft.m, l=%l_next, acc=%acc_next)\n", "", "@step does not end with its one yield"),
         ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
-        ("causal_gqa", "ranges((group*split) // splits .. ", "ranges(0 .. ", "does not run over (group*split) // splits .. (group*split + group)"),
+        ("causal_gqa", "ranges((group*split) // splits .. ", "ranges(0 .. ", "does not run over (group*split) // splits .. (group*"),
         ("causal_fa1", "ranges(0 .. cdiv(Nk, BLOCK_KV))", "ranges(1 .. cdiv(Nk, BLOCK_KV))", "%keys does not run over all tiles of kv"),
         ("causal_gqa", "m=%soft.m, l=%l_next, acc=%acc_next", "m=%soft.m, l=%l_next", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],
@@ -424,6 +433,14 @@ def test_a_rule_is_broken_by_its_edit(rule, spec, old, new, reason):
     assert error.ir_text == print_module(parse_module(text))
 
 
+@cache
+def scattering() -> str:
+    """The target IR of a module that adds gradients of a table atomically."""
+    params = {"table": {"tensor": ["H", 40], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
+    score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
+    return print_module(lower(make_spec({"name": "free", "head_dim": 16, "score": score, "backward": {"deterministic": False}})))
+
+
 SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(bucket=%bucket) where("
 
 
@@ -440,9 +457,7 @@ SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(
     ],
 )
 def test_what_is_scattered_stays_inside(rule, old, new, reason):
-    params = {"table": {"tensor": ["H", 40], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
-    score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
-    text = print_module(lower(make_spec({"name": "free", "head_dim": 16, "score": score, "backward": {"deterministic": False}})))
+    text = scattering()
     assert print_module(verify(parse_module(text))) == text
     (line,) = (line for line in text.splitlines() if "scatter" in line)
     error = refused(text.replace(line, edit(line, (old, new)) if new else ""))

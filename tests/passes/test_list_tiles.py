@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.graph import Blocks
+from attngen.ir.graph import Blocks, Module
 from attngen.ir.interface import verify_interface
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import lists, verify
@@ -86,6 +87,12 @@ mask:
 )
 
 
+@cache
+def data() -> Module:
+    """The target module of DATA."""
+    return lower(DATA)
+
+
 @pytest.mark.parametrize(
     ("rule", "old", "new", "reason"),
     [
@@ -104,14 +111,14 @@ mask:
     ],
 )
 def test_lists_of_data_are_refused_where_they_do_not_hold(rule, old, new, reason):
-    text = print_module(lower(DATA))
+    text = print_module(data())
     with pytest.raises(VerifyError) as caught:
         verify(parse_module(edit(text, (old, new)), "edited.ir"))
     assert (caught.value.rule, reason in caught.value.reason) == (rule, True), caught.value.reason
 
 
 def test_the_kernel_that_lists_blocks_is_there_where_data_lists_them():
-    found = lower(DATA)
+    found = data()
     with pytest.raises(VerifyError, match="the kernels are fwd, delta, dkdv, dq; expected fwd, delta, dkdv, dq, blocks"):
         verify_interface(replace(found, kernels=found.kernels[:-1], schedules=found.schedules[:-1]))
 

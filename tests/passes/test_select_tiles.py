@@ -59,7 +59,8 @@ TO_END, TO_DIAGONAL = "cdiv(Nk, BLOCK_KV)", "cdiv(min(Nk, Nq, BLOCK_Q + q_start)
 def test_programs_with_the_most_tiles_start_first(where, ranges, descending):
     text = edit(PLACED, ("where(kv_idx < Nk)", f"where({where})"), (f"ranges(0 .. {TO_END})", f"ranges({ranges})"))
     added = changes(SelectTiles(), module(text, "scheduled"))
-    assert ("+ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q) descending)" in added) == descending
+    assert ("+ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q) descending abreast(8))" in added) == descending
+    assert any("abreast(8)" in line for line in added) == (ranges != f"0 .. {TO_END}")  # where tiles differ, heads take turns
 
 
 @pytest.mark.parametrize("name", ["causal_mqa", "window_gqa", "causal_fp32"])
@@ -75,6 +76,27 @@ def test_the_choice_is_the_cheapest_of_those_that_fit(name):
             ]
             price = {r: cost(before, before.kernel(kernel), r) for r in tried if not misfit(before, before.kernel(kernel), r)}
             assert price[row] == min(price.values()) < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [
+        ("causal_gqa", (128, 128, 8, 3)),
+        ("window_gqa", (64, 64, 4, 3)),
+        ("document_gqa", (64, 64, 4, 3)),
+        ("streaming_gqa", (64, 64, 4, 3)),
+    ],
+)
+def test_forwards_of_few_or_masked_tiles_take_smaller_ones(name, tiles):
+    """As measured on an H200 (docs/perf-log.md, section 12) of tiles that threads copy, which only few rows are for."""
+    made = dict(stages(spec(name), {}))["pipeline-loads"]  # without measured schedules
+    row = next(r for r in made.rows("fwd") if (r.device, r.max_rows) == ("sm90", 512))
+    assert (row.block_q, row.block_kv, row.num_warps, row.num_stages, row.tma) == (*tiles, False)
+
+
+# Of schedules that the spec gives: device class, largest number of rows, whether tiles are copied by descriptors.
+GIVEN = [("sm80", None, False), ("sm90", 512, False), ("sm90", None, True), ("sm100", 512, False), ("sm100", None, True)]
+GIVEN += [("gfx942", None, False), ("any", None, False)]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +133,7 @@ def test_overrides_are_taken_for_every_kernel_and_device():
     made = lower(parse_spec("name: small\nhead_dim: 64\nschedule: {block_q: 32, block_kv: 16, stages: 2, warps: 2}\n"))
     for kernel in ("fwd", "dkdv", "dq"):
         rows = made.rows(kernel)
-        assert list(dict.fromkeys(r.device for r in rows)) == list(CLASSES)
+        assert [(r.device, r.max_rows, r.tma) for r in rows] == GIVEN
         assert {(r.block_q, r.block_kv, r.num_warps, r.num_stages) for r in rows} == {(32, 16, 2, 2)}
 
 
@@ -126,7 +148,7 @@ def test_what_is_seen_to_spill_is_left_out_for_all_masks_or_one(monkeypatch):
     kernel, rows = made.kernel("fwd"), lowered("full_mha")["pipeline-loads"].rows("fwd")
     row = [r for r in rows if r.device == "sm90"][-1]
     key = schedule_key(made, kernel, row)
-    assert key.startswith("sm90 fwd 64/64 bytes=2 ") and key.endswith(" TMA") and cost(made, kernel, row) < float("inf")
+    assert key == "sm90 fwd 64/64 bytes=2 64x128x4x2 TMA" and cost(made, kernel, row) < float("inf")
     for line, left_out in ((key, True), (f"{key} mask=none", True), (f"{key} mask=causal", False)):
         monkeypatch.setattr(model, "_listed", lambda line=line: frozenset([line]))
         assert (cost(made, kernel, row) == float("inf")) == left_out
@@ -171,7 +193,7 @@ def test_where_no_device_has_a_tile_the_spec_is_to_blame(monkeypatch):
 
 def test_an_override_that_fits_some_devices_is_taken_there():
     made = lower(parse_spec("name: wide\nhead_dim: 128\nschedule: {block_q: 128, block_kv: 128}\n"))
-    assert list(dict.fromkeys(r.device for r in made.rows("dkdv"))) == ["sm80", "sm90", "sm100", "gfx942"]
+    assert [(r.device, r.max_rows, r.tma) for r in made.rows("dkdv")] == GIVEN[:-1]
     ((device, reason),) = ((u.device, u.reason) for u in made.unfit("dkdv"))
     assert device == "any" and reason.startswith("on any the kernel @dkdv needs ")
     assert reason.endswith("and has 101,376; a smaller block_q or block_kv needs less")

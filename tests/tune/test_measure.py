@@ -55,7 +55,7 @@ class Clock:
 def test_each_kernel_is_measured_under_each_schedule(small, device):
     folder, specs, made = small
     bench = Bench(folder, specs, device, Clock())
-    for (kernel, dtype), found in made.searches.items():
+    for (kernel, dtype, _), found in made.searches.items():
         kernels = bench._module("small").kernels
         before = [(getattr(kernels, name), table) for name, table in kernels.SCHEDULES.items()]
         rows = [replace(found.kept[0], block_q=q, block_kv=16, tma=tma) for q, tma in ((16, False), (32, True))]
@@ -70,7 +70,7 @@ def test_the_schedule_is_the_one_that_is_launched(small, device, monkeypatch):
     folder, specs, made = small
     bench, seen = Bench(folder, specs, device, Clock()), []
     monkeypatch.setattr(measure.Launch, "__getitem__", spying(measure.Launch.__getitem__, seen))
-    chosen = made.searches["dq", "bf16"].kept[0]
+    chosen = made.searches["dq", "bf16", False].kept[0]
     rows = [replace(chosen, block_q=q, block_kv=16, num_stages=3, tma=tma) for q, tma in ((16, False), (32, True))]
     bench.measure(Cell("small", "dq", 32, "bf16"), rows, 1)
     names = ("BLOCK_Q", "num_stages", "TMA")
@@ -88,7 +88,7 @@ def spying(getitem, seen):
 
 def test_what_differs_from_the_models_choice_or_spills_is_out(small, device, monkeypatch):
     folder, specs, made = small
-    bench, cell, row = Bench(folder, specs, device, Clock()), Cell("small", "fwd", 32, "bf16"), made.searches["fwd", "bf16"].kept[0]
+    bench, cell, row = Bench(folder, specs, device, Clock()), Cell("small", "fwd", 32, "bf16"), made.searches["fwd", "bf16", False].kept[0]
     bench.measure(cell, [row], 1)
     problem = bench.problem[1]
     problem.right["fwd"] = (problem.right["fwd"][0] * 1.5,)
@@ -153,7 +153,7 @@ for rows, batch in ((128, 1), (256, 2)):
 def test_what_is_compiled_ahead_is_what_any_number_of_rows_launches(small, tmp_path):
     """Compiled for real, in a process that does not interpret: the wanted kernel alone, and the same for other sizes."""
     folder, specs, made = small
-    row = json.dumps(asdict(made.searches["delta", "bf16"].kept[1]))
+    row = json.dumps(asdict(made.searches["delta", "bf16", False].kept[1]))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", AHEAD, str(folder), str(specs["small"]), row]

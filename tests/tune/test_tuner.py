@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from math import prod
@@ -15,7 +16,7 @@ from attngen.analysis.sram import misfit
 from attngen.errors import AttngenError
 from attngen.tune import run, summary, tuner
 from attngen.tune.candidates import AXES, DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, search
-from attngen.tune.classes import RANGES
+from attngen.tune.classes import RANGES, SHORT_ROWS
 from attngen.tune.table import Table, schedule_of, shown
 from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman
 from attngen.tune.workers import Lost
@@ -62,11 +63,11 @@ class Gpu:
 
 
 def kept(kernel: str = "fwd") -> list[str]:
-    return [tile(row) for row in planned().searches[kernel, "bf16"].kept]
+    return [tile(row) for row in planned().searches[kernel, "bf16", False].kept]
 
 
 def rows(kernel: str = "fwd"):
-    return planned().searches[kernel, "bf16"].kept
+    return planned().searches[kernel, "bf16", False].kept
 
 
 # ---------------------------------------------------------------------------------------------- candidates
@@ -75,17 +76,19 @@ def rows(kernel: str = "fwd"):
 @pytest.mark.parametrize("name", ["causal_mha", "causal_fp32", "butterfly_gqa", "causal_d256"])
 def test_every_schedule_of_the_grid_is_kept_or_rejected_for_one_reason(name):
     p = planned(name)
-    for (kernel, dtype), found in p.searches.items():
+    for (kernel, dtype, few), found in p.searches.items():
         assert len(set(found.grid)) == len(found.grid) == len(found.kept) + sum(found.rejected.values())
-        chosen = [r for r in p.module.rows(kernel) if (r.device, r.elem_bytes) == ("sm90", 4 if dtype == "fp32" else 2)][-1]
-        assert found.kept[0] == chosen and len(found.kept) <= MOST
+        mine = [r for r in p.module.rows(kernel) if (r.device, r.elem_bytes) == ("sm90", 4 if dtype == "fp32" else 2)]
+        chosen = next(r for r in mine if r.max_rows is None or (few and r.max_rows >= SHORT_ROWS))
+        assert found.kept[0] == replace(chosen, max_rows=SHORT_ROWS if few else None) and len(found.kept) <= MOST
+        assert not (few and any(row.tma for row in found.grid))  # descriptors cost the host more than they save so few rows
         most = p.module.blocks.size if p.module.blocks else 128
         assert all(max(r.block_q, r.block_kv) <= most for r in found.grid) or kernel == "delta"
 
 
 def test_what_is_kept_runs_and_is_modelled_to_be_near_the_best():
     p = planned()
-    for (kernel, _), found in p.searches.items():
+    for (kernel, *_), found in p.searches.items():
         prices = [cost(p.placed, p.placed.kernel(kernel), row) for row in found.kept]
         if kernel != "delta":
             assert prices == sorted(prices) and prices[-1] <= SLOWER * prices[0]
@@ -94,7 +97,7 @@ def test_what_is_kept_runs_and_is_modelled_to_be_near_the_best():
 
 def test_reasons_are_those_of_the_model(monkeypatch):
     p = planned()
-    found, kernel = p.searches["dq", "bf16"], p.placed.kernel("dq")
+    found, kernel = p.searches["dq", "bf16", False], p.placed.kernel("dq")
     assert set(found.rejected) >= {MISFIT, REGISTERS, STREAMS, DEEP}
     assert found.rejected[MISFIT] == sum(misfit(p.placed, kernel, row) is not None for row in found.grid)
     assert len(found.grid) == 256 == prod(map(len, AXES.values()))
@@ -198,7 +201,7 @@ def test_pruned_search_beside_the_whole_grid(monkeypatch):
     best = "128x64x4x4"
     assert best not in kept()
     gpu = Gpu({best: 0.4, kept()[2]: 0.5})
-    p, pruned = planned(), planned().searches["fwd", "bf16"]
+    p, pruned = planned(), planned().searches["fwd", "bf16", False]
     kernel = p.placed.kernel("fwd")
     can = sum(not misfit(p.placed, kernel, row) and not spills(p.placed, kernel, row) for row in pruned.grid)
     clock = count()  # looked at before each schedule and at the end: each takes a second
@@ -230,7 +233,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     assert list(second.outcomes) == [c for c, _ in planned().cells()][:3] and second.by == BY
     assert [o.cell for _, o in run.tune(plans, gpu, second, float("inf"))] == [c for c, _ in planned().cells()][3:]
     table = run.tabled(Table("H200"), plans, run.read_results(path, "H200", plans))
-    assert len(table.entries) == 12 and table.gpu == "a GPU"
+    assert len(table.entries) == 16 and table.gpu == "a GPU"
     assert table.entries[planned().key(CELL)].schedule == schedule_of(rows()[1])
     assert sum(e.schedule != e.model for e in table.entries.values()) == 1
 
