@@ -339,19 +339,21 @@ def test_a_model_that_does_not_fit_is_one_sentence(project: Path, attngen: Cli, 
 
 def test_a_dry_run_of_tune_shows_candidates_and_reasons(project: Path, attngen: Cli) -> None:
     lines = attngen("tune", "specs/good.yaml", "--dry-run", "--device", "a100").splitlines()
-    found = [re.fullmatch(r"good @(\w+) bf16: (\d+) of (\d+): \d+x\d+x\d+x\d(, \d+x\d+x\d+x\d)*", line) for line in lines if line[0] != " "]
-    assert [m and m[1] for m in found] == ["fwd", "delta", "dkdv", "dq"]
-    for i, line in enumerate(lines):
-        if "@dq" in line:
-            counts = [int(text.split()[0]) for text in lines[i + 1 :]]
-            assert int(found[3][2]) + sum(counts) == int(found[3][3]) == 128 and counts == sorted(counts, reverse=True)
+    heading = r"good @(\w+) bf16( up to 512 rows)?: (\d+) of (\d+): \d+x\d+x\d+x\d(, \d+x\d+x\d+x\d)*"
+    found = {i: re.fullmatch(heading, line) for i, line in enumerate(lines) if line[0] != " "}
+    few = " up to 512 rows"
+    assert [m and m.group(1, 2) for m in found.values()] == [(k, rows) for k in ("fwd", "delta", "dkdv", "dq") for rows in (few, None)]
+    for (i, m), end in zip(found.items(), [*found, len(lines)][1:]):
+        counts = [int(line.split()[0]) for line in lines[i + 1 : end]]
+        assert int(m[3]) + sum(counts) == int(m[4]) == (8 if m[1] == "delta" else 128) and counts == sorted(counts, reverse=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tune_without_a_gpu_says_what_it_needs(project: Path, attngen: Cli) -> None:
     assert "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`" in attngen("tune", "--all", code=1)
     assert "--device H2000 is not a device; did you mean `H200`?" in attngen("tune", "--all", "--device", "H2000", code=1)
-    assert "--whole-grid 5 is not a size that is measured; expected one of 1024" in attngen("tune", "--all", "--whole-grid", "5", code=1)
+    sizes = "--whole-grid 5 is not a size that is measured; expected one of 512, 1024, 4096, 16384"
+    assert sizes in attngen("tune", "--all", "--whole-grid", "5", code=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -367,7 +369,7 @@ def test_tune_makes_the_table_of_results_without_a_gpu(project: Path, attngen: C
     tried = [Tried(row, 1.0 + i, ms) for i, (row, ms) in enumerate(zip(found.kept, (0.5, 0.25, 1.0)))]
     results.keep(Outcome(cell, tuple(tried), 0, 1.0), {"gpu": "NVIDIA H200", "torch": "2", "triton": "3"})
     lines = attngen("tune", "specs/good.yaml", "--results", "r.jsonl", "--table", "t.json").splitlines()
-    assert lines[1].split()[:4] == ["good", "fwd", "1024", "3"] and lines[1].split()[-2:] == ["100.0%", "0.50"]
+    assert lines[1].split()[:4] == ["good", "fwd", "512", "3"] and lines[1].split()[-2:] == ["100.0%", "0.50"]
     assert lines[2:4] == [
         "@fwd: rank correlation of modelled costs and times 0.50 (median of 1, 0.50 to 0.50)",
         "faster than the model's choice in 1 of 1, by 100.0% (median), 100.0% at most",

@@ -91,7 +91,7 @@ def dram_bytes(kernel: Kernel) -> Traffic:
     Programs run in the order of the grid. What a program keeps for its own tile is moved once. What it streams, tile by tile:
 
     - is moved once, if the cache has room for the heads in flight: for each, all that its programs stream;
-    - else once for all the programs of a head that run at one time, which are at the same tile;
+    - else once for all the programs of a head that run at one time, fewer where heads run abreast, which are at the same tile;
     - else, by a program that walks over its tiles, once for each of them, and what it rewrites is written as often.
     """
     owned, tiles = _heads(kernel) * own_tiles(kernel), own_tiles(kernel)
@@ -110,10 +110,10 @@ def dram_bytes(kernel: Kernel) -> Traffic:
     if not once:
         return Traffic(kept[0], kept[1])
     every = [sympy.Min(streamed[i], sympy.Add(*(pair[i] for pair in once.values()))) for i in (0, 1)]
-    abreast = kernel.grid[0].abreast
+    abreast = sympy.Min(kernel.grid[0].abreast, _heads(kernel)) if kernel.grid[0].abreast > 1 else sympy.Integer(1)
     heads = sympy.Min(_heads(kernel), IN_FLIGHT if kernel.walks else sympy.Max(abreast, IN_FLIGHT / tiles))
     fits = sympy.Add(*(sympy.Max(*pair) for pair in once.values())) * heads / _heads(kernel) <= CACHE
-    together = sympy.Integer(1) if kernel.walks else sympy.Min(IN_FLIGHT / abreast, tiles)
+    together = sympy.Integer(1) if kernel.walks else sympy.Max(1, sympy.Min(IN_FLIGHT / abreast, tiles))
     again = sympy.Max(every[0], streamed[0] / together), streamed[1]
     return Traffic(*(kept[i] + select(fits, every[i], again[i]) for i in (0, 1)))
 

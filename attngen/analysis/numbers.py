@@ -61,7 +61,7 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
         numbers = textbook_values(module, problem, tile := flash1_tile(module, cls))
         flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in DIRECTIONS)
         yield Moved("FlashAttention-1", cls, (tile,), *flash1)
-        rows = [row_of(module, kernel, cls, problem.n_q) for kernel in module.kernels if kernel.loops]
+        rows = [row_of(module, kernel, cls, problem.n_q) for d in DIRECTIONS for kernel in kernels_of(module, d) if kernel.loops]
         tiles = tuple((row.block_q, row.block_kv) for row in rows if row)
         if len(tiles) < len(rows):  # no tile fits
             continue

@@ -242,8 +242,9 @@ def test_without_room_it_is_moved_once_for_the_programs_of_a_head_at_one_time():
     for in_flight, waves in ((4, 4), (8, 2), (16, 1), (64, 1)):
         assert moved("full_mha", "fwd", 1000, in_flight) == (tensor + waves * 2 * tensor, tensor + rows)
     assert moved("causal_gqa", "fwd", 1000, 4, kv_heads=2)[0] == 2 * tensor + 8 * (16 * 17 / 2) * 2 * 64 * 128 * 2  # half the tiles
-    eight_abreast = 2 * tensor + 8 * (16 * 17 / 2) / 4 * 2 * 64 * 128 * 2
-    assert moved("causal_gqa", "fwd", 1000, 32, kv_heads=2)[0] == eight_abreast
+    for heads in (4, 2):  # all of both sequences are abreast, 8 or 4, each with 4 programs
+        tensors, tiles = heads * 1024 * 128 * 2, 2 * heads * (16 * 17 / 2)
+        assert moved("causal_gqa", "fwd", 1000, 8 * heads, heads=heads, kv_heads=2)[0] == 2 * tensors + tiles / 4 * 2 * 64 * 128 * 2
 
 
 def test_programs_that_walk_move_what_they_rewrite_for_every_tile_of_theirs_or_once():

@@ -18,14 +18,14 @@ from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from attngen.passes.pipeline import lower
 from attngen.passes.pipeline_loads import PipelineLoads
-from attngen.passes.select_tiles import SHORT_ROWS, SelectTiles
+from attngen.passes.select_tiles import MODELLED, SelectTiles
 from attngen.spec import parse_spec
-from attngen.tune.classes import RANGES, Key, key, mask_class
+from attngen.tune.classes import RANGES, SHORT_ROWS, Key, key, mask_class
 from attngen.tune.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from tests.helpers import ROOT, SPECS, lowered, target
 
 SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2, "tma": False}
-MIXED = ("block_sparse_mha", "causal_fp32", "document_gqa", "mla_dims", "relative_bias_mha")  # of all kinds
+MIXED = ("block_sparse_mha", "causal_fp32", "causal_gqa", "document_gqa", "mla_dims", "relative_bias_mha")  # of all kinds
 FWD = Key("fwd", "128/128", "16-bit", "mha", "causal", 2048)
 
 
@@ -54,36 +54,43 @@ def rows(module, kernel="fwd", device="sm90"):
 
 
 CLASSES_OF = {
-    "alibi_mha": "causal+score causal+score causal+score",
-    "block_sparse_mha": "full+blocks full+blocks full+blocks",
-    "butterfly_gqa": "causal+blocks causal+blocks causal+blocks",
-    "causal_dropout_mqa": "causal+dropout causal+dropout causal+dropout",
-    "causal_fa1": "rewritten rewritten rewritten",
-    "causal_padding_dropout_mha": "causal+rows+dropout causal+rows+dropout causal+rows+dropout",
-    "chunked_gqa": "causal causal causal",
-    "cross_mha": "full full full",
-    "dense_bias_dropout_mha": "full+pairs+score+dropout full+pairs+score+dropout full+pairs+score+dropout",
-    "dilated_mha": "masked masked masked",
-    "document_gqa": "causal+rows short+rows short+rows",
-    "full_mha": "full full full",
-    "local_global_dropout_mha": "full+blocks+dropout full+blocks+dropout full+blocks+dropout",
-    "packed_document_gqa": "full+rows short+rows short+rows",
-    "padding_mha": "full+rows full+rows full+rows",
-    "prefix_lm_gqa": "full full full",  # as if the prefix were all
-    "relative_bias_mha": "full+pairs+score full+pairs+score full+pairs+score",
-    "sinks_window_gqa": "masked+score masked+score masked+score",
-    "softcap_window_gqa": "causal+score causal+score causal+score",
-    "streaming_gqa": "causal short short",
-    "temperature_mha": "causal+score causal+score causal+score",
-    "window_gqa": "causal short short",
+    "alibi_mha": "causal+score causal+score causal+score causal+score",
+    "block_sparse_mha": "full+blocks full+blocks full+blocks full+blocks",
+    "butterfly_gqa": "causal+blocks causal+blocks causal+blocks causal+blocks",
+    "causal_dropout_mqa": "causal+dropout causal+dropout causal+dropout causal+dropout",
+    "causal_fa1": "rewritten rewritten rewritten rewritten",
+    "causal_padding_dropout_mha": "causal+rows+dropout causal+rows+dropout causal+rows+dropout causal+rows+dropout",
+    "chunked_gqa": "causal causal causal causal",
+    "cross_mha": "full full full full",
+    "dense_bias_dropout_mha": "full+pairs+score+dropout full+pairs+score+dropout full+pairs+score+dropout full+pairs+score+dropout",
+    "dilated_mha": "masked masked masked masked",
+    "document_gqa": "causal+rows causal+rows short+rows short+rows",
+    "full_mha": "full full full full",
+    "local_global_dropout_mha": "full+blocks+dropout full+blocks+dropout full+blocks+dropout full+blocks+dropout",
+    "packed_document_gqa": "full+rows full+rows short+rows short+rows",
+    "padding_mha": "full+rows full+rows full+rows full+rows",
+    "prefix_lm_gqa": "full full full full",  # as if the prefix were all
+    "relative_bias_mha": "full+pairs+score full+pairs+score full+pairs+score full+pairs+score",
+    "sinks_window_gqa": "masked+score masked+score masked+score masked+score",
+    "softcap_window_gqa": "causal+score causal+score causal+score causal+score",
+    "streaming_gqa": "causal causal short short",
+    "temperature_mha": "causal+score causal+score causal+score causal+score",
+    "window_gqa": "causal causal short short",
 }  # of the other specs: causal, whatever the range
+PACKED_OF = {
+    "chunked_gqa": "full full full causal",
+    "softcap_window_gqa": "full+score full+score full+score causal+score",
+    "streaming_gqa": "full full short short",
+    "window_gqa": "full full short short",
+}  # of the heads of few queries, packed; of the other specs: full, as no diagonal cuts their tiles
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_classes_of_masks_by_range(name):
     module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text())
     for kernel in (k for k in module.kernels if k.loops):
-        assert [mask_class(module, kernel, n) for _, n in RANGES] == CLASSES_OF.get(name, "causal causal causal").split()
+        classes, other = (PACKED_OF, "full") if kernel.name == "packed" else (CLASSES_OF, "causal")
+        assert [mask_class(module, kernel, n) for _, n in RANGES] == classes.get(name, " ".join([other] * 4)).split(), kernel.name
     assert {mask_class(module, module.kernel("delta"), n) for _, n in RANGES} == {"none"}
 
 
@@ -103,7 +110,7 @@ def test_select_tiles_and_tuning_see_the_same_keys(name):
         for limit, _ in RANGES:
             found = key(early, kernel, 2, limit)
             assert found == key(late, late.kernel(kernel.name), 2, limit)
-            assert found.max_rows == limit and found.kernel == kernel.name
+            assert found.max_rows == limit and found.kernel == ("fwd" if kernel.name == "packed" else kernel.name)
 
 
 def test_what_shares_a_key():
@@ -126,9 +133,18 @@ def test_what_shares_a_key():
 def test_measured_rows_come_before_the_models_in_their_range():
     before, made = modelled("causal_mha"), scheduled("causal_mha", table(FWD))
     *short, any_ = rows(before)
-    assert [limit for limit, _, _ in short] == list(SHORT_ROWS) and any_[1].endswith(" TMA")
+    assert [limit for limit, _, _ in short] == list(MODELLED) and any_[1].endswith(" TMA")
     assert rows(made) == [*short, (2048, "64x32x4x2", True), any_]
     assert rows(made, "dq") == rows(before, "dq") and rows(made, device="sm80") == rows(before, device="sm80")
+
+
+def test_an_entry_for_few_rows_takes_the_place_of_the_models():
+    """And is what the packed heads of fewer queries run with, however many rows these are."""
+    packed = FWD._replace(heads="grouped", mask="full", max_rows=SHORT_ROWS)
+    before, made = modelled("causal_gqa"), scheduled("causal_gqa", table(packed, packed._replace(mask="causal")))
+    least, (limit, _, _), any_ = rows(before)
+    assert rows(made) == [least, (limit, "64x32x4x2", True), any_] and limit == SHORT_ROWS
+    assert rows(made, "packed") == [rows(before, "packed")[0], (None, "64x32x4x2", True)]
 
 
 def test_an_entry_for_any_number_of_rows_leaves_out_superfluous_ones():

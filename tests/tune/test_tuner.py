@@ -62,12 +62,12 @@ class Gpu:
         return 1.0
 
 
-def kept(kernel: str = "fwd") -> list[str]:
-    return [tile(row) for row in planned().searches[kernel, "bf16", False].kept]
+def rows(kernel: str = "fwd", few: bool = False):
+    return planned().searches[kernel, "bf16", few].kept
 
 
-def rows(kernel: str = "fwd"):
-    return planned().searches[kernel, "bf16", False].kept
+def kept(kernel: str = "fwd", few: bool = False) -> list[str]:
+    return [tile(row) for row in rows(kernel, few)]
 
 
 # ---------------------------------------------------------------------------------------------- candidates
@@ -109,8 +109,10 @@ def test_reasons_are_those_of_the_model(monkeypatch):
 
 def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
     cells = [cell for cell, _ in planned().cells()]
-    assert cells[0] == CELL and [c.rows for c in cells] == [n for _, n in RANGES for _ in range(4)]
+    assert cells[4] == CELL and [c.rows for c in cells] == [n for _, n in RANGES for _ in range(4)]
     assert [c.kernel for c in cells[:4]] == ["fwd", "delta", "dkdv", "dq"]
+    assert all((found is planned().searches[c.kernel, "bf16", True]) == (c.rows == SHORT_ROWS) for c, found in planned().cells())
+    assert [c.kernel for c, _ in planned("causal_gqa").cells()] == [c.kernel for c in cells]  # `packed` takes what `fwd` has
     assert {c.dtype for c, _ in planned("causal_fp32").cells()} == {"fp32"}
 
 
@@ -224,7 +226,7 @@ def test_an_outcome_comes_back_from_json():
 
 def test_a_run_goes_on_where_another_ended(tmp_path):
     path, plans = tmp_path / "results.jsonl", [planned()]
-    first, gpu = run.read_results(path, "H200", plans), Gpu({kept()[1]: 0.5})
+    first, gpu = run.read_results(path, "H200", plans), Gpu({kept(few=True)[1]: 0.5})
     for _, found in run.tune(plans, gpu, first, float("inf")):
         if found.cell.kernel == "dkdv":
             break  # it was ended here
@@ -234,7 +236,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     assert [o.cell for _, o in run.tune(plans, gpu, second, float("inf"))] == [c for c, _ in planned().cells()][3:]
     table = run.tabled(Table("H200"), plans, run.read_results(path, "H200", plans))
     assert len(table.entries) == 16 and table.gpu == "a GPU"
-    assert table.entries[planned().key(CELL)].schedule == schedule_of(rows()[1])
+    assert table.entries[planned().key(CELL._replace(rows=SHORT_ROWS))].schedule == schedule_of(rows(few=True)[1])
     assert sum(e.schedule != e.model for e in table.entries.values()) == 1
 
 
@@ -258,6 +260,6 @@ def test_the_first_of_what_shares_a_key_counts_and_other_entries_stay():
             results.keep(Outcome(cell, tuple(Tried(row, 1.0, ms) for row in found.kept[:1]), 0, 0.0), BY)
     once = run.tabled(Table("H200"), [planned()], results)
     both = run.tabled(once, [planned("causal_padding_gqa")], results)
-    assert len(once.entries) == 12 and len(both.entries) == 24
+    assert len(once.entries) == 16 and len(both.entries) == 32
     assert {e.ms for k, e in both.entries.items() if k.heads == "mha"} == {2.0}
     assert "nothing faster" in "\n".join(summary.totals(run.known([planned()], results)))
