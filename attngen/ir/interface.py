@@ -211,8 +211,9 @@ def _reasons(module: Module) -> Iterator[str]:
         yield f"the kernels are {', '.join(have) or 'none'}; expected {expected}, and a schedule for each"
     given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
+    own = WRAPPER | {x.parts.lower() for x in module.learned}  # in which it has the parts of a gradient
     for name in names:
-        if names.count(name) > 1 or name in WRAPPER or hasattr(builtins, name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        if names.count(name) > 1 or name in own or hasattr(builtins, name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             yield f"`{name}` is declared twice, is a name of the wrapper's own, or is not in small letters"
     for name, type_ in given.items():
         if type_.dtype not in ("b1", "i32", "f32", "T") or not all(d in INPUT_DIMS or d.isdigit() for d in type_.dims):
