@@ -653,8 +653,8 @@ def tune(
 ) -> None:
     """Measure the schedules that the model left, and keep the fastest.
 
-    What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 1k,
-    4k and 16k queries and keys. The fastest go into a table, from which `attngen build` takes them for every kernel of their
+    What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 512,
+    1k, 4k and 16k queries and keys. The fastest go into a table, from which `attngen build` takes them for every kernel of their
     class; where none is faster than the model's choice by more than times spread, that stays.
 
     \b

@@ -18,7 +18,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from attngen.analysis.sram import (
-    BARRIERS,
     SCORES,
     TMA_BARRIERS,
     misfit,
@@ -154,7 +153,7 @@ def occupancy(module: Module, kernel: Kernel, row: Row) -> int:
     device = CLASSES[row.device]
     threads = row.num_warps * device.threads_per_warp
     registers = min(device.registers_per_thread, registers_per_thread(module, kernel, row) + fitted(row).other_registers)
-    spare = BARRIERS + TMA_BARRIERS if row.tma else 0  # predicted, and with few exceptions found beside the statistics
+    spare = TMA_BARRIERS if row.tma else 0  # predicted, and with few exceptions found beside the statistics
     by_sram = device.smem_per_sm // max(1, sram_bytes(module, kernel, row) - spare + device.smem_reserved)
     return max(1, min(by_sram, device.registers_per_sm // (registers * threads)))
 

@@ -87,7 +87,7 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
 def splits(problem: Problem, device: Device) -> int:
     """Among how many programs wrappers split the query heads of a group on a device, of kernels that own keys."""
     group, keys = problem.q_heads // problem.kv_heads, problem.batch * problem.kv_heads * problem.n_kv
-    most = max(1, group * keys // (SPLIT_KEYS * device.sms))
+    most = min(group, max(1, group * keys // (SPLIT_KEYS * device.sms)))
     return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
 
 

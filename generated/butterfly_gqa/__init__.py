@@ -338,7 +338,7 @@ def _backward(
 def _splits(q: torch.Tensor, k: torch.Tensor) -> int:
     """Among how many programs the query heads of a group are split for dK and dV: more than one where keys are few."""
     group, keys = max(1, q.shape[1] // k.shape[1]), k.shape[0] * k.shape[1] * k.shape[2]
-    most = max(1, group * keys // (SPLIT_KEYS * kernels.processors(k.device)))  # heads of a program, as many of each
+    most = min(group, max(1, group * keys // (SPLIT_KEYS * kernels.processors(k.device))))  # heads of a program, as many of each
     return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
 
 

@@ -28,7 +28,7 @@ BROKEN = [
     ("padding_mha", "input key_padding : b1[B, Nk]", "input key_padding : i32[B, Nk]", "%KEY_PADDING is `arg in : b1[B, Nk]`; expected"),
     ("padding_mha", "input key_padding : b1", "input key_padding : i64", "expected b1, i32, f32 or T of B, Hq, Hkv, Nq, Nk, *, numbers"),
     ("padding_mha", "  input key", "  input scale : f32[B] why\n  input key", "`scale` is declared twice, is a name of the wrapper"),
-    ("temperature_mha", "input temperature :", "input dtemperature : f32[Hq] why\n  input temperature :", "`dtemperature` is declared twice, is"),
+    ("temperature_mha", "input temperature :", "input dtemperature : f32[Hq] why\n  input temperature :", "`dtemperature` is declared"),
     ("temperature_mha", "learn temperature[h]", "learn temperature[far + distance]", "has `far`; expected Nk, Nq, b, distance"),
     ("causal_gqa", "  dropout no\n", "  dropout no\n  input unused : b1[B] why\n", "`input unused` is read by no kernel"),
 ]  # fmt: skip
