@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,18 @@ def render(module: Module) -> dict[str, str]:
 
     verify_interface(module)
     views = {kernel.name: KernelContext(module, kernel).view() for kernel in module.kernels}
+    env, launches = _environment(), {kernel.name: _launch(kernel, views[kernel.name]) for kernel in module.kernels}
+    return {
+        "__init__.py": env.get_template("triton/module.py.jinja").render(_module_context(module), launches=launches),
+        "kernels.py": env.get_template("triton/kernels.py.jinja").render(_kernels_context(module, views)),
+        "schedule.ir": print_module(module),
+        "report.json": json.dumps(report(module), indent=2) + "\n",
+    }
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """The templates, compiled once."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,
@@ -83,15 +96,8 @@ def render(module: Module) -> dict[str, str]:
     env.globals["assign"] = _assign
     env.globals["fold"] = lambda text: _broken(text, LONGEST)
     env.globals["unpack"] = _unpack
-    env.globals["launch"] = lambda name: _launch(module.kernel(name), views[name])
-    env.globals["key_kernels"] = [kernel.name for kernel in module.kernels if kernel.own_axis == "kv"]
     env.filters["fill"] = _fill
-    return {
-        "__init__.py": env.get_template("triton/module.py.jinja").render(_module_context(module)),
-        "kernels.py": env.get_template("triton/kernels.py.jinja").render(_kernels_context(module, views)),
-        "schedule.ir": print_module(module),
-        "report.json": json.dumps(report(module), indent=2) + "\n",
-    }
+    return env
 
 
 def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
@@ -181,6 +187,7 @@ def _module_context(module: Module) -> dict[str, Any]:
     sink = any(x.by == "row" for x in module.learned) or any(op.name == "m_all" for op in module.kernel("fwd").ops())
     return {
         "module": module,
+        "key_kernels": [kernel.name for kernel in module.kernels if kernel.own_axis == "kv"],
         "sharing": _SHARING[module.sharing],
         "head_dim_help": f"{qk}" if qk == v else f"{qk} for q and k, {v} for v",
         "dtype_help": ", ".join(module.dtypes) + (f" (fp32 products in {module.precision})" if "fp32" in module.dtypes else ""),

@@ -55,7 +55,7 @@ WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dro
 WRAPPER |= {"kv_full_rank", "q_full_rank", "count", "blocks", "need", "need_k", "need_v", "rest", "gradients", "distance"}
 WRAPPER |= {"scale", "return_lse", "config", "ctx", "self", "math", "torch", "triton", "kernels", "attention", "contextlib"}
 WRAPPER |= {"plain", "call", "kinds", "wanted", "results", "launches", "launch", "programs", "numbers", "direct", "need_inputs", "dtype"}
-WRAPPER |= {"splits", "dk_splits", "dv_splits", "queries", "whole"}
+WRAPPER |= {"splits", "dk_splits", "dv_splits", "queries"}
 
 
 class Signature(NamedTuple):

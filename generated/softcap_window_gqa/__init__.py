@@ -207,7 +207,7 @@ def _forward_packed(
     q, k, v, out, lse, scale, launches,
 ):
     """Launch the forward kernel for few queries, whose rows are those of all heads of a group, [B, Hkv, group * Nq, D]."""
-    queries, whole = q.shape[2], out
+    queries, results = q.shape[2], out
     q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
     launch = launches.get("packed")
     if launch is None:
@@ -223,8 +223,8 @@ def _forward_packed(
         kernels.tiles(launch.config, k, "BLOCK_KV"),
         kernels.tiles(launch.config, v, "BLOCK_KV"), out, lse, scale,
     )
-    if out.data_ptr() != whole.data_ptr():  # its heads do not follow one another in memory
-        whole.copy_(out.view(whole.shape))
+    if out.data_ptr() != results.data_ptr():  # its heads do not follow one another in memory
+        results.copy_(out.view(results.shape))
 
 
 def _backward(
