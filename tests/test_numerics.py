@@ -316,6 +316,26 @@ def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, mon
             assert found[key].is_contiguous(), key
 
 
+@pytest.mark.parametrize("sharing", ["gqa", "mqa"])
+@pytest.mark.parametrize("n_q", [1, 5, 63, 64])
+def test_few_queries_of_heads_that_differ(sharing: str, n_q: int, device: str, tmp_path: Path) -> None:
+    """Heads that share tiles keep their own masks and scores; from 64 queries on they share none."""
+    made = make_spec(
+        {
+            "name": "by_head",
+            "heads": {"sharing": sharing},
+            "head_dim": 16,
+            "dtype": ["fp16"],
+            "mask": {"expr": "kv_idx <= q_idx + kv_len - q_len - 3 * h"},
+            "score": [{"expr": "s - 0.1 * h * abs(kv_idx - q_idx)"}],
+        }
+    )
+    module = module_of(made, tmp_path / "by_head")
+    for layout in ("bhnd", "bnhd"):
+        result = run_case(module, made, Case(2, *((6, 2) if sharing == "gqa" else (3, 1)), n_q, 70, layout), "fp16", device)
+        assert result.ok, str(result)
+
+
 @pytest.mark.parametrize(("heads", "keys", "splits"), [((6, 2), 1, 1), ((12, 2), 141, 3), ((7, 1), 100, 7)])
 def test_groups_split_among_programs(heads: tuple[int, int], keys: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that share a tile of keys, each for some query heads: the fewer keys there are, the more; their sums are the gradients."""
