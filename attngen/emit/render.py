@@ -454,7 +454,10 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     own = kernel.own_axis
     rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
     block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
-    own_sizes = {"blocks": {"B": "count.shape[0]", "Hq": "count.shape[1]"}, "packed": {"group": "results.shape[1] // k.shape[1]", "queries": "queries"}}
+    own_sizes = {
+        "blocks": {"B": "count.shape[0]", "Hq": "count.shape[1]"},
+        "packed": {"group": "results.shape[1] // k.shape[1]", "queries": "queries"},
+    }
     sizes = _SIZES | own_sizes.get(kernel.name, {})
     heads = [sizes[str(axis.extent)] for axis in kernel.grid if axis.var not in AXIS_EXTENT]
     scalars = [a.name for a in kernel.args if a.role == "scalar"]
