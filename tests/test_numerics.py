@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.build import build_module
 from attngen.masks import MAX_OFFSET
 from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
@@ -334,6 +335,14 @@ def test_few_queries_of_heads_that_differ(sharing: str, n_q: int, device: str, t
     for layout in ("bhnd", "bnhd"):
         result = run_case(module, made, Case(2, *((6, 2) if sharing == "gqa" else (3, 1)), n_q, 70, layout), "fp16", device)
         assert result.ok, str(result)
+
+
+def test_what_reads_by_query_or_head_shares_no_tiles() -> None:
+    """Whose sizes are others there: of a tensor that has an element for each, wherever it is read."""
+    for dim, place in (("Nq", "kv_idx"), ("H", "2"), ("H", "h")):
+        score = {"expr": f"s + t[{place}]", "params": {"t": {"tensor": [dim]}}}
+        made = make_spec({"name": "one", "heads": {"sharing": "gqa"}, "head_dim": 16, "score": [score]})
+        assert "packed" not in {kernel.name for kernel in build_module(made).kernels}
 
 
 @pytest.mark.parametrize(("heads", "keys", "splits"), [((6, 2), 1, 1), ((12, 2), 141, 3), ((7, 1), 100, 7)])

@@ -8,6 +8,7 @@ from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, listed_blocks, unbounded, varies
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Kernel
+from attngen.ir.interface import input_tensors
 from attngen.ir.ops import SoftmaxStep, Type, Yield
 from attngen.parts import NATURAL, Q
 from attngen.spec import Spec
@@ -16,8 +17,8 @@ from attngen.spec import Spec
 def packs(spec: Spec) -> bool:
     """Whether few queries of a group's heads may share a tile: nothing is read, drawn or listed for a query or a head of its own."""
     alone = spec.heads.sharing == "mha" or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
-    own = (Q, NATURAL["Hq"])
-    return not (alone or any(varies(spec, read, position) for read in spec.reads() for position in own))
+    own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
+    return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
 
 
 def build_forward(spec: Spec, name: str = "fwd") -> Kernel:

@@ -213,6 +213,7 @@ def _forward_packed(
     """Launch the forward kernel for few queries, whose rows are those of all heads of a group, [B, Hkv, group * Nq, D]."""
     queries, results = q.shape[2], out
     q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
+    q = _addressable(q)  # its rows are as far apart as heads were
     launch = launches.get("packed")
     if launch is None:
         config = kernels.schedule("packed", q, q.shape[2])
