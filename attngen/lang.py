@@ -65,6 +65,7 @@ TAKEN = frozenset({*FUNCTIONS, *WRAPPER}) | {
     *("at", "d_qk", "d_v", "dropout_keep", "dtype", "keep_mask", "math", "philox", "pid", "position", "tile_at", "tl", "torch", "triton"),
     *(f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")),
     *("inf", "mod", "nan"),
+    *("first_head", "heads_abreast", "own_head", "turn"),
 }
 # Values of the kernels, and how those made of them are named.
 _VALUES = "acc alpha count d[koqpsv] delta dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o p product q qk queries "

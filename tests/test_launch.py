@@ -149,11 +149,12 @@ def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
         assert torch.equal(module.attention(*given), expected)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", sorted({*KINDS, "causal_padding_gqa"}))
 def test_inputs_cannot_have_the_wrappers_own_names(name: str) -> None:
     module, made = built(name), spec(name)
     given = {i.name for i in made.inputs()} | {n for d in made.derived() for n in d.names}
     functions = [module.attention, module._forward, module._backward, module._Attention.forward, module._Attention.backward]
+    functions += [f for f in [getattr(module, "_forward_packed", None)] if f]
     scratch = {"o_acc", "row_max", "row_sum", "dq_acc"}  # of FlashAttention-1's order, which takes no inputs
     parts = {x.parts.lower() for x in target(name).learned}
     names = {n for f in functions for n in f.__code__.co_varnames} - given - scratch

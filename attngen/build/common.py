@@ -69,7 +69,6 @@ class KernelBuilder:
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
         self.grid = grid(self.signature, spec.heads.sharing)
-        self.key_head = sympy.Integer(0) if spec.heads.sharing == "mqa" else symbol("hkv")  # of a program that owns one
         self.is_split = self.signature.is_split(spec.heads.sharing)
         self.heads = _heads(spec, self.signature)
         self.score = modified(spec)

@@ -32,7 +32,8 @@ def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
     """
     sink = next((s.sink() for s in spec.score if s.sink() is not None), None)
     b = KernelBuilder(spec, name, [] if sink is None else [sink])
-    own, kv = ("h", kv_head(spec)) if name == "fwd" else (b.key_head, b.key_head)
+    kv = b.heads[symbol("hkv")]
+    own = "h" if name == "fwd" else kv
     b.tensors()
     b.scalar("scale")
     b.sizes()
