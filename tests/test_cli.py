@@ -342,10 +342,10 @@ def test_a_dry_run_of_tune_shows_candidates_and_reasons(project: Path, attngen: 
     heading = r"good @(\w+) bf16( up to 512 rows)?: (\d+) of (\d+): \d+x\d+x\d+x\d(, \d+x\d+x\d+x\d)*"
     found = {i: re.fullmatch(heading, line) for i, line in enumerate(lines) if line[0] != " "}
     few = " up to 512 rows"
-    assert [m and m.group(1, 2) for m in found.values()] == [(k, rows) for k in ("fwd", "delta", "dkdv", "dq") for rows in (few, None)]
+    assert [m and m.group(1, 2) for m in found.values()] == [(k, rows) for k in ("fwd", "dq", "dkdv") for rows in (few, None)]
     for (i, m), end in zip(found.items(), [*found, len(lines)][1:]):
         counts = [int(line.split()[0]) for line in lines[i + 1 : end]]
-        assert int(m[3]) + sum(counts) == int(m[4]) == (8 if m[1] == "delta" else 128) and counts == sorted(counts, reverse=True)
+        assert int(m[3]) + sum(counts) == int(m[4]) == 128 and counts == sorted(counts, reverse=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -108,7 +108,8 @@ def sram_formula(
     if counts:
         streamed += 4 * WARPS  # numbers that warps share, one at a time
     rows = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
-    if (counts and rows) or any(not _in_loop(kernel, op) for op in reduced):  # rows change layout
+    if (counts and rows) or any(not _in_loop(kernel, op) for op in reduced if not kernel.dots):
+        # rows change layout; before a loop with a ring, in the room of that
         streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
     return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
 

@@ -20,7 +20,7 @@ def build_module(spec: Spec) -> Module:
     """
     blocks = listed_blocks(spec)
     builders = {
-        "q_outer": (build_forward, build_delta, build_dkdv, build_dq),
+        "q_outer": (build_forward, build_dq, build_delta, build_dkdv),
         "kv_outer": (build_forward_by_key, build_forward_end, build_delta, build_dkdv, build_dq_end),
     }
     kernels = tuple(build(spec) for build in builders[spec.schedule.order])

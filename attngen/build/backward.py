@@ -1,4 +1,5 @@
-"""The backward kernels as logical IR: `delta` (preprocess), `dkdv`, `dq`; or `delta`, `bwd`, `dq_end` where programs walk over keys.
+"""The backward kernels as logical IR: `dq`, `dkdv`, and `delta` where q needs no gradient; or, where programs walk over keys, `delta`,
+`bwd`, `dq_end`.
 
 No atomics: each tile has one owner.
 """
@@ -15,34 +16,50 @@ from attngen.errors import SpecError
 from attngen.ir.expr import cdiv, clamp, exp2, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned
 from attngen.ir.interface import query_heads
-from attngen.ir.ops import Access, Store, Yield
+from attngen.ir.ops import Access, Gather, Store, Type, Yield
 from attngen.lang import Read
 from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
 
 
 def build_delta(spec: Spec) -> Kernel:
-    """Per query: delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4), times the share kept, and LSE in base 2.
-
-    An empty row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0.
-    """
+    """What a backward needs of each query, where no `dq` computes it: the gradient of q is not needed, or keys are the outer loop."""
     b = KernelBuilder(spec, "delta")
     b.tensors()
-    for name in ("Hq", "Nq", *(("keep_scale",) if spec.dropout else ())):
+    for name in ("Hq", "Nq", "Nlse", *(("keep_scale",) if spec.dropout else ())):
         b.scalar(name)
+    _outputs(b)
+    b.load("do", "dO", ("b", "h", "q", "d_v"))
+    _statistics(b)
+    return b.kernel()
+
+
+def _outputs(b: KernelBuilder) -> None:
+    """Load what the forward has made of each query, and the gradient of its LSE: dLSE has as many rows as there are queries, or none.
+
+    Before any tile is awaited, so that these are on their way meanwhile.
+    """
     rows = ("b", "h", "q")
     b.load("o", "O", (*rows, "d_v"))
-    b.load("do", "dO", (*rows, "d_v"))
+    b.load("lse", "LSE", rows, other=-sympy.oo)
+    place = Access("dLSE", (symbol("b"), symbol("h"), Q))
+    b.add(Gather("dlse", place, (), Type("f32", ("BLOCK_Q",)), sympy.Lt(Q, symbol("Nlse"))))
+
+
+def _statistics(b: KernelBuilder) -> None:
+    """Per query, `lse2` and `delta`, stored for the kernels that come after.
+
+    delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4), less the gradient of the query's LSE, times the share kept. An empty
+    row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0, and its LSE has no gradient.
+    """
+    o_do, lse, dlse = map(symbol, ("o_do", "lse", "dlse"))
     b.map("product", symbol("o") * symbol("do"), o="o", do="do")
-    b.reduce_sum("delta", "product", "D_V")
-    if spec.dropout:
-        b.map("delta_kept", symbol("delta") / symbol("keep_scale"), delta="delta", keep_scale="keep_scale")
-    b.store("DELTA", rows, "delta_kept" if spec.dropout else "delta")
-    b.load("lse", "LSE", rows)
-    lse = symbol("lse")
-    b.map("lse2", select(lse > -sympy.oo, lse * symbol("LOG2E"), sympy.oo), lse="lse")
-    b.store("LSE2", rows, "lse2")
-    return b.kernel()
+    b.reduce_sum("o_do", "product", "D_V")
+    seen = lse > -sympy.oo
+    b.compute("delta", (o_do - select(seen, dlse, sympy.Integer(0))) / (symbol("keep_scale") if b.spec.dropout else 1), "entry")
+    b.compute("lse2", select(seen, lse * symbol("LOG2E"), sympy.oo), "entry")
+    b.store("DELTA", ("b", "h", "q"), "delta")
+    b.store("LSE2", ("b", "h", "q"), "lse2")
 
 
 def learned(spec: Spec) -> tuple[Learned, ...]:
@@ -242,7 +259,10 @@ def build_dq_end(spec: Spec) -> Kernel:
 
 
 def build_dq(spec: Spec) -> Kernel:
-    """dQ (FlashAttention-2, Algorithm 2, with the loop order of the forward): one program per query tile."""
+    """dQ (FlashAttention-2, Algorithm 2, with the loop order of the forward): one program per query tile.
+
+    It runs before the kernels of dK and dV, and stores what these need of each query: a pass over O and dO is spared.
+    """
     gradients = tuple(x for x in learned(spec) if x.by != "row")
     reads = {_parts(read): read for read in spec.reads()}
     slopes = [derivative(modified(spec), by) for by in (S, *(symbol(reads[x.parts].name) for x in gradients))]
@@ -250,14 +270,15 @@ def build_dq(spec: Spec) -> Kernel:
     b.tensors(gradients)
     b.scalar("scale")
     b.sizes()
+    b.scalar("Nlse")
     b.seed()
 
     rows = ("b", "h", "q")
     b.scale()
+    _outputs(b)
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("do", "dO", (*rows, "d_v"))
-    b.load("lse2", "LSE2", rows, other=sympy.oo)
-    b.load("delta", "DELTA", rows)
+    _statistics(b)
     starts = {"dq": b.init("dq_init", 0, "BLOCK_Q", "D_QK")}
     by_row = [x for x in gradients if x.by == "query" or (x.by == "element" and not varies(spec, reads[x.parts], KV))]
     summed = {x.parts: f"{x.parts.lower()}_sum" for x in by_row}

@@ -107,7 +107,7 @@ class KernelBuilder:
         packs, sharing = self.signature.packs, self.spec.heads.sharing
         names += ["queries"] if packs else []
         named = _symbols((self.where, *([self.score] if packs else []), *(e for read in self.needed for e in read.index)))
-        shared = sharing == "gqa" and (self.name not in ASIDE or symbol("h" if packs else "hkv") in named)
+        shared = sharing == "gqa" and (self.name not in ASIDE[self.spec.schedule.order] or symbol("h" if packs else "hkv") in named)
         if shared or (sharing == "mqa" and self.signature.by_key_head and not packs):
             names.append("group")
         names += ["splits"] if self.is_split else []

@@ -43,7 +43,7 @@ from attngen.ir.ops import (
     Yield,
 )
 
-SIZES = ("B", "Hq", "Hkv", "group", "splits", "queries", "Nq", "Nk")  # scalars that the tensors' shapes give
+SIZES = ("B", "Hq", "Hkv", "group", "splits", "queries", "Nq", "Nk", "Nlse")  # scalars that the tensors' shapes give
 LETTERS = {
     "B": "b",
     "Hq": "h",
@@ -172,7 +172,7 @@ class KernelContext:
             dropout=kernel.draws,
             tma=any(isinstance(op, Load) and op.via for op in kernel.ops()),
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
-            not_specialized=[s for s in (*numbers, *sizes) if s in ("Nq", "Nk", "dropout_threshold")],
+            not_specialized=[s for s in (*numbers, *sizes) if s in ("Nq", "Nk", "Nlse", "dropout_threshold")],
             prologue=prologue,
             nodes=nodes,
             words=words,
@@ -484,11 +484,11 @@ SUMMARIES = {
     "fwd_end": "After the forward: outputs in the element type, divided by their sums, and the LSE.",
     "packed": "Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.",
     "blocks": "Before all: how many pairs the mask leaves visible, of each strip of a block.",
-    "delta": "Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).",
+    "delta": "Before dK and dV, where no dQ is wanted: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).",
     "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
     "dk": "Backward, dK: one program per key tile, over query tiles; scores are transposed.",
     "dv": "Backward, dV: one program per key tile, over query tiles; scores are transposed.",
-    "dq": "Backward, dQ: one program per query tile, over key tiles.",
+    "dq": "Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.",
     "bwd": "Backward: one program per head, over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.",
     "dq_end": "After the backward: dQ in the element type.",
 }

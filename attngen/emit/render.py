@@ -56,8 +56,8 @@ _SHARING = {
     ),
 }
 _SIZES = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "k.shape[1]", "Nq": "q.shape[2]", "Nk": "k.shape[2]"}
-_SIZES |= {"group": "q.shape[1] // k.shape[1]", "splits": "splits"}
-_TENSORS = {"O": "out", "dO": "grad_out"}
+_SIZES |= {"group": "q.shape[1] // k.shape[1]", "splits": "splits", "Nlse": "grad_lse.shape[2]"}
+_TENSORS = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
 
 
 def templates_dir() -> Path:

@@ -24,7 +24,7 @@ by those of one turn of its loop. Emitted tiles are taken to fill SRAM here; the
 Sources: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023)."""
 MOVED = f"""All that is loaded and stored, caches not counted. Standard attention: each of its operations moves its operands and its
 result once. It and FlashAttention-1 visit all tiles; ours those that the mask leaves, and 1 in {SPARSE} of these for s = 1/{SPARSE}.
-Tiles: queries x keys; ours forward, dK/dV, dQ, their head dims padded to powers of two. GB: of one layer.
+Tiles: queries x keys; ours forward, dQ, dK/dV, their head dims padded to powers of two. GB: of one layer.
 """
 DONE = """TFLOP and GB: of one layer. Ours: of the tiles visited on sm90; as run, products that two kernels compute count twice.
 Saved: what the backward reads that the forward wrote, besides o."""

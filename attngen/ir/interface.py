@@ -23,15 +23,16 @@ SHAPES = {
     "LSE": ("B", "Hq", "Nq"),
     "LSE2": ("B", "Hq", "Nq"),
     "DELTA": ("B", "Hq", "Nq"),
+    "dLSE": ("B", "Hq", "Nlse"),
     "COUNT": ("B", "Hq", "Tq", "Ts"),
     "O_ACC": ("B", "Hq", "Nq", "D_V"),
     "ROW_MAX": ("B", "Hq", "Nq"),
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
 }
-STATISTICS = ("LSE", "LSE2", "DELTA", "ROW_MAX", "ROW_SUM")
+STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM")
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC")
-SCALARS = {"scale": "f32", **dict.fromkeys(("B", "Hq", "Hkv", "group", "splits", "queries", "Nq", "Nk"), "i32")}
+SCALARS = {"scale": "f32", **dict.fromkeys(("B", "Hq", "Hkv", "group", "splits", "queries", "Nq", "Nk", "Nlse"), "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
 SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # of what is derived, besides inputs and numbers
@@ -85,11 +86,11 @@ SIGNATURES = {
     "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE")),
     "packed": Signature("q", ("Q", "K", "V"), ("O", "LSE"), packs=True),
     "blocks": Signature("q", (), ("COUNT",)),
-    "delta": Signature("q", ("O", "dO", "LSE"), ("DELTA", "LSE2")),
+    "delta": Signature("q", ("O", "dO", "LSE", "dLSE"), ("DELTA", "LSE2")),
     "dkdv": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV")),
     "dk": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK",)),
     "dv": Signature("kv", ("Q", "K", "dO", "LSE2"), ("dV",)),
-    "dq": Signature("q", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dQ",)),
+    "dq": Signature("q", ("Q", "K", "V", "O", "dO", "LSE", "dLSE"), ("dQ", "DELTA", "LSE2")),
 }
 KV_OUTER = {
     "fwd": Signature("kv", ("Q", "K", "V"), rewrites=("O_ACC", "ROW_MAX", "ROW_SUM")),
@@ -99,10 +100,10 @@ KV_OUTER = {
     "dq_end": Signature("q", ("DQ_ACC",), ("dQ",)),
 }
 # of a module, by order of loops: the second for wide heads
-KERNELS = {"q_outer": (("fwd", "delta", "dkdv", "dq"), ("fwd", "delta", "dk", "dv", "dq")), "kv_outer": (tuple(KV_OUTER),)}
+KERNELS = {"q_outer": (("fwd", "dq", "delta", "dkdv"), ("fwd", "dq", "delta", "dk", "dv")), "kv_outer": (tuple(KV_OUTER),)}
 ROWS = ("delta", "fwd_end", "dq_end")  # kernels of rows alone
 BESIDE = ("blocks", *ROWS)  # kernels that compute no scores: nothing is listed for them, and nothing dropped
-ASIDE = ("blocks", "packed")  # kernels that some calls alone launch
+ASIDE = {"q_outer": ("blocks", "packed", "delta"), "kv_outer": ("blocks",)}  # kernels that some calls alone launch
 FORWARD = ("fwd", "fwd_end")
 FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 18)
 DIRECTIONS = ("forward", "backward")
@@ -115,7 +116,7 @@ def signature_of(kernel: str, order: str) -> Signature:
 
 def kernels_of(module: Module, direction: str) -> tuple[Kernel, ...]:
     """The kernels that a module launches forward or backward, of as many queries as there are."""
-    return tuple(k for k in module.kernels if k.name not in ASIDE and (k.name in FORWARD) == (direction == "forward"))
+    return tuple(k for k in module.kernels if k.name not in ASIDE[module.order] and (k.name in FORWARD) == (direction == "forward"))
 
 
 def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
@@ -126,7 +127,7 @@ def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
 
 def tensor_type(name: str, signature: Signature, sharing: str) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes; of one that splits of a group write, with a part for each."""
-    batch, heads, *rest = SHAPES[name.removeprefix("d")]
+    batch, heads, *rest = SHAPES.get(name) or SHAPES[name.removeprefix("d")]
     split = ["splits"] if signature.is_split(sharing) and name in signature.writes else []
     return Type("f32" if name in FP32 else "T", (batch, "Hkv" if signature.packs else heads, *split, *rest))
 

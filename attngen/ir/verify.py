@@ -42,7 +42,7 @@ from attngen.ir.ops import (
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
 CONSTANTS = {"LOG2E", "LN2"}
-SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
+SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
 SCORES = ("BLOCK_Q", "BLOCK_KV")
 POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
 # names of the printed kernel that are no values of the IR

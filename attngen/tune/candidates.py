@@ -10,7 +10,7 @@ from typing import Any
 
 from attngen.analysis.cost import MANY_ROWS, REACH, cost, fitted, spills
 from attngen.analysis.sram import misfit, registers_per_thread, streamed_bytes
-from attngen.analysis.tiles import count_tiles, tile_loops
+from attngen.analysis.tiles import count_tiles
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.select_tiles import BLOCKS, WARPS
 
@@ -22,7 +22,6 @@ AXES: dict[str, tuple[int, ...]] = {
     "num_stages": (1, 2, 3, 4),
     "tma": (False, True),
 }
-LOOPS = ("block_kv", "num_stages", "tma")  # choices of kernels with loops over tiles alone
 MOST = 16  # candidates of a kernel
 SLOWER = 1.6  # times the cheapest's modelled cost, at most
 BYTES = 4  # times the fewest bytes that a schedule loads, at most
@@ -50,13 +49,11 @@ def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
     """Every schedule that the axes give for the range of rows of one, `chosen` by the model, which is the first."""
     yield chosen
     most = module.blocks.size if module.blocks else BLOCKS[-1]  # tiles divide blocks
-    axes = {name: values for name, values in AXES.items() if tile_loops(kernel) or name not in LOOPS}
-    if not chosen.tma:  # select-tiles takes it wherever it can be had
-        axes["tma"] = (False,)
+    axes = AXES if chosen.tma else {**AXES, "tma": (False,)}  # select-tiles takes it wherever it can be had
     for values in product(*axes.values()):
         choices: dict[str, Any] = dict(zip(axes, values))
         row = replace(chosen, **choices)
-        if row != chosen and (not tile_loops(kernel) or max(row.block_q, row.block_kv) <= most):
+        if row != chosen and max(row.block_q, row.block_kv) <= most:
             yield row
 
 
@@ -68,7 +65,7 @@ def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
 def search(module: Module, kernel: Kernel, chosen: Row) -> Search:
     """Prune the grid by symbols alone: fit, registers, bytes loaded, and the cost model. `chosen`, the model's own, is kept first.
 
-    Of a module and its kernel as select-tiles meets them. Of kernels without loops, whose cost is not modelled, all that runs is kept.
+    Of a module and its kernel, which has loops over tiles, as select-tiles meets them.
     """
     rows = tuple(grid(module, kernel, chosen))
     rejected: Counter[str] = Counter()
@@ -83,7 +80,7 @@ def search(module: Module, kernel: Kernel, chosen: Row) -> Search:
     best = cost(module, kernel, chosen)
     kept: list[Row] = []
     for row in sorted(left, key=lambda r: (r != chosen, cost(module, kernel, r))):
-        reason = _loses(module, kernel, row, least, best, len(kept)) if tile_loops(kernel) and row != chosen else None
+        reason = _loses(module, kernel, row, least, best, len(kept)) if row != chosen else None
         if reason:
             rejected[reason] += 1
         else:
@@ -114,7 +111,5 @@ def _loses(module: Module, kernel: Kernel, row: Row, least: int, best: float, ke
 
 def _loaded(module: Module, kernel: Kernel, row: Row) -> int:
     """Bytes that the loops over tiles load for one head of many rows."""
-    if not tile_loops(kernel):
-        return 0
     tiles = count_tiles(kernel, MANY_ROWS, MANY_ROWS, row.block_q, row.block_kv, reach=REACH)
     return tiles * streamed_bytes(module, kernel, row)

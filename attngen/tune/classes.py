@@ -84,4 +84,4 @@ def _reads_row(op: object) -> bool:
     """Whether it reads a number of the mask's or a modifier's for each row of a tile."""
     if not isinstance(op, (Gather, Load)) or len(op.type.dims) != 1:
         return False
-    return not (isinstance(op, Load) and op.src.tensor.removesuffix("_head") in STATISTICS)
+    return op.src.tensor.removesuffix("_head") not in STATISTICS

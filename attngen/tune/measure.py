@@ -29,7 +29,7 @@ from attngen.tune.tuner import Answer, Cell
 WRONG = 1e-2  # relative difference from the results of the model's choice, at most
 TOKENS, HIDDEN, GROUP = 16384, 2048, 4  # of all sequences; of all query heads; query heads of a K/V head, where several share one
 DROPOUT = {"dropout_p": 0.1, "seed": 0}
-GRADIENTS = {"delta": "q", "dq": "q", "dkdv": "kv", "dk": "k", "dv": "v"}  # of what a backward kernel takes part in
+GRADIENTS = {"dq": "q", "dkdv": "kv", "dk": "k", "dv": "v"}  # of what a backward kernel takes part in
 
 Timer = Callable[[Mapping[str, Callable[[int], object]], int], Mapping[str, Times]]
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from attngen.analysis.cost import cost
 from attngen.analysis.sram import elem_sizes
-from attngen.analysis.tiles import tile_loops
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.interface import ASIDE
 from attngen.passes.pipeline import stages
@@ -73,7 +72,7 @@ def plan(spec: Spec, device_class: str) -> Plan:
     made = dict(stages(spec.model_copy(update={"schedule": Schedule()}), {}))
     placed, module = made["describe-loads"], made["legalize-triton"]
     searches = {}
-    for kernel in (k for k in placed.kernels if k.name not in ASIDE):
+    for kernel in (k for k in placed.kernels if k.name not in ASIDE[module.order]):
         for elem, rows in product(elem_sizes(module), (SHORT_ROWS, NO_LIMIT)):
             dtype = next(d for d in module.dtypes if (d == "fp32") == (elem == 4))
             mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (device_class, elem)]
@@ -161,7 +160,7 @@ def compete(cell: Cell, plan: Plan, rows: Iterable[Row], ask: Ask, budget_s: flo
         if tried and time.perf_counter() - started > budget_s or lost == MOST_LOST:
             left_out += 1
             continue
-        price = cost(plan.placed, kernel, row) if tile_loops(kernel) else 0.0  # nothing is modelled of others
+        price = cost(plan.placed, kernel, row)
         try:
             (answer,) = ask((cell, [row], SCREEN_ROUNDS), LIMIT_S)
         except Lost as error:

@@ -273,41 +273,42 @@ def _backward(
     kv_rank, kv_list, q_rank, q_list = (x.expand(*q.shape[:2], -1, -1) for x in (kv_rank, kv_list, q_rank, q_list))
     dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    kinds = _kinds(grad_out, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list)
+    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.contiguous()  # no rows: zero
+    kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list)
     launches = _LAUNCHES[kinds]
     with _on(q):
-        if out.numel():
-            launch = launches.get("delta")
-            if launch is None:
-                config = kernels.schedule("delta", out, q.shape[2])
-                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[2], *out.stride()[:3], *grad_out.stride()[:3],
-                    *lse.stride()[:2], *delta.stride()[:2], *lse2.stride()[:2],
-                )
-                launch = launches["delta"] = kernels.Launch(kernels.delta, config, programs, numbers)
-            launch(out, grad_out, lse, delta, lse2)
-            if grad_lse is not None:
-                delta.sub_(grad_lse.masked_fill(lse == -math.inf, 0.0))
-        if need_q and dq.numel():
+        if dq.numel():  # with what the other kernels need of each query
             launch = launches.get("dq")
             if launch is None:
                 config = kernels.schedule("dq", q, q.shape[2])
                 programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
                 numbers = (
-                    q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
-                    *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
-                    *delta.stride()[:2], *kv_rank.stride()[:3], *kv_list.stride()[:3],
-                    *dq.stride()[:3],
+                    q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], grad_lse.shape[2],
+                    *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+                    *grad_out.stride()[:3], *lse.stride()[:2], *grad_lse.stride()[:2],
+                    *kv_rank.stride()[:3], *kv_list.stride()[:3], *dq.stride()[:3],
+                    *delta.stride()[:2], *lse2.stride()[:2],
                 )
                 launch = launches["dq"] = kernels.Launch(kernels.dq, config, programs, numbers)
             launch(
                 kernels.tiles(launch.config, q, "BLOCK_Q"),
                 kernels.tiles(launch.config, k, "BLOCK_KV"),
-                kernels.tiles(launch.config, v, "BLOCK_KV"),
-                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, kv_rank, kv_list,
-                dq, scale,
+                kernels.tiles(launch.config, v, "BLOCK_KV"), out,
+                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse, grad_lse, kv_rank, kv_list,
+                dq, delta, lse2, scale,
             )
+        elif out.numel():
+            launch = launches.get("delta")
+            if launch is None:
+                config = kernels.schedule("delta", out, q.shape[2])
+                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
+                numbers = (
+                    q.shape[1], q.shape[2], grad_lse.shape[2], *out.stride()[:3],
+                    *grad_out.stride()[:3], *lse.stride()[:2], *grad_lse.stride()[:2],
+                    *delta.stride()[:2], *lse2.stride()[:2],
+                )
+                launch = launches["delta"] = kernels.Launch(kernels.delta, config, programs, numbers)
+            launch(out, grad_out, lse, grad_lse, delta, lse2)
         if need_kv and dk.numel():
             splits = _splits(q, k)
             dk_splits, dv_splits = _room(dk, splits), _room(dv, splits)

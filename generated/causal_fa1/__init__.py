@@ -211,7 +211,8 @@ def _backward(
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
     dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    kinds = _kinds(grad_out, q, k, v, out, lse)
+    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.contiguous()  # no rows: zero
+    kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse)
     launches = _LAUNCHES[kinds]
     with _on(q):
         if out.numel():
@@ -220,13 +221,12 @@ def _backward(
                 config = kernels.schedule("delta", out, q.shape[2])
                 programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
                 numbers = (
-                    q.shape[1], q.shape[2], *out.stride()[:3], *grad_out.stride()[:3],
-                    *lse.stride()[:2], *delta.stride()[:2], *lse2.stride()[:2],
+                    q.shape[1], q.shape[2], grad_lse.shape[2], *out.stride()[:3],
+                    *grad_out.stride()[:3], *lse.stride()[:2], *grad_lse.stride()[:2],
+                    *delta.stride()[:2], *lse2.stride()[:2],
                 )
                 launch = launches["delta"] = kernels.Launch(kernels.delta, config, programs, numbers)
-            launch(out, grad_out, lse, delta, lse2)
-            if grad_lse is not None:
-                delta.sub_(grad_lse.masked_fill(lse == -math.inf, 0.0))
+            launch(out, grad_out, lse, grad_lse, delta, lse2)
         if dq.numel() or dk.numel():
             dq_acc = torch.zeros(q.shape, device=q.device, dtype=torch.float32)
             dk, dv = (dk, dv) if need_kv else (torch.empty_like(k), torch.empty_like(v))

@@ -323,14 +323,14 @@ def fwd_end(
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["Nq"])
+@triton.jit(do_not_specialize=["Nq", "Nlse"])
 def delta(
-    O, dO, LSE, DELTA, LSE2, Hq, Nq, stride_o_b, stride_o_h, stride_o_n, stride_do_b, stride_do_h,
-    stride_do_n, stride_lse_b, stride_lse_h, stride_delta_b, stride_delta_h, stride_lse2_b,
-    stride_lse2_h,
+    O, dO, LSE, dLSE, DELTA, LSE2, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n, stride_do_b,
+    stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
+    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
     BLOCK_Q: tl.constexpr,
 ):
-    # Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).
+    # Before dK and dV, where no dQ is wanted: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
@@ -341,14 +341,20 @@ def delta(
     d_v = tl.arange(0, D_V)
 
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
+    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
-    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     o = tl.load(
         O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
         mask=(q_idx < Nq)[:, None],
         other=0.0,
+    )
+    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    dlse = tl.load(
+        dLSE + tl.cast(b, tl.int64) * stride_dlse_b + tl.cast(h, tl.int64) * stride_dlse_h + q_idx,
+        mask=q_idx < Nlse,
+        other=0,
     )
     do = tl.load(
         dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
@@ -356,10 +362,10 @@ def delta(
         other=0.0,
     )
     product = do.to(tl.float32) * o.to(tl.float32)
-    delta = tl.sum(product, 1)
-    tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
-    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    o_do = tl.sum(product, 1)
+    delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
     lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
     tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
 
 

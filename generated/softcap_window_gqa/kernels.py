@@ -48,14 +48,33 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
+    "dq": {
+        ("sm80", 2): (
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+        ),
+        ("sm90", 2): (
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
+        ),
+        ("sm100", 2): (
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": True}),
+        ),
+        ("gfx942", 2): (
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+        ("any", 2): (
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+    },
     "delta": {
         ("sm80", 2): (
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
-            (8192, {"BLOCK_Q": 16, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 32, "num_warps": 8, "num_stages": 1}),
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
@@ -88,27 +107,6 @@ SCHEDULES = {
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
-        ),
-    },
-    "dq": {
-        ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "TMA": False}),
-        ),
-        ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
-        ),
-        ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": True}),
-        ),
-        ("gfx942", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-        ),
-        ("any", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
     },
     "packed": {
@@ -332,14 +330,159 @@ def fwd(
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["Nq"])
+@triton.jit(do_not_specialize=["Nq", "Nk", "Nlse"])
+def dq(
+    Q, K, V, O, dO, LSE, dLSE, dQ, DELTA, LSE2, scale, Hq, group, Nq, Nk, Nlse, stride_q_b,
+    stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
+    stride_o_b, stride_o_h, stride_o_n, stride_do_b, stride_do_h, stride_do_n, stride_lse_b,
+    stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dq_b, stride_dq_h, stride_dq_n,
+    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    # Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.
+    pid = tl.program_id(0)
+    q_tiles = tl.cdiv(Nq, BLOCK_Q)
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
+    q_off = tl.arange(0, BLOCK_Q)
+    kv_off = tl.arange(0, BLOCK_KV)
+    dtype = dQ.dtype.element_ty
+    q_idx = q_start + q_off
+    d_qk = tl.arange(0, D_QK)
+    d_v = tl.arange(0, D_V)
+
+    O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
+    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
+    DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
+    dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
+    if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
+    o = tl.load(
+        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
+        mask=(q_idx < Nq)[:, None],
+        other=0.0,
+    )
+    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    dlse = tl.load(
+        dLSE + tl.cast(b, tl.int64) * stride_dlse_b + tl.cast(h, tl.int64) * stride_dlse_h + q_idx,
+        mask=q_idx < Nlse,
+        other=0,
+    )
+    if TMA:
+        q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
+    else:
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+    if TMA:
+        do = dO.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_V)
+    else:
+        do = tl.load(
+            dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+    product = do.to(tl.float32) * o.to(tl.float32)
+    o_do = tl.sum(product, 1)
+    delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
+    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
+    tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
+    dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
+    t1_scale = 0.04 * LOG2E * scale
+    score_scale = 50.0 * LOG2E
+    kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
+    kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 4095 - Nq) // BLOCK_KV)
+    kv_full_first = tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 4096 - Nq), BLOCK_KV)
+    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
+    # tiles with nothing to mask: no mask, no bounds checks
+    for kv_tile in tl.range(kv_full_first, kv_full_end):
+        kv_start = kv_tile * BLOCK_KV
+        if TMA:
+            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+            )
+        s = tl.dot(q, tl.trans(k))
+        t1 = 1 - 2 / (tl.exp2(s * t1_scale) + 1)
+        score = t1 * score_scale
+        p = tl.exp2(score - lse2[:, None])
+        if TMA:
+            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+            )
+        dp = tl.dot(do, tl.trans(v))
+        dscore = p * (dp - delta[:, None])
+        ds = dscore * (1.0 - t1 * t1 * 1.0)
+        ds_cast = ds.to(dtype)
+        dq = tl.dot(ds_cast, k, dq)
+    # tiles that the mask or the ends of the tensors cut
+    for kv_tile in tl.range(kv_first, kv_full_first + (kv_end - kv_full_end)):
+        kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
+        kv_start = kv_tile * BLOCK_KV
+        kv_idx = kv_start + kv_off
+        if TMA:
+            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        s = tl.dot(q, tl.trans(k))
+        t1 = 1 - 2 / (tl.exp2(s * t1_scale) + 1)
+        score = t1 * score_scale
+        score = tl.where(
+            (kv_idx[None, :] >= (q_idx + Nk - 4095 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
+            score,
+            float("-inf"),
+        )
+        p = tl.exp2(score - lse2[:, None])
+        if TMA:
+            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        dp = tl.dot(do, tl.trans(v))
+        dscore = p * (dp - delta[:, None])
+        ds = dscore * (1.0 - t1 * t1 * 1.0)
+        ds_cast = ds.to(dtype)
+        dq = tl.dot(ds_cast, k, dq)
+    dq_out = (dq * scale).to(dtype)
+    tl.store(
+        dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + d_qk[None, :]),
+        dq_out,
+        mask=(q_idx < Nq)[:, None],
+    )
+
+
+@triton.jit(do_not_specialize=["Nq", "Nlse"])
 def delta(
-    O, dO, LSE, DELTA, LSE2, Hq, Nq, stride_o_b, stride_o_h, stride_o_n, stride_do_b, stride_do_h,
-    stride_do_n, stride_lse_b, stride_lse_h, stride_delta_b, stride_delta_h, stride_lse2_b,
-    stride_lse2_h,
+    O, dO, LSE, dLSE, DELTA, LSE2, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n, stride_do_b,
+    stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
+    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
     BLOCK_Q: tl.constexpr,
 ):
-    # Before the backward: delta = rowsum(o * do), and the LSE in base 2 (+inf for empty rows).
+    # Before dK and dV, where no dQ is wanted: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
@@ -350,14 +493,20 @@ def delta(
     d_v = tl.arange(0, D_V)
 
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
+    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
-    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     o = tl.load(
         O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
         mask=(q_idx < Nq)[:, None],
         other=0.0,
+    )
+    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    dlse = tl.load(
+        dLSE + tl.cast(b, tl.int64) * stride_dlse_b + tl.cast(h, tl.int64) * stride_dlse_h + q_idx,
+        mask=q_idx < Nlse,
+        other=0,
     )
     do = tl.load(
         dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
@@ -365,10 +514,10 @@ def delta(
         other=0.0,
     )
     product = do.to(tl.float32) * o.to(tl.float32)
-    delta = tl.sum(product, 1)
-    tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
-    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    o_do = tl.sum(product, 1)
+    delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
     lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
     tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
 
 
@@ -525,133 +674,6 @@ def dkdv(
         dV_head + tl.cast(kv_start, tl.int64) * stride_dv_n + (kv_off[:, None] * stride_dv_n + d_v[None, :]),
         dv_out,
         mask=(kv_idx < Nk)[:, None],
-    )
-
-
-@triton.jit(do_not_specialize=["Nq", "Nk"])
-def dq(
-    Q, K, V, dO, LSE2, DELTA, dQ, scale, Hq, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
-    stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
-    stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_dq_b, stride_dq_h, stride_dq_n,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    # Backward, dQ: one program per query tile, over key tiles.
-    pid = tl.program_id(0)
-    q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
-    turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
-    h = own_head % Hq
-    b = own_head // Hq
-    q_off = tl.arange(0, BLOCK_Q)
-    kv_off = tl.arange(0, BLOCK_KV)
-    dtype = dQ.dtype.element_ty
-    q_idx = q_start + q_off
-    d_qk = tl.arange(0, D_QK)
-    d_v = tl.arange(0, D_V)
-
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
-    DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
-    dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
-        dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
-        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h // group, tl.int64) * stride_k_h
-        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h // group, tl.int64) * stride_v_h
-    if TMA:
-        q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
-    else:
-        q = tl.load(
-            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-            mask=(q_idx < Nq)[:, None],
-            other=0.0,
-        )
-    if TMA:
-        do = dO.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_V)
-    else:
-        do = tl.load(
-            dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
-            mask=(q_idx < Nq)[:, None],
-            other=0.0,
-        )
-    lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-    delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
-    dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
-    t1_scale = 0.04 * LOG2E * scale
-    score_scale = 50.0 * LOG2E
-    kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
-    kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 4095 - Nq) // BLOCK_KV)
-    kv_full_first = tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 4096 - Nq), BLOCK_KV)
-    kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
-    # tiles with nothing to mask: no mask, no bounds checks
-    for kv_tile in tl.range(kv_full_first, kv_full_end):
-        kv_start = kv_tile * BLOCK_KV
-        if TMA:
-            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
-        else:
-            k = tl.load(
-                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-            )
-        s = tl.dot(q, tl.trans(k))
-        t1 = 1 - 2 / (tl.exp2(s * t1_scale) + 1)
-        score = t1 * score_scale
-        p = tl.exp2(score - lse2[:, None])
-        if TMA:
-            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
-        else:
-            v = tl.load(
-                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-            )
-        dp = tl.dot(do, tl.trans(v))
-        dscore = p * (dp - delta[:, None])
-        ds = dscore * (1.0 - t1 * t1 * 1.0)
-        ds_cast = ds.to(dtype)
-        dq = tl.dot(ds_cast, k, dq)
-    # tiles that the mask or the ends of the tensors cut
-    for kv_tile in tl.range(kv_first, kv_full_first + (kv_end - kv_full_end)):
-        kv_tile = tl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
-        kv_start = kv_tile * BLOCK_KV
-        kv_idx = kv_start + kv_off
-        if TMA:
-            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
-        else:
-            k = tl.load(
-                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
-                other=0.0,
-            )
-        s = tl.dot(q, tl.trans(k))
-        t1 = 1 - 2 / (tl.exp2(s * t1_scale) + 1)
-        score = t1 * score_scale
-        score = tl.where(
-            (kv_idx[None, :] >= (q_idx + Nk - 4095 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
-            score,
-            float("-inf"),
-        )
-        p = tl.exp2(score - lse2[:, None])
-        if TMA:
-            v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)
-        else:
-            v = tl.load(
-                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
-                other=0.0,
-            )
-        dp = tl.dot(do, tl.trans(v))
-        dscore = p * (dp - delta[:, None])
-        ds = dscore * (1.0 - t1 * t1 * 1.0)
-        ds_cast = ds.to(dtype)
-        dq = tl.dot(ds_cast, k, dq)
-    dq_out = (dq * scale).to(dtype)
-    tl.store(
-        dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + d_qk[None, :]),
-        dq_out,
-        mask=(q_idx < Nq)[:, None],
     )
 
 

@@ -65,7 +65,7 @@ def naive(t: dict[str, np.ndarray], group: int, scale: float, seen: np.ndarray) 
     p = np.exp(s - s.max(axis=3, keepdims=True))
     p /= p.sum(axis=3, keepdims=True)
     dp = t["dO"] @ v.swapaxes(2, 3)
-    ds = p * (dp - (p * dp).sum(axis=3, keepdims=True))
+    ds = p * (dp - (p * dp).sum(axis=3, keepdims=True) + (t["dLSE"][..., None] if "dLSE" in t else 0))
     dk, dv = scale * ds.swapaxes(2, 3) @ t["Q"], p.swapaxes(2, 3) @ t["dO"]
     summed = (x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
     return {"O": p @ v, "dQ": scale * ds @ k, **dict(zip(("dK", "dV"), summed))}
@@ -75,14 +75,14 @@ class Run:
     """Kernels run one after the other on random tensors, and what each of them moved and computed."""
 
     def __init__(self, some, sizes: dict[str, int]) -> None:
-        self.sizes = {**sizes, "scale": 0.2}
-        shapes = {a.name: tuple(sizes[d] for d in a.type.dims) for kernel in some for a in kernel.args if a.role != "scalar"}
+        self.sizes = {**sizes, "scale": 0.2, "Nlse": sizes["Nq"]}
+        shapes = {a.name: tuple(self.sizes[d] for d in a.type.dims) for kernel in some for a in kernel.args if a.role != "scalar"}
         random = np.random.default_rng(0)
         self.tensors = {name: random.standard_normal(shape) for name, shape in shapes.items()}
         for name, start in (("O_ACC", 0), ("ROW_SUM", 0), ("ROW_MAX", -np.inf), ("DQ_ACC", 0)):  # as wrappers do
             if name in shapes:
                 self.tensors[name].fill(start)
-        self.inputs = {name: t.copy() for name, t in self.tensors.items() if name in ("Q", "K", "V", "dO")}
+        self.inputs = {name: t.copy() for name, t in self.tensors.items() if name in ("Q", "K", "V", "dO", "dLSE")}
         self.walks = {kernel.name: Walk(kernel, self.tensors, self.sizes) for kernel in some}
 
     def check(self, seen: np.ndarray) -> None:

@@ -12,7 +12,7 @@ import sympy
 
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Init, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Store, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Gather, Init, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Store, Type, Yield
 
 FUNCTIONS = {
     "floordiv": lambda a, b: a // b,
@@ -107,6 +107,10 @@ class Walk:
                     tile[tuple(slice(len(r)) for r in rows)] = part[np.ix_(*rows)]
                     env[op.name] = tile
                     self.count(op.type, at)
+                case Gather():
+                    tensor, inside = self.tensors[op.src.tensor], self.tile(op.where, at, op.type, uses) > 0
+                    places = tuple(np.where(inside, self.tile(e, at, op.type, uses), 0).astype(int) for e in op.src.index)
+                    env[op.name] = np.where(inside, tensor[places], 0)
                 case Store():
                     tensor, where = self.access(op.dst, at)
                     rows = [i for i in where if not isinstance(i, int)]

@@ -12,8 +12,8 @@ from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from tests.helpers import SPECS, edit, target
 
-KERNELS = "expected fwd, delta, dkdv, dq or fwd, delta, dk, dv, dq"
-PACKED = f"{KERNELS} or fwd, delta, dkdv, dq, packed or fwd, delta, dk, dv, dq, packed"
+KERNELS = "expected fwd, dq, delta, dkdv or fwd, dq, delta, dk, dv"
+PACKED = f"{KERNELS} or fwd, dq, delta, dkdv, packed or fwd, dq, delta, dk, dv, packed"
 BY_KEY = "expected fwd, fwd_end, delta, bwd, dq_end, and a schedule for each"
 BROKEN = [
     ("full_mha", "%K = arg in : T[B, Hkv, Nk, D_QK]", "%K = arg in : T[B, Hq, Nk, D_QK]", "expected `arg in : T[B, Hkv, Nk, D_QK]`"),
@@ -22,7 +22,7 @@ BROKEN = [
     ("causal_gqa", "hkv in Hkv, b in B)", "b in B, hkv in Hkv)", "the grid is not kv in cdiv(Nk, BLOCK_KV), split in splits, hkv in"),
     ("causal_fa1", "kernel @fwd grid(h in Hq, b in B)", "kernel @fwd grid(b in B, h in Hq)", "the grid is not h in Hq, b in B, which is"),
     ("causal_fa1", "  order kv_outer\n", "  order inner\n", "`order inner`; expected q_outer or kv_outer"),
-    ("causal_fa1", "  order kv_outer\n", "", "the kernels are fwd, fwd_end, delta, bwd, dq_end; expected fwd, delta, dkdv, dq or"),
+    ("causal_fa1", "  order kv_outer\n", "", "the kernels are fwd, fwd_end, delta, bwd, dq_end; expected fwd, dq, delta, dkdv or"),
     ("padding_mha", "key_padding_first[B] key_padding_run[B]", "key_padding_first[B]", "%KEY_PADDING_RUN is `arg in : i32[B]`; exp"),
     ("padding_mha", "= key_span(key_padding)", "= key_span(visible)", "is of `visible`, which is no input"),
     ("padding_mha", "input key_padding : b1[B, Nk]", "input key_padding : i32[B, Nk]", "%KEY_PADDING is `arg in : b1[B, Nk]`; expected"),

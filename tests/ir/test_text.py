@@ -70,7 +70,7 @@ def test_a_device_without_a_tile_prints_and_parses_back():
     none = "  gfx942 bytes=2 none : on gfx942 the kernel @fwd needs 70,000 bytes; a smaller head_dim needs less"
     edited = text.replace(rows[0], none, 1)
     for row in rows[1:]:
-        if edited.index(row) < edited.index("schedule @delta"):
+        if edited.index(row) < edited.index("schedule @dq"):
             edited = edited.replace(row + "\n", "", 1)
     module = verify(parse_module(edited))
     assert print_module(module) == edited

@@ -57,7 +57,7 @@ def test_statistics_and_outputs_are_not_described():
 
 def test_rows_that_are_no_tile_of_a_head_are_refused():
     text = edit(
-        print_module(target("causal_gqa")), ("%lse2 = load %LSE2_head[q] check(q)", "%lse2 = load %LSE2_head[q] check(q) via(descriptor)")
+        print_module(target("causal_gqa")), ("%lse = load %LSE_head[q] check(q)", "%lse = load %LSE_head[q] check(q) via(descriptor)")
     )
-    with pytest.raises(VerifyError, match=r"rule `described`: .*%lse2 is read via\(descriptor\); expected `descriptor`, of a tile"):
+    with pytest.raises(VerifyError, match=r"rule `described`: .*%lse is read via\(descriptor\); expected `descriptor`, of a tile"):
         verify(parse_module(text))

@@ -107,7 +107,7 @@ def test_narrow_heads_keep_one_kernel(head_dim):
 @pytest.mark.parametrize("dims", ["{qk: 192, v: 128}", "{qk: 64, v: 256}", "144"])
 def test_it_is_columns_of_both_that_count(dims):
     made = SplitGradients().run(build_module(parse_spec(f"name: wide\nhead_dim: {dims}\n")))
-    assert [k.name for k in verify(made).kernels] == ["fwd", "delta", "dk", "dv", "dq"]
+    assert [k.name for k in verify(made).kernels] == ["fwd", "dq", "delta", "dk", "dv"]
 
 
 def test_both_loops_of_a_group_are_split():
@@ -143,7 +143,7 @@ def test_each_kernel_runs_on_tiles_of_its_own():
         (
             "kernel @dv ",
             "kernel @dkdv ",
-            "the kernels are fwd, delta, dk, dkdv, dq; expected fwd, delta, dkdv, dq or fwd, delta, dk, dv, dq",
+            "the kernels are fwd, dq, delta, dk, dkdv; expected fwd, dq, delta, dkdv or fwd, dq, delta, dk, dv",
         ),
         ("%dV = arg out : T[B, Hkv, Nk, D_V]", "%dO2 = arg out : T[B, Hkv, Nk, D_V]", "%dO2 is `arg out"),
     ],

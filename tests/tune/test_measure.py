@@ -145,7 +145,7 @@ for rows, batch in ((128, 1), (256, 2)):
     module = bench._module("small")
     module._check = lambda *tensors: None  # that they are on a GPU
     bench._make = lambda cell, _, make=bench._make: make(cell, batch)
-    bench.compile(Cell("small", "delta", rows, "bf16"), row)
+    bench.compile(Cell("small", "dq", rows, "bf16"), row)
     print(*(len(getattr(module.kernels, name).device_caches[0][0]) for name in module.kernels.SCHEDULES))
 """
 
@@ -153,10 +153,10 @@ for rows, batch in ((128, 1), (256, 2)):
 def test_what_is_compiled_ahead_is_what_any_number_of_rows_launches(small, tmp_path):
     """Compiled for real, in a process that does not interpret: the wanted kernel alone, and the same for other sizes."""
     folder, specs, made = small
-    row = json.dumps(asdict(made.searches["delta", "bf16", False].kept[1]))
+    row = json.dumps(asdict(made.searches["dq", "bf16", False].kept[1]))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", AHEAD, str(folder), str(specs["small"]), row]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.stdout.splitlines() == ["0 1 0 0 0"] * 2, done.stderr  # fwd, delta, dkdv, dq, packed
-    assert len(list(tmp_path.rglob("delta.cubin"))) == 1
+    assert done.stdout.splitlines() == ["0 1 0 0 0"] * 2, done.stderr  # fwd, dq, delta, dkdv, packed
+    assert len(list(tmp_path.rglob("dq.cubin"))) == 1
