@@ -290,8 +290,8 @@ def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
     return guarded
 
 
-@pytest.mark.parametrize("shape", [(129, 129, "bhnd"), (300, 100, "island"), (1, 130, "bhnd")], ids=str)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("shape", [(129, 129, "bhnd"), (300, 100, "island"), (1, 130, "bhnd"), (17, 130, "bnhd")], ids=str)
+@pytest.mark.parametrize("name", list(dict.fromkeys([*FEW, "causal_gqa"])))  # and one whose heads share tiles
 def test_every_element_is_written_and_no_other(
     name: str, shape: tuple[int, int, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,7 +347,7 @@ def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, mon
 
 
 @pytest.mark.parametrize("sharing", ["gqa", "mqa"])
-@pytest.mark.parametrize("n_q", [1, 5, 63, 64])
+@pytest.mark.parametrize("n_q", [1, 5, 17, 63, 64])
 def test_few_queries_of_heads_that_differ(sharing: str, n_q: int, device: str, tmp_path: Path) -> None:
     """Heads that share tiles keep their own masks and scores; from 64 queries on they share none."""
     made = make_spec(
@@ -364,6 +364,20 @@ def test_few_queries_of_heads_that_differ(sharing: str, n_q: int, device: str, t
     for layout in ("bhnd", "bnhd"):
         result = run_case(module, made, Case(2, *((6, 2) if sharing == "gqa" else (3, 1)), n_q, 70, layout), "fp16", device)
         assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("n_q", [1, 17])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_few_queries_in_any_layout(order: tuple[int, ...], n_q: int, device: str) -> None:
+    """Heads that share tiles may lie anywhere; results lie as the inputs do."""
+    leaves, inputs, grads = problem("causal_gqa", Case(2, 4, 2, n_q, 70), device)
+    expected = run("causal_gqa", leaves, inputs, grads)
+    back = [order.index(d) for d in range(3)]
+    moved = [x.detach().permute(*order, 3).contiguous().permute(*back, 3).requires_grad_() for x in leaves]
+    found = run("causal_gqa", moved, inputs, grads)
+    for key in KEYS:
+        assert relative_error(found[key], expected[key]) < 4 * torch.finfo(found[key].dtype).eps, key
+        assert key == "lse" or found[key].permute(*order, 3).is_contiguous(), key
 
 
 def test_what_reads_by_query_or_head_shares_no_tiles() -> None:
