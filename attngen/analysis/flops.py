@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import sympy
 
-from attngen.analysis.tiles import tile_sum
+from attngen.analysis.tiles import heads, tile_sum
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import kernels_of
@@ -41,5 +41,5 @@ def useful_flops(module: Module, direction: str) -> Expr:
 
 
 def total_tiles(kernel: Kernel) -> Expr:
-    """Tiles of all heads and sequences: B * Hq times the sum over one head."""
-    return symbol("B") * symbol("Hq") * tile_sum(kernel)
+    """Tiles of all heads and sequences: as many times the sum over one head."""
+    return heads(kernel) * tile_sum(kernel)

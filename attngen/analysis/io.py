@@ -14,7 +14,7 @@ import sympy
 from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES
 from attngen.analysis.sram import tile_bytes
-from attngen.analysis.tiles import own_tiles
+from attngen.analysis.tiles import extent, heads, own_tiles
 from attngen.ir.expr import Expr, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Arg, Base, Load, Op, Scatter, Store, Type
@@ -66,15 +66,14 @@ def _walked(kernel: Kernel) -> set[str]:
 
 def _heads(kernel: Kernel) -> Expr:
     """Heads that programs own: of queries, or of keys, which as many own as the group is split among."""
-    heads = symbol("B") * symbol("Hq")
     shared = "group" in {b.name for b in kernel.blocks}
-    return heads / symbol("group") * (symbol("splits") if kernel.is_split else 1) if shared else heads
+    return heads(kernel) / symbol("group") * (symbol("splits") if kernel.is_split else 1) if shared else heads(kernel)
 
 
 def l2_bytes(kernel: Kernel) -> Traffic:
     """Bytes that the programs of an emitted kernel load and store: tiles once per tile that a program owns, and once per tile visited.
 
-    In `tiles` (see flops.TILES), B, Hq, group and the sizes.
+    In `tiles` (see flops.TILES), B, Hq, group and the sizes; where heads are packed, `queries` of each.
     """
     owned = _heads(kernel) * own_tiles(kernel)
     return loads_and_stores(kernel, tile_bytes, lambda block: owned if block in _walked(kernel) else TILES)
@@ -111,8 +110,8 @@ def dram_bytes(kernel: Kernel) -> Traffic:
         return Traffic(kept[0], kept[1])
     every = [sympy.Min(streamed[i], sympy.Add(*(pair[i] for pair in once.values()))) for i in (0, 1)]
     abreast = sympy.Min(kernel.grid[0].abreast, _heads(kernel)) if kernel.grid[0].abreast > 1 else sympy.Integer(1)
-    heads = sympy.Min(_heads(kernel), IN_FLIGHT if kernel.walks else sympy.Max(abreast, IN_FLIGHT / tiles))
-    fits = sympy.Add(*(sympy.Max(*pair) for pair in once.values())) * heads / _heads(kernel) <= CACHE
+    at_once = sympy.Min(_heads(kernel), IN_FLIGHT if kernel.walks else sympy.Max(abreast, IN_FLIGHT / tiles))
+    fits = sympy.Add(*(sympy.Max(*pair) for pair in once.values())) * at_once / _heads(kernel) <= CACHE
     together = sympy.Integer(1) if kernel.walks else sympy.Max(1, sympy.Min(IN_FLIGHT / abreast, tiles))
     again = sympy.Max(every[0], streamed[0] / together), streamed[1]
     return Traffic(*(kept[i] + select(fits, every[i], again[i]) for i in (0, 1)))
@@ -139,7 +138,7 @@ def _tensor(kernel: Kernel, op: Op) -> Arg:
 def compulsory_bytes(kernel: Kernel) -> Expr:
     """Bytes of each tensor that a kernel reads or writes, moved once; tensors that it does both to, twice."""
     times = {"scalar": 0, "in": 1, "out": 1, "inout": 2}
-    return sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args))
+    return sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args)).subs(symbol("Nq"), extent(kernel, "q"))
 
 
 def standard_bytes(direction: str) -> Expr:

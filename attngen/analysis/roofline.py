@@ -69,18 +69,21 @@ def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
 def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
     """Numbers for the formulas of one kernel: sizes, tiles on chip, tiles visited; of groups that are not split."""
     own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
-    tiles = count_tiles(kernel, own, loop, row.block_q, row.block_kv) if kernel.loops else 0
+    group, heads = problem.q_heads // problem.kv_heads, problem.q_heads
+    if kernel.name == "packed":
+        own, heads = group * own, problem.kv_heads
+    tiles = count_tiles(kernel, own, loop, row.block_q, row.block_kv, queries=problem.n_q) if kernel.loops else 0
     return {
         **sizes(module, row),
         "B": problem.batch,
         "Hq": problem.q_heads,
         "Hkv": problem.kv_heads,
-        "group": problem.q_heads // problem.kv_heads,
+        "group": group,
         "splits": 1,
         "queries": problem.n_q,
         "Nq": problem.n_q,
         "Nk": problem.n_kv,
-        "tiles": tiles * problem.batch * problem.q_heads,
+        "tiles": tiles * problem.batch * heads,
     }
 
 

@@ -62,9 +62,20 @@ def runs(kernel: Kernel, block: str) -> Expr:
     return outer * turns
 
 
+def heads(kernel: Kernel) -> Expr:
+    """Heads of all sequences that have tiles of their own: those of queries, or of keys where tiles pack the queries of a group."""
+    found = symbol("B") * symbol("Hq")
+    return found / symbol("group") if kernel.name == "packed" else found
+
+
+def extent(kernel: Kernel, axis: str) -> Expr:
+    """Rows of a head along an axis, in the sizes of a call."""
+    return symbol("group") * symbol("queries") if (kernel.name, axis) == ("packed", "q") else symbol(AXIS_EXTENT[axis])
+
+
 def own_tiles(kernel: Kernel) -> Expr:
     """Tiles of the axis that a kernel owns tiles of."""
-    return cdiv(symbol(AXIS_EXTENT[kernel.own_axis]), symbol(AXIS_DIM[kernel.own_axis]))
+    return cdiv(extent(kernel, kernel.own_axis), symbol(AXIS_DIM[kernel.own_axis]))
 
 
 @cache
@@ -109,15 +120,18 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
 
 
 @cache
-def count_tiles(kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv: int, cls: str | None = None, reach: int = NO_BOUND) -> int:
+def count_tiles(
+    kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv: int, cls: str | None = None, reach: int = NO_BOUND, queries: int = 1
+) -> int:
     """Tiles visited for one head with so many rows on the grid's own axis and on the loop's; the mask's lengths hide nothing.
 
     Bounds that data gives for each row (documents', say) leave `reach` rows before and after those level with the program's own tile,
-    the last rows of both axes being level.
+    the last rows of both axes being level. Rows of packed heads are `queries` of each.
     """
     own, loop = kernel.own_axis, "kv" if kernel.own_axis == "q" else "q"
     block = {"q": block_q, "kv": block_kv}
     values = {**unbounded(kernel), "BLOCK_Q": block_q, "BLOCK_KV": block_kv, AXIS_EXTENT[own]: n_own, AXIS_EXTENT[loop]: n_loop}
+    values["queries"] = queries
     tiles = visited(kernel, cls)
     given = {arg.name for arg in kernel.args}
     by_row = {name: value for name, value in values.items() if name.endswith(("_least", "_greatest")) and name not in given}

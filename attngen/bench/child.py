@@ -142,7 +142,7 @@ class Bench:
         return (out, *inputs.gradients(out))
 
     def memory(self, name: str) -> None:
-        """The peak of inputs, forward and backward."""
+        """The peaks of inputs, forward and backward, above what was allocated before."""
         if name not in self.no_backward:
             with self.backward(name, "memory"):
                 allocated, reserved = self.clock.peak_bytes(lambda: self.both(name, self.problem.draw(0)))

@@ -185,10 +185,13 @@ def held_bytes() -> int:
 
 
 def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:
-    """(allocated, reserved) at the peak of a function, above what is held before."""
+    """(allocated, reserved) at the peaks of a function, both above what was allocated before.
+
+    Of what is reserved, some may have been before: the rest of blocks that tensors held. It is never less than what is allocated.
+    """
     settle()
-    held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     function()
     wait()
-    return torch.cuda.max_memory_allocated() - held[0], torch.cuda.max_memory_reserved() - held[1]
+    return torch.cuda.max_memory_allocated() - held, torch.cuda.max_memory_reserved() - held

@@ -11,6 +11,7 @@ from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.printer import Printer
 
 from attngen.ir.expr import Bool, Expr
+from attngen.ir.ops import AXIS_DIM
 
 # How symbols that every kernel has are written, as (letter, index), and what they stand for.
 SYMBOLS: dict[str, tuple[str, str, str]] = {
@@ -99,10 +100,10 @@ class MathML(Printer):
         least, most = self._print(lo), self._print(hi)
         return element("math", _row(least, _operator("≤"), element("mi", name), _operator("<"), most), displaystyle="true")
 
-    def sum_over_programs(self, factors: Iterable[Expr], turns: Expr, own: str) -> Markup:
-        """factors times the sum of `turns` over the programs of a head: over the first rows of their tiles."""
-        start, block, extent = {"q": ("q_start", "BLOCK_Q", "Nq"), "kv": ("kv_start", "BLOCK_KV", "Nk")}[own]
-        first, step, end = (self._print(sympy.Symbol(name)) for name in (start, block, extent))
+    def sum_over_programs(self, factors: Iterable[Expr], turns: Expr, own: str, rows: Expr) -> Markup:
+        """factors times the sum of `turns` over the programs of a head: over the first rows of their tiles, of so many rows."""
+        first, step = (self._print(sympy.Symbol(name)) for name in (f"{own}_start", AXIS_DIM[own]))
+        end = self._print(rows)
         comma = _operator(",")
         under = _row(first, _operator("="), element("mn", "0"), comma, step, comma, element("mn", "2"), step, comma, _operator("…"))
         sign = element("munderover", element("mo", "∑", **{"class": "large"}), under, _row(first, _operator("<"), end))

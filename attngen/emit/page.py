@@ -18,7 +18,7 @@ from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.report import schedule
 from attngen.analysis.roofline import Estimate, Problem, estimate, standard_total
 from attngen.analysis.sram import row_formula, sram_bytes
-from attngen.analysis.tiles import tile_loops
+from attngen.analysis.tiles import extent, heads, tile_loops
 from attngen.devices import CLASSES, DEVICES, Device
 from attngen.emit.charts import NARROW, Bar, Drawing, Point, bars, roofline
 from attngen.emit.explain import bounds
@@ -165,8 +165,8 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
         else:
             found.append(Formula(str(name), typeset.math(value)))
     if kernel.loops:
-        heads = (symbol("B"), symbol("Hq"))
-        found.append(Formula("tiles", typeset.sum_over_programs(heads, turns, kernel.own_axis)))
+        factors = symbol("B"), heads(kernel) / symbol("B")
+        found.append(Formula("tiles", typeset.sum_over_programs(factors, turns, kernel.own_axis, extent(kernel, kernel.own_axis))))
         found.append(Formula("FLOPs", typeset.math(executed_flops(kernel))))
     found.append(Formula("bytes loaded and stored", typeset.math(hbm_bytes(kernel))))
     found.append(Formula("bytes, each tensor once", typeset.math(compulsory_bytes(kernel))))

@@ -206,6 +206,8 @@ def _forward_packed(
 ):
     """Launch the forward kernel for few queries, whose rows are those of all heads of a group, [B, Hkv, group * Nq, D]."""
     queries, results = q.shape[2], out
+    if not out.is_contiguous():  # heads that do not follow one another in memory
+        out = out.new_empty(out.shape)
     q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
     q = _addressable(q)  # its rows are as far apart as heads were
     launch = launches.get("packed")
@@ -222,7 +224,7 @@ def _forward_packed(
         kernels.tiles(launch.config, k, "BLOCK_KV"),
         kernels.tiles(launch.config, v, "BLOCK_KV"), out, lse, scale,
     )
-    if out.data_ptr() != results.data_ptr():  # its heads do not follow one another in memory
+    if not results.is_contiguous():
         results.copy_(out.view(results.shape))
 
 

@@ -210,6 +210,19 @@ def test_grouped_heads_load_keys_once_for_dkdv():
     assert one - four == 6 * 4 * 64 * 128 * 2  # k, v, dK and dV of six programs
 
 
+def test_packed_heads_are_counted_as_one():
+    """Five queries of four heads are 20 rows, two tiles of 16; with 40, the first of them sees a tile of keys that the last does not."""
+    row, module = Row("sm90", 2, None, 16, 64, 4, 2), target("window_gqa")
+    kernel = module.kernel("packed")
+    numbers = values(module, kernel, row, Problem(batch=3, q_heads=8, kv_heads=2, n_q=5, n_kv=300))
+    assert numbers["tiles"] == 3 * 2 * 2 * 5
+    q, row_of_q = 16 * 128 * 2, 16 * 4
+    assert evaluate(hbm_bytes(kernel), numbers) == 3 * 2 * 2 * (2 * q + row_of_q) + numbers["tiles"] * 2 * 64 * 128 * 2
+    assert evaluate(dram_bytes(kernel).written, {**numbers, str(CACHE): 1e9, str(IN_FLIGHT): 1}) == 3 * 2 * 2 * (q + row_of_q)
+    few, many = (values(module, kernel, row, Problem(1, 8, 2, n, 1024 + 74))["tiles"] for n in (1, 40))
+    assert (few, many) == (2 * 17, 2 * 10 * 18)
+
+
 def test_standard_attention_moves_the_score_matrix():
     numbers = {"Nq": 8, "Nk": 8, "D_QK": 2, "D_V": 2, "elem": 2}
     square, row = 8 * 8 * 2, 8 * 2 * 2

@@ -13,7 +13,7 @@ import sympy
 from attngen.analysis import algorithms
 from attngen.analysis.algorithms import KERNELS as TEXTBOOK
 from attngen.analysis.algorithms import algorithm, kernels
-from attngen.analysis.flops import TILES, executed_flops, flops
+from attngen.analysis.flops import TILES, executed_flops, flops, total_tiles
 from attngen.analysis.io import compulsory_bytes, hbm_bytes, traffic
 from attngen.analysis.models import MODELS
 from attngen.analysis.numbers import done, flash1_tile, moved
@@ -134,11 +134,11 @@ def test_emitted_kernels_move_what_is_counted(name):
             assert walk.flops == value(executed_flops(kernel).subs(TILES, tiles), numbers), kernel.name
 
 
-@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("queries", [1, 3, 5])
 def test_rows_of_packed_heads_see_what_their_queries_see(queries):
     """A tile of all heads of a group: row r is query r % queries, under the causal mask."""
     group, n_kv = 4, 40
-    numbers = {**sizes_of((group * queries, n_kv, 16, 16), (2, 2), 16, 16), "queries": queries}
+    numbers = {**sizes_of((group * queries, n_kv, 16, 16), (8, 2), 16, 16), "queries": queries}
     kernel = target("causal_gqa").kernel("packed")
     run = Run([kernel], numbers)
     q, k = np.mgrid[: group * queries, :n_kv]
@@ -146,7 +146,12 @@ def test_rows_of_packed_heads_see_what_their_queries_see(queries):
     np.testing.assert_allclose(run.tensors["O"], expected["O"], rtol=1e-9, atol=1e-9)
     walk = run.walks["packed"]
     assert walk.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0
-    assert walk.moved_bytes == value(hbm_bytes(kernel).subs(TILES, 2 * 2 * 3), numbers)  # three key tiles of each sequence and head
+    tiles = value(total_tiles(kernel), numbers)
+    assert tiles == 2 * 2 * 3 * -(-4 * queries // 16)  # of each sequence and K/V head three tiles of keys, for each tile of queries
+    assert walk.moved_bytes == value(hbm_bytes(kernel).subs(TILES, tiles), numbers)
+    assert walk.flops == value(executed_flops(kernel).subs(TILES, tiles), numbers)
+    q, kv, lse = (2 * heads * rows * width for heads, rows, width in ((8, queries, 16 * 2), (2, n_kv, 16 * 2), (8, queries, 4)))
+    assert value(compulsory_bytes(kernel), numbers) == 2 * q + 2 * kv + lse
 
 
 def test_standard_attention_with_one_tile_moves_every_tensor_once_but_scores_twice():
