@@ -214,6 +214,7 @@ def _module_context(module: Module) -> dict[str, Any]:
         "splits": _is_split(module),
         "split_keys": SPLIT_KEYS,
         "few_queries": FEW_QUERIES if any(kernel.name == "packed" for kernel in module.kernels) else 0,
+        "packs_group": any(a.name == "group" for kernel in module.kernels if kernel.name == "packed" for a in kernel.args),
         "listed": listed,
         "lists": lists,
         "loose": any(i.broadcast or "*" in i.shape for i in module.inputs),
@@ -449,14 +450,27 @@ def _source(function: str) -> str:
     return inspect.getsource(known[function])
 
 
-def _launch(kernel: Kernel, view: KernelView) -> str:
-    """Statements that launch a kernel on the tensors of the wrapper."""
+class _Launch(NamedTuple):
+    """Statements that launch a kernel on the tensors of the wrapper: those of the first time, and the call."""
+
+    kernel: str
+    first: str
+    call: str
+
+    @property
+    def whole(self) -> str:
+        first = "".join(f"\n    {line}" for line in self.first.splitlines())
+        return f'launch = launches.get("{self.kernel}")\nif launch is None:{first}\n{self.call}'
+
+
+def _launch(kernel: Kernel, view: KernelView) -> _Launch:
+    """How the wrapper launches a kernel."""
     own = kernel.own_axis
     rows = _SIZES[{"q": "Nq", "kv": "Nk"}[own]]
     block = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}[own]
     own_sizes = {
         "blocks": {"B": "count.shape[0]", "Hq": "count.shape[1]"},
-        "packed": {"group": "results.shape[1] // k.shape[1]", "queries": "queries"},
+        "packed": {"group": "group", "queries": "queries"},
     }
     sizes = _SIZES | own_sizes.get(kernel.name, {})
     heads = [sizes[str(axis.extent)] for axis in kernel.grid if axis.var not in AXIS_EXTENT]
@@ -476,20 +490,17 @@ def _launch(kernel: Kernel, view: KernelView) -> str:
     flags |= {"LEARN": "need_inputs"} if view.learns else {}
     more = "".join(f', "{name}": {value}' for name, value in flags.items())
     config = f'kernels.schedule("{kernel.name}", {tensor}, {rows})'
+    first = [
+        f"config = {f'{{**{config}{more}}}' if more else config}",
+        f"programs = {programs}",
+        "numbers = (",
+        *(f"    {line}" for line in _fill(given, WIDTH - 20)),
+        ")",
+        f'launch = launches["{kernel.name}"] = kernels.Launch(kernels.{kernel.name}, config, programs, numbers)',
+    ]
     lines = (f"    {line}" for line in _fill(args, WIDTH - 16))
-    return "\n".join(
-        [
-            f'launch = launches.get("{kernel.name}")',
-            "if launch is None:",
-            f"    config = {f'{{**{config}{more}}}' if more else config}",
-            f"    programs = {programs}",
-            "    numbers = (",
-            *(f"        {line}" for line in _fill(given, WIDTH - 20)),
-            "    )",
-            f'    launch = launches["{kernel.name}"] = kernels.Launch(kernels.{kernel.name}, config, programs, numbers)',
-            *([f"launch({', '.join(args)})"] if len(", ".join(args)) < WIDTH - 20 else ["launch(", *lines, ")"]),
-        ]
-    )
+    call = [f"launch({', '.join(args)})"] if len(", ".join(args)) < WIDTH - 20 else ["launch(", *lines, ")"]
+    return _Launch(kernel.name, "\n".join(first), "\n".join(call))
 
 
 def _tensor(kernel: Kernel, name: str) -> str:

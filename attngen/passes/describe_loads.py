@@ -5,7 +5,8 @@ after:   %k = load %K[b, h // group, kv, d_qk] check(kv if partial) via(descript
 
 Those that go to shared memory, of consecutive rows of one head. Threads then compute no addresses, and keep none in registers;
 whether they do is a schedule row's choice (TMA=1), since only some devices have such an engine. Kernels in FlashAttention-1's order
-are left as they are: what they are for is to show what they move.
+are left as they are: what they are for is to show what they move. So is that of few queries, packed: the host makes descriptors anew
+for each call, which takes it longer than all else, and the device finds nothing better in them (docs/perf-log.md, section 19).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class DescribeLoads(Pass):
 
 
 def _describe(kernel: Kernel, op: Op) -> Op:
-    if not isinstance(op, Load) or kernel.walks or not describable(kernel, op):
+    if not isinstance(op, Load) or kernel.walks or kernel.name == "packed" or not describable(kernel, op):
         return op
     return replace(op, via="descriptor")
 

@@ -88,7 +88,7 @@ class SelectTiles(Pass):
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
             described = any(isinstance(op, Load) and op.via for op in kernel.ops())
-            tma = described and elem == 2 and CLASSES[device].tma and (limit is None or kernel.name == "packed")
+            tma = described and elem == 2 and CLASSES[device].tma and limit is None
             for q, kv, w in product(blocks_q, blocks_kv, warps):
                 yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma)
 

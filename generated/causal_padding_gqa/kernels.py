@@ -92,7 +92,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -110,24 +110,24 @@ SCHEDULES = {
     },
     "packed": {
         ("sm80", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (16, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
         ),
         ("any", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
     },
 }
@@ -665,7 +665,6 @@ def packed(
     stride_o_n, stride_lse_b, stride_lse_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    TMA: tl.constexpr,
 ):
     # Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.
     pid = tl.program_id(0)
@@ -680,21 +679,17 @@ def packed(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
+    Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(hkv, tl.int64) * stride_q_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(hkv, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(hkv, tl.int64) * stride_lse_h
-    if not TMA:
-        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(hkv, tl.int64) * stride_q_h
-        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
-        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
+    K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(hkv, tl.int64) * stride_k_h
+    V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(hkv, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
-    if TMA:
-        q = Q.load([b, hkv, q_start, 0]).reshape(BLOCK_Q, D_QK)
-    else:
-        q = tl.load(
-            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-            mask=(q_idx < Nq)[:, None],
-            other=0.0,
-        )
+    q = tl.load(
+        Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+        mask=(q_idx < Nq)[:, None],
+        other=0.0,
+    )
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
@@ -704,23 +699,17 @@ def packed(
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(0, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
-        if TMA:
-            k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
-        else:
-            k = tl.load(
-                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-            )
+        k = tl.load(
+            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+        )
         s = tl.dot(q, tl.trans(k))
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
         alpha = tl.exp2((m - m_new) * qk_scale)
         rescaled = acc * alpha[:, None]
-        if TMA:
-            v = V.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_V)
-        else:
-            v = tl.load(
-                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-            )
+        v = tl.load(
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+        )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -730,14 +719,11 @@ def packed(
     for kv_tile in tl.range(kv_full_end, kv_end):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
-        if TMA:
-            k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
-        else:
-            k = tl.load(
-                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
-                other=0.0,
-            )
+        k = tl.load(
+            K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+            mask=(kv_idx < Nk)[:, None],
+            other=0.0,
+        )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (
@@ -751,14 +737,11 @@ def packed(
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = tl.exp2((m - m_seen) * qk_scale)
         rescaled = acc * alpha[:, None]
-        if TMA:
-            v = V.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_V)
-        else:
-            v = tl.load(
-                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
-                other=0.0,
-            )
+        v = tl.load(
+            V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+            mask=(kv_idx < Nk)[:, None],
+            other=0.0,
+        )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
         p_sum = tl.sum(p, 1)

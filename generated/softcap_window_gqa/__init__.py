@@ -206,28 +206,32 @@ def _forward(
 def _forward_packed(
     q, k, v, out, lse, scale, launches,
 ):
-    """Launch the forward kernel for few queries, whose rows are those of all heads of a group, [B, Hkv, group * Nq, D]."""
-    queries, results = q.shape[2], out
-    if not out.is_contiguous():  # heads that do not follow one another in memory
+    """Launch the forward kernel for few queries: rows of its tiles are those of all heads of a group, head after head."""
+    results = out
+    if q.stride(1) != q.stride(2) * q.shape[2] and q.shape[2] > 1 or q.stride(1) > MAX_ROW_STRIDE * q.shape[2]:
+        q = q.contiguous()  # heads that do not follow one another in memory, or lie too far apart
+    if not out.is_contiguous():
         out = out.new_empty(out.shape)
-    q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
-    q = _addressable(q)  # its rows are as far apart as heads were
     launch = launches.get("packed")
     if launch is None:
-        config = kernels.schedule("packed", q, q.shape[2])
-        programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * k.shape[1] * q.shape[0]
-        numbers = (
-            k.shape[1], queries, q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
-            *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
-        )
-        launch = launches["packed"] = kernels.Launch(kernels.packed, config, programs, numbers)
-    launch(
-        kernels.tiles(launch.config, q, "BLOCK_Q"),
-        kernels.tiles(launch.config, k, "BLOCK_KV"),
-        kernels.tiles(launch.config, v, "BLOCK_KV"), out, lse, scale,
+        launch = _prepare_packed(q, k, v, out, lse, launches)
+    launch(q, k, v, out, lse, scale)
+    if out is not results:
+        results.copy_(out)
+
+
+def _prepare_packed(q, k, v, out, lse, launches):
+    """The launch for tensors of these shapes and strides, of which those with query heads are read as [B, Hkv, group * Nq, ...]."""
+    queries, group = q.shape[2], q.shape[1] // k.shape[1]
+    q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
+    config = kernels.schedule("packed", q, q.shape[2])
+    programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * k.shape[1] * q.shape[0]
+    numbers = (
+        k.shape[1], queries, q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
     )
-    if not results.is_contiguous():
-        results.copy_(out.view(results.shape))
+    launch = launches["packed"] = kernels.Launch(kernels.packed, config, programs, numbers)
+    return launch
 
 
 def _backward(

@@ -12,7 +12,24 @@ import sympy
 
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Gather, Init, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Store, Type, Yield
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    Access,
+    Base,
+    Dot,
+    Gather,
+    Init,
+    Load,
+    Loop,
+    Map,
+    Mask,
+    Reduce,
+    SoftmaxStep,
+    Store,
+    Type,
+    Yield,
+)
 
 FUNCTIONS = {
     "floordiv": lambda a, b: a // b,
