@@ -220,7 +220,7 @@ def _forward_packed(
 
 def _prepare_packed(q, k, v, out, lse, launches):
     """The launch for tensors of these shapes and strides, of which those with query heads are read as [B, Hkv, group * Nq, ...]."""
-    queries, group = q.shape[2], q.shape[1] // k.shape[1]
+    queries = q.shape[2]
     q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
     config = kernels.schedule("packed", q, q.shape[2])
     programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * k.shape[1] * q.shape[0]
