@@ -68,8 +68,8 @@ TAKEN = frozenset({*FUNCTIONS, *WRAPPER}) | {
     *("first_head", "heads_abreast", "own_head", "turn"),
 }
 # Values of the kernels, and how those made of them are named.
-_VALUES = "acc alpha count d[koqpsv] delta dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o p product q qk queries "
-_VALUES += "rescaled s score shrunk sink2 soft t[0-9]+ total v visible"
+_VALUES = "acc alpha count d[koqpsv] delta dlse dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p product q qk "
+_VALUES += "queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible"
 _MADE = "all at batch cast end first full head init kept list new next out partial rank row rows scale scale2 seen step sum"
 _VALUE = re.compile(f"({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*")
 _MEANT = {"q": "q_idx", "k": "kv_idx", "kv": "kv_idx", "Nq": "q_len", "Nk": "kv_len", "select": "where", "score": "s", "pow": "**"}

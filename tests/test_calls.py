@@ -147,3 +147,8 @@ def test_what_is_odd_but_right_is_accepted(device: str) -> None:
     assert built("padding_mha").attention(**negative).equal(built("padding_mha").attention(**{**right, "q": -right["q"]}))
     for scale in (1e-30, 1e6, np.float32(0.1), np.int64(1)):
         assert built("padding_mha").attention(**right, scale=scale).isfinite().all()
+    q = right["q"].detach().requires_grad_()
+    _, lse = built("padding_mha").attention(**{**right, "q": q}, return_lse=True)
+    ones = torch.ones_like(lse)
+    lazy, plain = (torch.autograd.grad(lse, q, grad, retain_graph=True)[0] for grad in (torch._neg_view(ones), -ones))
+    assert lazy.equal(plain)

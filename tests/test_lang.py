@@ -234,7 +234,7 @@ def test_names_of_parameters() -> None:
     for name in ("q_idx", "hkv", "q_len", "s", "min", "where", "true"):
         assert name_problem(name) == "is a word of the language; expected another name"
     assert name_problem("lambda") == "is a word of Python; expected another name"
-    for name in ("q", "scale", "group", "q_start", "exp2", "tl", "inf", "q_tile"):
+    for name in ("q", "scale", "group", "q_start", "exp2", "tl", "inf", "q_tile", "dlse", "o_do"):
         assert name_problem(name) == "is a name that kernels and calls have already; expected another one"
     with pytest.raises(LangError, match="^the parameter `q_len` is a word of the language; expected another name$"):
         parse_mask("q_len < 3", {"q_len": INT})

@@ -136,9 +136,10 @@ def _tensor(kernel: Kernel, op: Op) -> Arg:
 
 
 def compulsory_bytes(kernel: Kernel) -> Expr:
-    """Bytes of each tensor that a kernel reads or writes, moved once; tensors that it does both to, twice."""
+    """Bytes of each tensor that a kernel reads or writes, moved once; tensors that it does both to, twice. The LSE has no gradient."""
     times = {"scalar": 0, "in": 1, "out": 1, "inout": 2}
-    return sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args)).subs(symbol("Nq"), extent(kernel, "q"))
+    moved = sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args))
+    return moved.subs({symbol("Nq"): extent(kernel, "q"), symbol("Nlse"): 0})
 
 
 def standard_bytes(direction: str) -> Expr:

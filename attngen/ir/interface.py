@@ -103,7 +103,8 @@ KV_OUTER = {
 KERNELS = {"q_outer": (("fwd", "dq", "delta", "dkdv"), ("fwd", "dq", "delta", "dk", "dv")), "kv_outer": (tuple(KV_OUTER),)}
 ROWS = ("delta", "fwd_end", "dq_end")  # kernels of rows alone
 BESIDE = ("blocks", *ROWS)  # kernels that compute no scores: nothing is listed for them, and nothing dropped
-ASIDE = {"q_outer": ("blocks", "packed", "delta"), "kv_outer": ("blocks",)}  # kernels that some calls alone launch
+# Kernels that some calls alone launch; @delta does what @dq does where there is no @dq.
+ASIDE = {"q_outer": ("blocks", "packed", "delta"), "kv_outer": ("blocks",)}
 FORWARD = ("fwd", "fwd_end")
 FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 18)
 DIRECTIONS = ("forward", "backward")

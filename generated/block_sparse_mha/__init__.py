@@ -257,7 +257,7 @@ def _backward(
     kv_rank, kv_list, q_rank, q_list = (x.expand(*q.shape[:2], -1, -1) for x in (kv_rank, kv_list, q_rank, q_list))
     dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.contiguous()  # no rows: zero
+    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
     kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list)
     launches = _LAUNCHES[kinds]
     with _on(q):

@@ -330,7 +330,7 @@ def delta(
     stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
     BLOCK_Q: tl.constexpr,
 ):
-    # Before dK and dV, where no dQ is wanted: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).
+    # Before the backward: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q

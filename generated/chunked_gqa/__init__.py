@@ -206,7 +206,7 @@ def _forward_packed(
 ):
     """Launch the forward kernel for few queries: rows of its tiles are those of all heads of a group, head after head."""
     results = out
-    if q.stride(1) != q.stride(2) * q.shape[2] and q.shape[2] > 1 or q.stride(1) > MAX_ROW_STRIDE * q.shape[2]:
+    if (q.shape[2] > 1 and q.stride(1) != q.stride(2) * q.shape[2]) or q.stride(1) > MAX_ROW_STRIDE * q.shape[2]:
         q = q.contiguous()  # heads that do not follow one another in memory, or lie too far apart
     if not out.is_contiguous():
         out = out.new_empty(out.shape)
@@ -239,7 +239,7 @@ def _backward(
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
     dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.contiguous()  # no rows: zero
+    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
     kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse)
     launches = _LAUNCHES[kinds]
     with _on(q):

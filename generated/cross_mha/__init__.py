@@ -202,7 +202,7 @@ def _backward(
     q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
     dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.contiguous()  # no rows: zero
+    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
     kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse)
     launches = _LAUNCHES[kinds]
     with _on(q):

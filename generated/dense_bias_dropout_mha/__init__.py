@@ -240,7 +240,7 @@ def _backward(
     dq, dk, dv = _empty_gradients(q, k, v, need_q or need_inputs, need_kv)
     dbias = torch.zeros((*q.shape[:3], k.shape[2]) if need_inputs else (0, 0, 0, 0), device=q.device, dtype=bias.dtype)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.contiguous()  # no rows: zero
+    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
     kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse, bias, seed) + (need_inputs,)
     launches = _LAUNCHES[kinds]
     with _on(q):

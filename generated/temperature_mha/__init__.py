@@ -212,7 +212,7 @@ def _backward(
     dq, dk, dv = _empty_gradients(q, k, v, need_q or need_inputs, need_kv)
     dtemperature = torch.empty(q.shape[:3] if need_inputs else (0, 0, 0), device=q.device, dtype=torch.float32)
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.contiguous()  # no rows: zero
+    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
     kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse, temperature) + (need_inputs,)
     launches = _LAUNCHES[kinds]
     with _on(q):
