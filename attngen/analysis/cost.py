@@ -136,7 +136,7 @@ def _turn(module: Module, kernel: Kernel, row: Row) -> tuple[float, int]:
     cycles = (fit.matrix + fit.split_matrix * split) * matrix
     cycles += (fit.alu + fit.split_alu * split + fit.tight * max(0, live - ROOMY)) * scores
     cycles += fit.stream * streamed_bytes(module, kernel, row)
-    programs = 1 if kernel.name == "packed" else occupancy(module, kernel, row)  # of few queries there are too few to share SMs
+    programs = 1 if kernel.packs else occupancy(module, kernel, row)  # of few queries there are too few to share SMs
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
     cycles += fit.turn * row.num_warps / 4
     cycles += (fit.latency[min(row.num_stages, 3) - 1] + fit.deep * (own * 4 > device.matrix_rows * row.num_warps)) / programs

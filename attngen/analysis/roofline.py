@@ -70,7 +70,7 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
     """Numbers for the formulas of one kernel: sizes, tiles on chip, tiles visited; of groups that are not split."""
     own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
     group, heads = problem.q_heads // problem.kv_heads, problem.q_heads
-    if kernel.name == "packed":
+    if kernel.packs:
         own, heads = group * own, problem.kv_heads
     tiles = count_tiles(kernel, own, loop, row.block_q, row.block_kv, queries=problem.n_q) if kernel.loops else 0
     return {

@@ -65,12 +65,12 @@ def runs(kernel: Kernel, block: str) -> Expr:
 def heads(kernel: Kernel) -> Expr:
     """Heads of all sequences that have tiles of their own: those of queries, or of keys where tiles pack the queries of a group."""
     found = symbol("B") * symbol("Hq")
-    return found / symbol("group") if kernel.name == "packed" else found
+    return found / symbol("group") if kernel.packs else found
 
 
 def extent(kernel: Kernel, axis: str) -> Expr:
     """Rows of a head along an axis, in the sizes of a call."""
-    return symbol("group") * symbol("queries") if (kernel.name, axis) == ("packed", "q") else symbol(AXIS_EXTENT[axis])
+    return symbol("group") * symbol("queries") if kernel.packs and axis == "q" else symbol(AXIS_EXTENT[axis])
 
 
 def own_tiles(kernel: Kernel) -> Expr:

@@ -69,7 +69,7 @@ def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | 
 def tile_maps(module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
     """Each kernel that loops over tiles with its map, or with why there is none; not `packed`, which owns few queries of many heads."""
     found: list[tuple[str, TileMap | str]] = []
-    for kernel in (k for k in module.kernels if tile_loops(k) and k.name != "packed"):
+    for kernel in (k for k in module.kernels if tile_loops(k) and not k.packs):
         try:
             found.append((kernel.name, draw_tiles(module, kernel, problem)))
         except Unknown as reason:

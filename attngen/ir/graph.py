@@ -159,6 +159,11 @@ class Kernel:
         """Whether programs share its tiles, each for some of the query heads of a group."""
         return any(axis.var == "split" for axis in self.grid)
 
+    @property
+    def packs(self) -> bool:
+        """Whether the rows of its tiles are the queries of all heads of a group."""
+        return self.name == "packed"
+
     @cached_property
     def own_axis(self) -> str:
         """The axis of which a program owns a tile, from the grid or in each turn of its loop of class `all`: `q` or `kv`."""

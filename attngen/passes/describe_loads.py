@@ -29,7 +29,7 @@ class DescribeLoads(Pass):
 
 
 def _describe(kernel: Kernel, op: Op) -> Op:
-    if not isinstance(op, Load) or kernel.walks or kernel.name == "packed" or not describable(kernel, op):
+    if not isinstance(op, Load) or kernel.walks or kernel.packs or not describable(kernel, op):
         return op
     return replace(op, via="descriptor")
 

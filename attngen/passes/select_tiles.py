@@ -69,7 +69,7 @@ class SelectTiles(Pass):
 
     def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Row]:
         """The model's rows: for the fewest rows, for few, for any number."""
-        if kernel.name != "packed":
+        if not kernel.packs:
             return [self._choose(module, kernel, device, elem, limit) for limit in (*MODELLED, None)]
         least, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))
         return [least, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
@@ -78,7 +78,7 @@ class SelectTiles(Pass):
         """Rows for rising numbers of rows: measured ones where there are any, in place of the model's."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
         table = None if asked else self.tables.get(chosen.device)
-        if kernel.name == "packed":  # however many heads share its tiles, each of its programs has few turns
+        if kernel.packs:  # however many heads share its tiles, each of its programs has few turns
             yield replace(table and table.row(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
             return
         for limit, _ in RANGES:

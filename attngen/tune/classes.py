@@ -35,7 +35,7 @@ def key(module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -
     head_dim = f"{tile_width(module.head_dim_qk)}/{tile_width(module.head_dim_v)}"
     heads = "mha" if module.sharing == "mha" else "grouped"
     mask = mask_class(module, kernel, dict(RANGES)[max_rows])
-    name = "fwd" if kernel.name == "packed" else kernel.name
+    name = "fwd" if kernel.packs else kernel.name
     return Key(name, head_dim, mode(module, elem_bytes), heads, mask, max_rows)
 
 

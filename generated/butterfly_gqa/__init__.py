@@ -264,7 +264,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, scale, need_q, need_kv,
 ):

@@ -222,7 +222,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, keep_scale, scale, need_q, need_kv,
 ):

@@ -258,7 +258,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, seed,
     dropout_threshold, keep_scale, scale, need_q, need_kv,

@@ -230,7 +230,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, bias, seed, dropout_threshold, keep_scale, scale, need_q, need_kv,
     need_inputs,

@@ -288,7 +288,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, document_q, document_kv, document_first, document_end, document_full_first,
     document_full_end, document_q_first, document_q_end, document_q_full_first, document_q_full_end, scale, need_q,

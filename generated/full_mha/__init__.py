@@ -194,7 +194,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv,
 ):

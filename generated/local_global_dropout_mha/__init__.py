@@ -295,7 +295,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale, scale,
     need_q, need_kv,

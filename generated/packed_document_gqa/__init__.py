@@ -229,7 +229,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, document_first, document_end, document_q_first, document_q_end, scale,
     need_q, need_kv,

@@ -203,7 +203,6 @@ def _forward(
     return out, lse
 
 
-
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q, need_kv, need_inputs,
 ):
