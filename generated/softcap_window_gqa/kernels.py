@@ -33,6 +33,7 @@ SCHEDULES = {
         ),
         ("sm90", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (2048, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": True}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (

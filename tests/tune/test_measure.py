@@ -66,6 +66,13 @@ def test_each_kernel_is_measured_under_each_schedule(small, device):
     assert problem.given["kv_lengths"].shape == (2,)
 
 
+def test_schedules_are_measured_on_what_a_benchmark_reads(tmp_path):
+    """Documents in order, not the ids in any order that a test draws: their loops are short."""
+    problem = Bench(tmp_path, {"document_gqa": ROOT / "specs/document_gqa.yaml"}, "cpu")._make(Cell("document_gqa", "fwd", 2048, "bf16"), 1)
+    (ids,) = problem.given["document_ids"]
+    assert torch.equal(ids, ids.sort().values) and set(ids.tolist()) == {0, 1, 2}
+
+
 def test_the_schedule_is_the_one_that_is_launched(small, device, monkeypatch):
     folder, specs, made = small
     bench, seen = Bench(folder, specs, device, Clock()), []
