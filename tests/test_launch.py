@@ -182,3 +182,20 @@ def test_gradients_are_the_same_whether_or_not_the_lse_is_asked_for(device: str)
     found = [torch.autograd.grad(x.float().square().sum(), leaves, retain_graph=True) for x in (alone, out)]
     assert all(a.equal(b) for a, b in zip(*found))
     assert all(x.isfinite().all() for x in torch.autograd.grad(lse.sum(), leaves[:2]))
+
+
+def test_an_operator_is_recorded_only_where_gradients_are_wanted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code calls it with gradients off. Forward-mode derivatives, which it has not, are refused even so."""
+    module, leaves = built(NAME), [x.requires_grad_() for x in inputs(device)]
+    recorded, apply = [], module._Attention.apply
+    monkeypatch.setattr(module._Attention, "apply", lambda *args: recorded.append(args) or apply(*args))
+    out, lse = module.FORWARD(*leaves, 0.1)
+    assert len(recorded) == 1 and out.requires_grad and lse.requires_grad
+    with torch.no_grad():
+        results = module.FORWARD(*leaves, 0.1)
+        assert len(recorded) == 1 and not any(x.requires_grad for x in results)
+        assert all(x.equal(y) for x, y in zip(results, (out, lse)))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(leaves[0].detach(), torch.ones_like(leaves[0]))
+            with pytest.raises(NotImplementedError, match="jvp"):
+                module.FORWARD(dual, *leaves[1:], 0.1)

@@ -357,12 +357,24 @@ def _fake_backward(grad_out, grad_lse, q, k, v, out, lse, *rest):
     return _empty_gradients(_addressable(q), _addressable(k), _addressable(v), *rest[-2:])
 
 
+def _recorded(op, function):
+    """What the dispatcher calls in autograd's place: the function that it records; the operator itself where nothing is recorded."""
+
+    def call(*args):
+        if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return call
+
+
 for _op, _kernel, _fake, _function in (
     (FORWARD, _forward, _fake_forward, _Attention),
     (BACKWARD, _backward, _fake_backward, _Gradients),
 ):
     _LIBRARY.impl(_op, _kernel, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_op, _function.apply, "Autograd")
+    _LIBRARY.impl(_op, _recorded(_op, _function), "Autograd")
     torch.library.register_fake(_op.name(), _fake, lib=_LIBRARY)
     torch.library.register_vmap(_op.name(), _refuse_vmap, lib=_LIBRARY)
 
