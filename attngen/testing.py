@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attngen.parts import Sizes
+from attngen.parts import Part, Sizes
 from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
 from attngen.spec import Spec
 
@@ -137,16 +137,34 @@ def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: i
 
 def make_mask_inputs(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str, generator: torch.Generator) -> dict[str, Any]:
     """What masks and modifiers read in a call of these sizes, and a random mask of blocks: keyword arguments."""
-    own = {i.name for i in spec.inputs() if i.dtype == "T"}
-    inputs: dict[str, Any] = {}
-    for part in (spec.mask, *spec.score):
-        for name, value in part.sample(sizes, generator).items():
-            inputs[name] = value.to(device, dtype if name in own else value.dtype) if isinstance(value, torch.Tensor) else value
+    inputs = _placed(spec, dtype, device, lambda part: part.sample(sizes, generator))
     blocks = spec.mask.blocks()
     if blocks and not blocks.pattern:
         shape = [sizes.batch, sizes.q_heads, -(-sizes.n_q // blocks.size), -(-sizes.n_kv // blocks.size)]
         inputs["block_mask"] = (torch.rand(shape, generator=generator) < 0.6).to(device)
     return inputs
+
+
+def make_workload(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """The same as a common user's are, for measuring, always alike: half of the blocks count, those on the diagonal among them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = _placed(spec, dtype, device, lambda part: part.workload(sizes, generator))
+    blocks = spec.mask.blocks()
+    if blocks and not blocks.pattern:
+        rows, columns = (-(-n // blocks.size) for n in (sizes.n_q, sizes.n_kv))
+        table = torch.rand(1, 1, rows, columns, generator=generator) < 0.5
+        inputs["block_mask"] = (table | torch.eye(rows, columns, dtype=torch.bool)).to(device)
+    return inputs
+
+
+def _placed(spec: Spec, dtype: torch.dtype, device: str, draw: Callable[[Part], Mapping[str, torch.Tensor | float]]) -> dict[str, Any]:
+    """What is drawn for the mask and each modifier, on a device; what has the elements' type, in `dtype`."""
+    own = {i.name for i in spec.inputs() if i.dtype == "T"}
+    drawn = {name: value for part in (spec.mask, *spec.score) for name, value in draw(part).items()}
+    return {
+        name: value.to(device, dtype if name in own else value.dtype) if isinstance(value, torch.Tensor) else value
+        for name, value in drawn.items()
+    }
 
 
 def make_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

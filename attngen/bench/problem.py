@@ -12,24 +12,7 @@ import torch
 from attngen.bench.flex import Mods, mods
 from attngen.bench.grids import Cell
 from attngen.parts import Sizes
-from attngen.spec import Spec
-from attngen.testing import TORCH_DTYPES
-
-
-def workload(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What masks and modifiers read in a call of these sizes, as those of a common user are: keyword arguments, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    own = {i.name for i in spec.inputs() if i.dtype == "T"}
-    found: dict[str, Any] = {}
-    for part in (spec.mask, *spec.score):
-        for name, x in part.workload(sizes, generator).items():
-            found[name] = x.to(device, dtype if name in own else x.dtype) if isinstance(x, torch.Tensor) else x
-    blocks = spec.mask.blocks()
-    if blocks and not blocks.pattern:  # half of them, the diagonal's among these
-        rows, columns = (-(-n // blocks.size) for n in (sizes.n_q, sizes.n_kv))
-        table = torch.rand(1, 1, rows, columns, generator=generator) < 0.5
-        found["block_mask"] = (table | torch.eye(rows, columns, dtype=torch.bool)).to(device)
-    return found
+from attngen.testing import TORCH_DTYPES, make_workload
 
 
 @dataclass(frozen=True)
@@ -72,7 +55,7 @@ class Problem:
     @cached_property
     def given(self) -> dict[str, Any]:
         """The inputs of mask and modifiers, by name: one for all sets of q, k and v."""
-        found = workload(self.cell.spec, self.sizes, self.dtype, self.device)
+        found = make_workload(self.cell.spec, self.sizes, self.dtype, self.device)
         for i in self.cell.spec.inputs():
             if i.grad:
                 found[i.name].requires_grad_()

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import triton
 
-from attngen.bench.problem import workload
 from attngen.bench.timing import Times, device_times
 from attngen.errors import last_line
 from attngen.ir.graph import Row
 from attngen.parts import Sizes
 from attngen.reference import relative_error
 from attngen.spec import Spec, load_spec
-from attngen.testing import TORCH_DTYPES, load_module
+from attngen.testing import TORCH_DTYPES, load_module, make_workload
 from attngen.tune.tuner import Answer, Cell
 
 WRONG = 1e-2  # relative difference from the results of the model's choice, at most
@@ -145,7 +144,7 @@ class Bench:
         shapes = {"q": (heads, spec.head_dim.qk), "k": (shared, spec.head_dim.qk), "v": (shared, spec.head_dim.v)}
         qkv = {name: torch.randn(batch, h, cell.rows, d, device=self.device, dtype=dtype) for name, (h, d) in shapes.items()}
         sizes = Sizes(batch, heads, shared, cell.rows, cell.rows)
-        given = workload(spec, sizes, dtype, self.device)
+        given = make_workload(spec, sizes, dtype, self.device)
         return Problem({name: x.requires_grad_() for name, x in qkv.items()}, given | (DROPOUT if spec.dropout else {}))
 
     def _results(self, module: ModuleType, problem: Problem, kernel: str) -> tuple[torch.Tensor, ...]:
