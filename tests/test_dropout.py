@@ -126,7 +126,7 @@ def test_gradients_at_any_rate(name, p, device):
 def test_the_mask_does_not_depend_on_tiles(device, tmp_path):
     """The same bits are dropped under a schedule with other tiles."""
     text = print_module(target(DROPPING[0]))
-    mine = f"  {built(DROPPING[0]).kernels.device_class(torch.device(device))} bytes=2"
+    mine = f"  {built(DROPPING[0]).runtime.device_class(built(DROPPING[0]).kernels, torch.device(device))} bytes=2"
     lines = [line for line in text.splitlines() if not line.startswith(mine)]
     for kernel, (q, kv) in {"fwd": (32, 16), "delta": (64, 64), "dkdv": (16, 64), "dq": (64, 16)}.items():
         at = lines.index(f"schedule @{kernel}")

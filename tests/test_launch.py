@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.knobs import HookChain, runtime_knobs
 
+from attngen.emit.host import variable
+from attngen.ir.host import If
 from attngen.ir.interface import WRAPPER
 from tests.helpers import KINDS, built, spec, target
 
@@ -17,7 +19,7 @@ NAME = "full_mha"
 
 
 class Compiled:
-    """What Triton gives for a launch: it can be started as it is, or by a grid."""
+    """What Triton gives for a launch: its parts, which can be started as they are."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -26,9 +28,6 @@ class Compiled:
 
     def run(self, *args: Any) -> None:
         self.started.append(args)
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *args: self.started.append((grid, *args))
 
 
 class Kernel:
@@ -48,61 +47,107 @@ class Kernel:
         return launch
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module's kernels.py, in a Triton of its own with the real one's hooks, on stream 7 of device 1."""
-    found = built(NAME).kernels
-    active = SimpleNamespace(get_current_stream={1: 7}.__getitem__)
-    knobs = SimpleNamespace(runtime=runtime_knobs())
-    monkeypatch.setattr(found, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)), knobs=knobs))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    return found
-
-
 CONFIG = {"BLOCK_Q": 64, "TMA": False, "num_warps": 4}
+FEW = {"BLOCK_Q": 16, "TMA": False, "num_warps": 1}
 
 
-def test_triton_looks_at_the_first_launch_alone(kernels: Any) -> None:
-    compiled = Compiled()
-    kernel = Kernel(compiled)
-    launch = kernels.Launch(kernel, CONFIG, 5, (3,))
-    for x in ("a", "b", "c"):
-        launch(x)
-    assert kernel.calls == [((5, 1, 1), ("a", 3), CONFIG)]
-    assert compiled.started == [(5, 1, 1, 7, "function", "metadata", None, None, None, x, 3, 64, False) for x in ("b", "c")]
+class Stage:
+    """A kernel of the runtime on fakes: stream 7 of device 1, a schedule for up to 100 rows and one for more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, compiled: Compiled | None, **options: Any) -> None:
+        self.runtime = built(NAME).runtime
+        active = SimpleNamespace(get_current_stream={1: 7}.__getitem__)
+        self.knobs = runtime_knobs()
+        triton = SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)), knobs=SimpleNamespace(runtime=self.knobs))
+        monkeypatch.setattr(self.runtime, "triton", triton)
+        monkeypatch.setattr(self.runtime, "LAUNCHES", {})
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        self.kernel = Kernel(compiled)
+        table = {"small": {("any", 2): ((100, FEW), (None, CONFIG))}}
+        kernels = ModuleType("kernels")
+        vars(kernels).update(small=self.kernel, SCHEDULES=table, INTERPRETED_AS="any", INTERPRETED_BYTES=2)
+        self.launch = self.runtime.Kernel(kernels, "small", "BLOCK_Q", **options)
+
+    def __call__(self, rows: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...] = (), strides: tuple[int, ...] = (64, 16)) -> None:
+        self.launch(tensors[0], rows, 2, tensors, numbers, strides)
 
 
-def test_triton_gets_addresses_of_tensors(kernels: Any) -> None:
-    """Those before the numbers; a tensor in their place is what the first launch had there."""
-    compiled, (q, k) = Compiled(), torch.zeros(2, 3)
-    kernel = Kernel(compiled)
-    launch = kernels.Launch(kernel, CONFIG, 5, (3,))
-    launch(q, k, 0.5, q)
-    launch(k, q, 0.25, q)
-    assert kernel.calls == [((5, 1, 1), (q, k, 0.5, q, 3), CONFIG)]
-    (started,) = compiled.started
-    assert started[9:12] == (k.data_ptr(), q.data_ptr(), 0.25) and started[12] is q
+def test_triton_looks_at_the_first_launch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets addresses then, and a grid, numbers and strides of each call."""
+    compiled, tensors = Compiled(), [torch.zeros(64, dtype=torch.float16) for _ in range(3)]
+    stage = Stage(monkeypatch, compiled)
+    for at, x in enumerate(tensors):
+        stage(200 + 64 * at, (x, None), (3 + at,), (64 + 16 * at, 16))
+    assert stage.kernel.calls == [((8, 1, 1), (tensors[0], None, 3, 64, 16), CONFIG)]
+    parts = (7, "function", "metadata", None, None, None)
+    assert compiled.started == [
+        (2 * (4 + at), 1, 1, *parts, tensors[at].data_ptr(), None, 3 + at, 64 + 16 * at, 16, 64, False) for at in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "times"),
+    [
+        ({}, {"rows": 2000}, 1),  # another size alone
+        ({}, {"rows": 50}, 2),  # another row of the schedule
+        ({}, {"numbers": (0.5, 32)}, 1),  # another number of the same kind
+        ({}, {"numbers": (0.5, 17)}, 2),  # one that 16 does not divide
+        ({}, {"numbers": (0.5, 1)}, 2),
+        ({}, {"numbers": (0.25, 16)}, 1),  # one that Triton does not look at
+        ({}, {"strides": (1 << 20, 32)}, 1),
+        ({}, {"strides": (64, 8)}, 2),
+        ({}, {"strides": (64, 1)}, 2),
+        ({"strides": (64, 1)}, {"strides": (64, 8)}, 2),
+        ({}, {"strides": (1 << 31, 16)}, 2),  # one that takes 64 bits
+        ({}, {"shift": 1}, 2),  # a tensor that starts at no multiple of 16 bytes
+        ({"shift": 1}, {"shift": 3}, 1),
+        ({}, {"dtype": torch.bfloat16}, 2),
+    ],
+)  # fmt: skip
+def test_calls_share_what_is_compiled_for_their_kind(
+    first: dict[str, Any], second: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(monkeypatch, Compiled(), specialised=(1,))
+    for change in (first, second):
+        given = {"rows": 200, "numbers": (0.5, 16), "strides": (64, 16), "shift": 0, "dtype": torch.float16} | change
+        x = torch.zeros(128, dtype=given.pop("dtype"))[given.pop("shift") :]
+        stage(tensors=(x,), **given)
+    assert len(stage.kernel.calls) == times
+
+
+def test_ten_thousand_shapes_take_no_more_memory_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a loop that decodes: keys and the strides of their cache grow by one row a call."""
+    stage, x = Stage(monkeypatch, Compiled()), torch.zeros(64, dtype=torch.float16)
+    for n in range(1, 10_001):
+        stage(n, (x,), (0.5, n), (n * 64, 64))
+    assert len(stage.runtime.LAUNCHES) <= 4 and len(stage.kernel.calls) <= 8
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("set_by", ["chain", "assignment"])
-def test_a_profiler_sees_every_launch(kernels: Any, monkeypatch: pytest.MonkeyPatch, hook: str, set_by: str) -> None:
-    compiled = Compiled()
-    launch = kernels.Launch(Kernel(compiled), CONFIG, 5, (3,))
-    launch("a")
+def test_a_profiler_sees_every_launch(monkeypatch: pytest.MonkeyPatch, hook: str, set_by: str) -> None:
+    compiled, x = Compiled(), torch.zeros(64, dtype=torch.float16)
+    stage = Stage(monkeypatch, compiled)
+    stage(200, (x,))
     chain = HookChain()
     chain.add(print)
-    monkeypatch.setattr(kernels.triton.knobs.runtime, hook, chain if set_by == "chain" else print)
-    launch("b")
-    assert compiled.started == [((5, 1, 1), "b", 3, 64, False)]
+    monkeypatch.setattr(stage.knobs, hook, chain if set_by == "chain" else print)
+    stage(200, (x,))
+    assert len(stage.kernel.calls) == 2 and not compiled.started
 
 
-def test_the_interpreter_compiles_nothing(kernels: Any) -> None:
-    kernel = Kernel(None)
-    launch = kernels.Launch(kernel, CONFIG, 5, (3,))
-    launch("a")
-    launch("b")
-    assert [args for _, args, _ in kernel.calls] == [("a", 3), ("b", 3)]
+def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, x = Stage(monkeypatch, None), torch.zeros(64, dtype=torch.float16)
+    for _ in range(2):
+        stage(200, (x,), (3,))
+    assert [args for _, args, _ in stage.kernel.calls] == [(x, 3, 64, 16)] * 2
+
+
+def test_a_version_without_a_kernels_parts_launches_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, x = Stage(monkeypatch, SimpleNamespace(run=None)), torch.zeros(64, dtype=torch.float16)
+    for _ in range(3):
+        stage(200, (x,))
+    assert len(stage.kernel.calls) == 3
 
 
 def inputs(device: str) -> list[torch.Tensor]:
@@ -129,7 +174,7 @@ def test_modes_see_the_operator(device: str) -> None:
 
 
 def test_only_alike_tensors_of_torchs_own_are_plain(device: str) -> None:
-    plain, (q, k, v) = built(NAME)._plain, inputs(device)
+    plain, (q, k, v) = built(NAME).runtime.is_plain, inputs(device)
     assert plain(q, k, v) and plain(torch.nn.Parameter(q), k, v)
     others = [k.float(), k.as_subclass(type("Mine", (torch.Tensor,), {})), k.to_sparse(), k.to("meta"), torch._neg_view(k)]
     assert not any(plain(q, other, v) for other in others)
@@ -153,12 +198,11 @@ def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
 def test_inputs_cannot_have_the_wrappers_own_names(name: str) -> None:
     module, made = built(name), spec(name)
     given = {i.name for i in made.inputs()} | {n for d in made.derived() for n in d.names}
-    functions = [module.attention, module._forward, module._backward, module._Attention.forward, module._Attention.backward]
-    functions += [f for f in [getattr(module, "_forward_packed", None)] if f]
-    scratch = {"o_acc", "row_max", "row_sum", "dq_acc"}  # of FlashAttention-1's order, which takes no inputs
-    parts = {x.parts.lower() for x in target(name).learned}
-    names = {n for f in functions for n in f.__code__.co_varnames} - given - scratch
-    assert names <= WRAPPER | parts | {f"d_{i.name}" for i in made.inputs()}
+    functions = [getattr(module, name) for name in ("attention", "make_plan", "_forward", "_backward", "_count") if hasattr(module, name)]
+    values = {ref for host in target(name).hosts for op in host.ops() for ref in (op.name, *(f"{op.name}.{f}" for f in op.results()))}
+    values |= {f"{op.name}.{f}" for host in target(name).hosts for op in host.ops() if isinstance(op, If) for f in host.fields(op)}
+    names = {n for f in functions for n in f.__code__.co_varnames if n.islower() and not n.endswith("_strides")} - given
+    assert names <= WRAPPER | {variable(ref) for ref in values}  # an input of such a value's name breaks the rule `host-arguments`
 
 
 def test_a_tracer_sees_the_operator(device: str) -> None:
@@ -187,8 +231,8 @@ def test_gradients_are_the_same_whether_or_not_the_lse_is_asked_for(device: str)
 def test_an_operator_is_recorded_only_where_gradients_are_wanted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code calls it with gradients off. Forward-mode derivatives, which it has not, are refused even so."""
     module, leaves = built(NAME), [x.requires_grad_() for x in inputs(device)]
-    recorded, apply = [], module._Attention.apply
-    monkeypatch.setattr(module._Attention, "apply", lambda *args: recorded.append(args) or apply(*args))
+    recorded, apply = [], module.OPERATORS.recorded.apply
+    monkeypatch.setattr(module.OPERATORS.recorded, "apply", lambda *args: recorded.append(args) or apply(*args))
     out, lse = module.FORWARD(*leaves, 0.1)
     assert len(recorded) == 1 and out.requires_grad and lse.requires_grad
     with torch.no_grad():

@@ -273,7 +273,7 @@ class Guarded:
 
 
 def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
-    """Guard every buffer that calls of a generated module make, and let these remember nothing, nor anything of them."""
+    """Guard every buffer that calls of a generated module make."""
     guarded = Guarded()
     monkeypatch.setattr(torch, "empty", guarded.empty)
     monkeypatch.setattr(torch, "empty_like", guarded.empty_like)
@@ -284,9 +284,7 @@ def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
     for name in ("empty_strided", "empty_permuted"):
         monkeypatch.setattr(torch, name, None)  # the wrapper has no use for these
     for device in ("cuda", "cpu"):
-        monkeypatch.setattr(torch._C._dynamo.guards, f"_empty_strided_{device}", partial(guarded.empty_strided, device=device))
-    for memo in ("_READY", "_CALLS", "_LAUNCHES"):
-        monkeypatch.setattr(module, memo, module._Memo())
+        monkeypatch.setattr(module.runtime, f"empty_{device}", partial(guarded.empty_strided, device=device))
     return guarded
 
 
@@ -300,12 +298,11 @@ def test_every_element_is_written_and_no_other(
     split = hasattr(module, "SPLIT_KEYS")
     if split:  # every query head by a program of its own, so that the wrapper makes room for parts of dK and dV
         monkeypatch.setattr(module, "SPLIT_KEYS", 2**30)
-        monkeypatch.setattr(module, "_LAUNCHES", module._Memo())
     with monkeypatch.context() as patches:
         guarded = fill_fresh_buffers(patches, module)
         found = run(name, leaves, inputs, grads)
-    # out, lse, delta, lse2, dq, dk, dv; the two that show how results lie; the two of parts
-    assert sum(size > 0 for _, size in guarded.buffers) >= (11 if split else 9)
+    # out, lse, delta, lse2, dq, dk, dv; the two of parts
+    assert sum(size > 0 for _, size in guarded.buffers) >= (9 if split else 7)
     guarded.check()
     expected = run(name, leaves, inputs, grads)  # last: what is written outside of its buffers may end the process
     for key in KEYS:
@@ -332,13 +329,8 @@ def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, mon
         leaves = [x.detach()[:1, :1].expand(x.shape).requires_grad_() for x in leaves]
         grads = grads[0][:1, :1].expand(grads[0].shape), grads[1]
     expected = run(name, [x.detach().contiguous().requires_grad_() for x in leaves], inputs, (grads[0].contiguous(), grads[1]))
-    monkeypatch.setattr(built(name), "MAX_ROW_STRIDE", limit)
-    memos = built(name)._READY, built(name)._CALLS, built(name)._LAUNCHES
-    for memo in memos:  # of calls under the other limit
-        memo.clear()
+    monkeypatch.setattr(built(name).runtime, "MAX_ROW_STRIDE", limit)
     found = run(name, leaves, inputs, grads)
-    for memo in memos:
-        memo.clear()
     for key in KEYS:
         x, y = (r[key].detach().nan_to_num(neginf=0.0) for r in (found, expected))
         assert relative_error(x, y) < 4 * torch.finfo(x.dtype).eps, key
@@ -394,11 +386,9 @@ def test_groups_split_among_programs(heads: tuple[int, int], keys: int, splits: 
     name = "causal_gqa" if heads[1] > 1 else "causal_mqa"
     module = built(name)
     monkeypatch.setattr(module, "SPLIT_KEYS", keys)
-    monkeypatch.setattr(module.kernels, "processors", lambda device: 2)
-    assert module._splits(torch.empty(1, heads[0], 40, 8), torch.empty(1, heads[1], 70, 8)) == splits
-    module._LAUNCHES.clear()
+    monkeypatch.setattr(module.runtime, "processors", lambda device: 2)
+    assert module.runtime.splits_of(torch.empty(1, heads[0], 40, 8), torch.empty(1, heads[1], 70, 8), keys) == splits
     result = run_case(module, spec_of(name), Case(1, *heads, 40, 70), dtypes(name)[0], device)
-    module._LAUNCHES.clear()
     assert result.ok, str(result)
 
 

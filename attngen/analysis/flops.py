@@ -9,7 +9,6 @@ import sympy
 from attngen.analysis.tiles import heads, tile_sum
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import kernels_of
 from attngen.ir.ops import Dot
 
 TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, of all heads and sequences
@@ -35,7 +34,7 @@ def useful_flops(module: Module, direction: str) -> Expr:
 
     Each product counts once, however many kernels recompute it (FlashAttention-2, section 3.1, counts five backward).
     """
-    kernels = kernels_of(module, direction)
+    kernels = module.kernels_of(direction)
     products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.dots}
     return TILES * sympy.Add(*products.values())
 

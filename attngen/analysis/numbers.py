@@ -16,7 +16,7 @@ from attngen.analysis.theory import saved_tensors
 from attngen.analysis.tiles import evaluate, runs
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS, kernels_of
+from attngen.ir.interface import DIRECTIONS
 
 SPARSE = 8  # block-sparse: one tile in so many
 ONE = (1, 1)  # a tile for what does not depend on tiles
@@ -61,7 +61,7 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
         numbers = textbook_values(module, problem, tile := flash1_tile(module, cls))
         flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in DIRECTIONS)
         yield Moved("FlashAttention-1", cls, (tile,), *flash1)
-        rows = [row_of(module, kernel, cls, problem.n_q) for d in DIRECTIONS for kernel in kernels_of(module, d) if kernel.loops]
+        rows = [row_of(module, kernel, cls, problem.n_q) for d in DIRECTIONS for kernel in module.kernels_of(d) if kernel.loops]
         tiles = tuple((row.block_q, row.block_kv) for row in rows if row)
         if len(tiles) < len(rows):  # no tile fits
             continue
@@ -76,7 +76,7 @@ def done(module: Module, problem: Problem) -> Iterator[Done]:
         forward, backward = (kernels(name, direction) for direction in DIRECTIONS)
         work = [sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in (forward, backward)]
         yield Done(shown, work[0], work[1], *_kept(forward, backward, numbers))
-    forward, backward = (kernels_of(module, direction) for direction in DIRECTIONS)
+    forward, backward = (module.kernels_of(direction) for direction in DIRECTIONS)
     kept, saved = _kept(forward, backward, numbers)
     of = {kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in module.kernels if kernel.loops}
     last = [next(k.name for k in reversed(some) if k.loops) for some in (forward, backward)]
@@ -100,7 +100,7 @@ def flash1_tile(module: Module, cls: str) -> tuple[int, int]:
 
 def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, share: float = 1) -> float:
     """Bytes that a module's kernels load and store with their tiles on a device class, if they visit a share of their tiles."""
-    found = ((kernel, _emitted_values(module, kernel, cls, problem)) for kernel in kernels_of(module, direction))
+    found = ((kernel, _emitted_values(module, kernel, cls, problem)) for kernel in module.kernels_of(direction))
     return sum(_value(hbm_bytes(kernel), {**numbers, "tiles": numbers["tiles"] * share}) for kernel, numbers in found)
 
 

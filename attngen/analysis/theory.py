@@ -21,7 +21,7 @@ from attngen.analysis.sram import elem_sizes, elements, row_formula
 from attngen.analysis.tiles import NO_BOUND, evaluate, runs, tile_loops, unbounded, visited
 from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS, kernels_of
+from attngen.ir.interface import DIRECTIONS
 from attngen.ir.ops import Arg
 
 N, D, M = sympy.symbols("N d M", positive=True)  # rows, head dimension, elements on chip
@@ -274,7 +274,7 @@ def work(module: Module) -> list[Theorem]:
     def textbook(name: str, direction: str) -> Expr:
         return sympy.Add(*(flops(kernel, partial(runs, kernel)) for kernel in kernels(name, direction)))
 
-    run = sympy.Add(*(executed_flops(kernel) for kernel in kernels_of(module, "backward")))
+    run = sympy.Add(*(executed_flops(kernel) for kernel in module.kernels_of("backward")))
     counts = (
         ("forward of standard attention", f"{PAPER}, algorithm 0", textbook("standard", "forward")),
         ("backward of standard attention", f"{PAPER}, algorithm 3", textbook("standard", "backward")),
@@ -290,7 +290,7 @@ def work(module: Module) -> list[Theorem]:
 
 def memory(module: Module) -> list[Theorem]:
     """Elements that the backward reads and the forward wrote, besides the output."""
-    own = [kernels_of(module, direction) for direction in DIRECTIONS]
+    own = [module.kernels_of(direction) for direction in DIRECTIONS]
     standard, flash1 = ([kernels(name, direction) for direction in DIRECTIONS] for name in ("standard", "flash1"))
     found = []
     for name, source, order, (forward, backward) in (

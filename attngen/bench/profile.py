@@ -23,7 +23,6 @@ from attngen.emit.files import write_file, write_module
 from attngen.emit.render import render
 from attngen.errors import AttngenError, FitError, SpecError
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import kernels_of
 from attngen.passes.pipeline import lower
 from attngen.spec import Spec
 
@@ -215,7 +214,7 @@ def _lines(
         yield Line(NAIVE, None, call.n, call.direction, "all", "", predicted_naive(module, call.direction, sized), _sum(launches))
         return
     module = modules[call.order, call.tile]
-    own = {kernel.name: kernel for kernel in kernels_of(module, call.direction)}
+    own = {kernel.name: kernel for kernel in module.kernels_of(call.direction)}
     for name, kernel in own.items():
         tile, moved = predicted(module, kernel, device, sized) or ("", None)
         mine = [launch for launch in launches if launch.kernel == name]

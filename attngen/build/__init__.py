@@ -6,6 +6,7 @@ from attngen import __version__
 from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, learned
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end, packs
+from attngen.build.host import build_hosts
 from attngen.build.semantics import listed_blocks
 from attngen.ir.graph import Module
 from attngen.spec import Spec
@@ -25,7 +26,7 @@ def build_module(spec: Spec) -> Module:
     }
     kernels = tuple(build(spec) for build in builders[spec.schedule.order])
     kernels += (build_forward(spec, "packed"),) if packs(spec) else ()
-    return Module(
+    module = Module(
         name=spec.name,
         version=__version__,
         spec_hash=spec.hash(),
@@ -46,3 +47,4 @@ def build_module(spec: Spec) -> Module:
         learned=learned(spec),
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
     )
+    return build_hosts(module)

@@ -10,9 +10,8 @@ import sympy
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.errors import SpecError
 from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
-from attngen.ir.graph import Block, Kernel, Learned
+from attngen.ir.graph import Kernel, Learned
 from attngen.ir.interface import (
-    ASIDE,
     BESIDE,
     DROPOUT_SCALARS,
     ROWS,
@@ -29,6 +28,7 @@ from attngen.ir.ops import (
     AXIS_EXTENT,
     Access,
     Arg,
+    Block,
     Checks,
     Dot,
     Dropout,
@@ -107,7 +107,7 @@ class KernelBuilder:
         packs, sharing = self.signature.packs, self.spec.heads.sharing
         names += ["queries"] if packs else []
         named = _symbols((self.where, *([self.score] if packs else []), *(e for read in self.needed for e in read.index)))
-        shared = sharing == "gqa" and (self.name not in ASIDE[self.spec.schedule.order] or symbol("h" if packs else "hkv") in named)
+        shared = sharing == "gqa" and ((not packs and self.name not in BESIDE) or symbol("h" if packs else "hkv") in named)
         if shared or (sharing == "mqa" and self.signature.by_key_head and not packs):
             names.append("group")
         names += ["splits"] if self.is_split else []
@@ -266,7 +266,8 @@ class KernelBuilder:
         return self.add(Dropout("p_kept", value, "keep", self.types[value]), "step") if self.spec.dropout else value
 
     def kernel(self) -> Kernel:
-        return Kernel(self.name, self.grid, tuple(Block(n, tuple(ops)) for n, ops in self.ops.items()))
+        blocks = tuple(Block(n, tuple(ops)) for n, ops in self.ops.items())
+        return Kernel(self.name, self.grid, blocks, self.own_axis, self.signature.packs, self.signature.about)
 
 
 def _symbols(expressions: Iterable[Any]) -> set[Any]:

@@ -27,7 +27,6 @@ from attngen.analysis.sram import aligned, sizes
 from attngen.devices import CLASSES
 from attngen.errors import last_line
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import KV_OUTER, SIGNATURES
 from attngen.ir.ops import Base, Load
 
 _TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}
@@ -92,12 +91,12 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
 
 
 def source_digest(kernels: str, name: str) -> str:
-    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest."""
+    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest: other functions, constants."""
     tree, lines, parts = ast.parse(kernels), kernels.splitlines(), []
+    tables = {n.targets[0].id: n.value for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)}
+    others = set(ast.literal_eval(tables["SCHEDULES"])) - {name}
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name in (*SIGNATURES, *KV_OUTER) and node.name != name:
-            continue
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and node.name not in others:
             start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             parts += lines[start - 1 : node.end_lineno]
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):  # constants; tables of schedules are not calls

@@ -166,7 +166,7 @@ class KernelContext:
         words = used | set(re.findall(r"\w+", " ".join(prologue)))
         return KernelView(
             name=kernel.name,
-            summary=SUMMARIES.get(f"{kernel.name} {self.module.order}") or SUMMARIES[kernel.name],
+            summary=kernel.about,
             params=[*(a.name for a in tensors), *numbers, *sizes, *strides],
             tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
             dropout=kernel.draws,
@@ -477,21 +477,6 @@ LOOP_COMMENTS = {
     "partial": "tiles that the mask or the ends of the tensors cut",
     "all": "query heads that share this key head",
     "own": "key tiles, each on chip while query tiles pass by",
-}
-SUMMARIES = {
-    "fwd": "Forward: online softmax over key tiles, one program per query tile.",
-    "fwd kv_outer": "Forward: one program per head, over key tiles, and for each over query tiles, whose sums it rewrites in HBM.",
-    "fwd_end": "After the forward: outputs in the element type, divided by their sums, and the LSE.",
-    "packed": "Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.",
-    "blocks": "Before all: how many pairs the mask leaves visible, of each strip of a block.",
-    "delta": "Before dK and dV, where no dQ is wanted: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).",
-    "delta kv_outer": "Before the backward: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).",
-    "dkdv": "Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
-    "dk": "Backward, dK: one program per key tile, over query tiles; scores are transposed.",
-    "dv": "Backward, dV: one program per key tile, over query tiles; scores are transposed.",
-    "dq": "Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.",
-    "bwd": "Backward: one program per head, over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.",
-    "dq_end": "After the backward: dQ in the element type.",
 }
 
 

@@ -18,7 +18,7 @@ from attngen.analysis.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import BESIDE, DIRECTIONS, kernels_of
+from attngen.ir.interface import BESIDE, DIRECTIONS
 from attngen.ir.ops import Mask
 from attngen.passes.classify_tiles import inexact
 
@@ -114,7 +114,7 @@ def device_table(module: Module, problem: Problem) -> Table:
         table.add_column(heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True)
     for device in DEVICES.values():
         for direction in DIRECTIONS:
-            for kernel in kernels_of(module, direction):
+            for kernel in module.kernels_of(direction):
                 e = estimate(module, kernel, device, problem)
                 if e is None:
                     table.add_row(device.name, kernel.name, "none")

@@ -29,7 +29,7 @@ from attngen.emit.tilemap import chosen, tile_maps
 from attngen.errors import AttngenError
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS, kernels_of
+from attngen.ir.interface import DIRECTIONS
 from attngen.ir.ops import Map, Mask, Position
 from attngen.spec import Spec
 
@@ -241,7 +241,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
     found: list[Estimate] = []
     for direction in DIRECTIONS:
         mine: list[Estimate] = []
-        for kernel in kernels_of(module, direction):
+        for kernel in module.kernels_of(direction):
             try:
                 e = estimate(module, kernel, device, problem)
             except KeyError as error:  # a symbol of a formula
@@ -259,7 +259,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
             else:
                 remarks.append(f"@{kernel.name} has no matrix product: memory bounds it, and the roofline leaves it out.")
         found += mine
-        if len(mine) == len(kernels_of(module, direction)):
+        if len(mine) == len(module.kernels_of(direction)):
             standard = standard_total(module, direction, mine[0].row, problem)
             moved += [
                 Bar(direction),

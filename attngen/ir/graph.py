@@ -13,7 +13,8 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import AXIS_EXTENT, Arg, Base, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, SoftmaxStep, Store, Type
+from attngen.ir.host import Host
+from attngen.ir.ops import AXIS_EXTENT, Arg, Base, Block, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, SoftmaxStep, Store, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -31,14 +32,6 @@ class GridAxis:
     abreast: int = 1
 
 
-@dataclass(frozen=True)
-class Block:
-    """A straight-line list of ops: the kernel's `entry`, or a loop body."""
-
-    name: str
-    ops: tuple[Op, ...]
-
-
 @cache
 def _written_out(e: Expr, named: tuple[tuple[Expr, Expr], ...]) -> Expr:
     """Cached across kernels, because sympy takes its time over nested Min and Max."""
@@ -50,11 +43,18 @@ def _written_out(e: Expr, named: tuple[tuple[Expr, Expr], ...]) -> Expr:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One GPU kernel: launch grid, and ops in blocks held as a graph."""
+    """One GPU kernel: launch grid, and ops in blocks held as a graph.
+
+    Its programs `own` tiles of an axis, q or kv. One that `packs` has as rows the queries of all heads of a group, head after head: so many
+    `queries` of each. What it reads, writes and rewrites stands on its arguments. `about` is a sentence for readers of what is printed.
+    """
 
     name: str
     grid: tuple[GridAxis, ...]
     blocks: tuple[Block, ...]
+    own: str = ""
+    packs: bool = False
+    about: str = ""
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
@@ -159,14 +159,11 @@ class Kernel:
         """Whether programs share its tiles, each for some of the query heads of a group."""
         return any(axis.var == "split" for axis in self.grid)
 
-    @property
-    def packs(self) -> bool:
-        """Whether the rows of its tiles are the queries of all heads of a group."""
-        return self.name == "packed"
-
     @cached_property
     def own_axis(self) -> str:
-        """The axis of which a program owns a tile, from the grid or in each turn of its loop of class `all`: `q` or `kv`."""
+        """The axis of which a program owns a tile, q or kv: what `own` says, or else the grid, or the loop of class `all`."""
+        if self.own:
+            return self.own
         axes = [self.grid[0].var, *(loop.var for loop in self.loops if loop.cls == "all")]
         return next((axis for axis in axes if axis in AXIS_EXTENT), "")
 
@@ -309,10 +306,19 @@ class Module:
     derived: tuple[Derived, ...]
     learned: tuple[Learned, ...]
     kernels: tuple[Kernel, ...]
+    hosts: tuple[Host, ...] = ()
     schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)
+
+    def host(self, name: str) -> Host:
+        return next(h for h in self.hosts if h.name == name)
+
+    def kernels_of(self, direction: str) -> tuple[Kernel, ...]:
+        """The kernels that a call launches, `forward` or `backward`, where tensors have elements and queries are not few."""
+        names = [name for host in self.hosts if host.name == direction for name in host.common_launches()]
+        return tuple(k for k in self.kernels if k.name in names)
 
     def rows(self, kernel: str) -> tuple[Row, ...]:
         return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Row))

@@ -11,7 +11,7 @@ import sympy
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, cdiv, floordiv, parse, symbol
-from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Module
+from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Learned, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 from attngen.ir.text import print_module
 
@@ -50,13 +50,12 @@ SPLIT_KEYS = 512
 STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 
-# the wrapper's own names, which inputs may not have
-WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "inputs"}
-WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "dropout_p", "seed", *DROPOUT_SCALARS}
-WRAPPER |= {"kv_full_rank", "q_full_rank", "count", "blocks", "need", "need_k", "need_v", "rest", "gradients", "distance"}
-WRAPPER |= {"scale", "return_lse", "config", "ctx", "self", "math", "torch", "triton", "kernels", "attention", "contextlib"}
-WRAPPER |= {"plain", "call", "kinds", "wanted", "results", "launches", "launch", "programs", "numbers", "direct", "need_inputs", "dtype"}
-WRAPPER |= {"splits", "dk_splits", "dv_splits", "queries"}
+# Names of the generated module's functions, which inputs may not have: arguments, what host programs make, modules.
+WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "need_inputs"}
+WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "kv_full_rank", "q_full_rank", "count", "blocks", "inputs"}
+WRAPPER |= {"dropout_p", "seed", *DROPOUT_SCALARS, "scale", "return_lse", "direct", "group", "splits", "queries", "device", "n_q", "n_kv"}
+WRAPPER |= {"q_rows", "o_rows", "lse_rows", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum", "dq_acc"}
+WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 
 
 class Signature(NamedTuple):
@@ -71,6 +70,7 @@ class Signature(NamedTuple):
     writes: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
     packs: bool = False
+    about: str = ""
 
     @property
     def by_key_head(self) -> bool:
@@ -82,30 +82,74 @@ class Signature(NamedTuple):
         return sharing != "mha" and self.by_key_head and not (self.rewrites or self.packs)
 
 
+_STATISTICS_OF_ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
 SIGNATURES = {
-    "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE")),
-    "packed": Signature("q", ("Q", "K", "V"), ("O", "LSE"), packs=True),
-    "blocks": Signature("q", (), ("COUNT",)),
-    "delta": Signature("q", ("O", "dO", "LSE", "dLSE"), ("DELTA", "LSE2")),
-    "dkdv": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV")),
-    "dk": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK",)),
-    "dv": Signature("kv", ("Q", "K", "dO", "LSE2"), ("dV",)),
-    "dq": Signature("q", ("Q", "K", "V", "O", "dO", "LSE", "dLSE"), ("dQ", "DELTA", "LSE2")),
+    "fwd": Signature("q", ("Q", "K", "V"), ("O", "LSE"), about="Forward: online softmax over key tiles, one program per query tile."),
+    "packed": Signature(
+        "q",
+        ("Q", "K", "V"),
+        ("O", "LSE"),
+        packs=True,
+        about="Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.",
+    ),
+    "blocks": Signature("q", (), ("COUNT",), about="Before all: how many pairs the mask leaves visible, of each strip of a block."),
+    "delta": Signature(
+        "q",
+        ("O", "dO", "LSE", "dLSE"),
+        ("DELTA", "LSE2"),
+        about=f"Before dK and dV, where no dQ is wanted: {_STATISTICS_OF_ROWS}",
+    ),
+    "dkdv": Signature(
+        "kv",
+        ("Q", "K", "V", "dO", "LSE2", "DELTA"),
+        ("dK", "dV"),
+        about="Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
+    ),
+    "dk": Signature(
+        "kv",
+        ("Q", "K", "V", "dO", "LSE2", "DELTA"),
+        ("dK",),
+        about="Backward, dK: one program per key tile, over query tiles; scores are transposed.",
+    ),
+    "dv": Signature(
+        "kv",
+        ("Q", "K", "dO", "LSE2"),
+        ("dV",),
+        about="Backward, dV: one program per key tile, over query tiles; scores are transposed.",
+    ),
+    "dq": Signature(
+        "q",
+        ("Q", "K", "V", "O", "dO", "LSE", "dLSE"),
+        ("dQ", "DELTA", "LSE2"),
+        about="Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.",
+    ),
 }
 KV_OUTER = {
-    "fwd": Signature("kv", ("Q", "K", "V"), rewrites=("O_ACC", "ROW_MAX", "ROW_SUM")),
-    "fwd_end": Signature("q", ("O_ACC", "ROW_MAX", "ROW_SUM"), ("O", "LSE")),
-    "delta": SIGNATURES["delta"],
-    "bwd": Signature("kv", ("Q", "K", "V", "dO", "LSE2", "DELTA"), ("dK", "dV"), ("DQ_ACC",)),
-    "dq_end": Signature("q", ("DQ_ACC",), ("dQ",)),
+    "fwd": Signature(
+        "kv",
+        ("Q", "K", "V"),
+        rewrites=("O_ACC", "ROW_MAX", "ROW_SUM"),
+        about="Forward: one program per head, over key tiles, and for each over query tiles, whose sums it rewrites in HBM.",
+    ),
+    "fwd_end": Signature(
+        "q",
+        ("O_ACC", "ROW_MAX", "ROW_SUM"),
+        ("O", "LSE"),
+        about="After the forward: outputs in the element type, divided by their sums, and the LSE.",
+    ),
+    "delta": SIGNATURES["delta"]._replace(about=f"Before the backward: {_STATISTICS_OF_ROWS}"),
+    "bwd": Signature(
+        "kv",
+        ("Q", "K", "V", "dO", "LSE2", "DELTA"),
+        ("dK", "dV"),
+        ("DQ_ACC",),
+        about="Backward: one program per head, over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.",
+    ),
+    "dq_end": Signature("q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type."),
 }
-# of a module, by order of loops: the second for wide heads
-KERNELS = {"q_outer": (("fwd", "dq", "delta", "dkdv"), ("fwd", "dq", "delta", "dk", "dv")), "kv_outer": (tuple(KV_OUTER),)}
 ROWS = ("delta", "fwd_end", "dq_end")  # kernels of rows alone
 BESIDE = ("blocks", *ROWS)  # kernels that compute no scores: nothing is listed for them, and nothing dropped
-# Kernels that some calls alone launch; @delta does what @dq does where there is no @dq.
-ASIDE = {"q_outer": ("blocks", "packed", "delta"), "kv_outer": ("blocks",)}
-FORWARD = ("fwd", "fwd_end")
+ORDERS = ("q_outer", "kv_outer")  # of loops
 FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 18)
 DIRECTIONS = ("forward", "backward")
 
@@ -115,9 +159,9 @@ def signature_of(kernel: str, order: str) -> Signature:
     return (KV_OUTER if order == "kv_outer" else SIGNATURES)[kernel]
 
 
-def kernels_of(module: Module, direction: str) -> tuple[Kernel, ...]:
-    """The kernels that a module launches forward or backward, of as many queries as there are."""
-    return tuple(k for k in module.kernels if k.name not in ASIDE[module.order] and (k.name in FORWARD) == (direction == "forward"))
+def tensor_dtype(name: str) -> str:
+    """The element type of a tensor that has one in every module."""
+    return "f32" if name in FP32 else "T"
 
 
 def block_lists(blocks: Blocks, own: str) -> dict[str, tuple[str, ...]]:
@@ -130,7 +174,7 @@ def tensor_type(name: str, signature: Signature, sharing: str) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes; of one that splits of a group write, with a part for each."""
     batch, heads, *rest = SHAPES.get(name) or SHAPES[name.removeprefix("d")]
     split = ["splits"] if signature.is_split(sharing) and name in signature.writes else []
-    return Type("f32" if name in FP32 else "T", (batch, "Hkv" if signature.packs else heads, *split, *rest))
+    return Type(tensor_dtype(name), (batch, "Hkv" if signature.packs else heads, *split, *rest))
 
 
 def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:
@@ -202,20 +246,19 @@ def verify_interface(module: Module) -> Module:
 
 
 def _reasons(module: Module) -> Iterator[str]:
-    have = [k.name for k in module.kernels]
-    if module.order not in KERNELS:
-        yield f"`order {module.order}`; expected {' or '.join(KERNELS)}"
-        return
-    known = [(*names, *(["blocks"] if module.blocks and module.blocks.data else [])) for names in KERNELS[module.order]]
-    known += [(*names, "packed") for names in known if module.order == "q_outer" and module.sharing != "mha" and not module.blocks]
-    if sorted(have) not in map(sorted, known) or sorted(name for name, _ in module.schedules) != sorted(have):
-        expected = " or ".join(map(", ".join, known))
-        yield f"the kernels are {', '.join(have) or 'none'}; expected {expected}, and a schedule for each"
+    if module.order not in ORDERS:
+        yield f"`order {module.order}`; expected {' or '.join(ORDERS)}"
+    if [name for name, _ in module.schedules] != [kernel.name for kernel in module.kernels]:
+        have = ", ".join(name for name, _ in module.schedules) or "nothing"
+        yield f"there are schedules for {have}; expected one for each kernel, in order"
+    if not {"forward", "backward"} <= {host.name for host in module.hosts}:
+        yield f"the host programs are {', '.join(host.name for host in module.hosts) or 'none'}; expected forward and backward"
     given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     own = WRAPPER | {x.parts.lower() for x in module.learned}  # in which it has the parts of a gradient
     for name in names:
-        if names.count(name) > 1 or name in own or hasattr(builtins, name) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        taken = name in own or hasattr(builtins, name) or name.endswith("_strides")
+        if names.count(name) > 1 or taken or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             yield f"`{name}` is declared twice, is a name of the wrapper's own, or is not in small letters"
     for name, type_ in given.items():
         if type_.dtype not in ("b1", "i32", "f32", "T") or not all(d in INPUT_DIMS or d.isdigit() for d in type_.dims):
@@ -244,25 +287,3 @@ def _reasons(module: Module) -> Iterator[str]:
         used = name in read or name in {s for d in module.derived for s in d.sources}
         if not used and not any(a.name == name for k in module.kernels for a in k.args):
             yield f"`input {name}` is read by no kernel"
-    for kernel in module.kernels:
-        for reason in _kernel_reasons(kernel, module):
-            yield f"kernel @{kernel.name}: {reason}"
-
-
-def _kernel_reasons(kernel: Kernel, module: Module) -> Iterator[str]:
-    signature = signature_of(kernel.name, module.order)
-    right = grid(signature, module.sharing)
-    if [(a.var, a.extent) for a in kernel.grid] != [(a.var, a.extent) for a in right]:
-        yield f"the grid is not {', '.join(f'{a.var} in {a.extent}' for a in right)}, which is what the wrapper launches"
-    tensors, parts = input_tensors(module.inputs, module.derived), parts_of(module.learned, module.inputs)
-    known = {arg.name: arg for arg in tensor_args(kernel.name, signature, module.sharing, tensors, module.blocks, module.dropout, parts)}
-    scalars = {**SCALARS, **(DROPOUT_SCALARS if module.dropout else {}), **{i.name: i.dtype for i in module.inputs if not i.shape}}
-    known |= {name: Arg(name, "scalar", Type(dtype)) for name, dtype in scalars.items()}
-    for arg in kernel.args:
-        match = known.get(arg.name)
-        if match is None or (arg.role, arg.type.dtype, arg.type.dims) != (match.role, match.type.dtype, match.type.dims):
-            expected = f"`arg {match.role} : {match.type.dtype}[{', '.join(match.type.dims)}]`" if match else f"one of {', '.join(known)}"
-            yield f"%{arg.name} is `arg {arg.role} : {arg.type.dtype}[{', '.join(arg.type.dims)}]`; expected {expected}"
-    for name in (*signature.rewrites, *signature.writes, *(x.parts for x in module.learned if kernel.name == "dq" and x.parts != "DELTA")):
-        if name not in {a.name for a in kernel.args}:
-            yield f"%{name} is missing, which the wrapper expects it to write"

@@ -306,6 +306,14 @@ class Barrier(Op):
     """All of the program's threads wait for each other: loads after it see what stores before it wrote, and none starts before it."""
 
 
+@dataclass(frozen=True)
+class Block:
+    """A straight-line list of ops: a kernel's or host program's `entry`, a loop's body, a branch."""
+
+    name: str
+    ops: tuple[Op, ...]
+
+
 OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "base": Base,

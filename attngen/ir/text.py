@@ -6,14 +6,15 @@ One line per op: `%name = kind positional... key(value)... : type`. Fields at th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Block, Blocks, Derived, GridAxis, Input, Kernel, Learned, Module, Row, Unfit
-from attngen.ir.ops import KIND, OPS, Access, Fact, Op, Type
+from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Module, Row, Unfit
+from attngen.ir.host import HOST_KIND, HOST_OPS, Host
+from attngen.ir.ops import KIND, OPS, Access, Block, Fact, Op, Type
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
 _POSITIONAL = {
@@ -33,9 +34,24 @@ _POSITIONAL = {
     "reduce": ("op", "value"),
     "store": ("dst", "value"),
     "scatter": ("dst", "value"),
+    "view": ("src",),
+    "copy": ("src",),
+    "launch": ("kernel",),
+    "sum": ("value",),
+    "place": ("value",),
+    "sum_distances": ("value",),
+    "cut_blocks": ("src",),
+    "list_blocks": ("src",),
 }
 _HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask", "blocks", "dropout")
-_UNNAMED = ("yield", "store", "scatter", "barrier")  # ops without a result: `store %O[...] %o`, named for the graph by position
+_UNNAMED = (
+    "yield",
+    "store",
+    "scatter",
+    "barrier",
+    "launch",
+    "copy",
+)  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
 # ---------------------------------------------------------------------------------------------- values of fields
@@ -46,7 +62,7 @@ def _print_type(t: Type) -> str:
 
 
 def _parse_type(text: str, where: str) -> Type:
-    match = re.fullmatch(r"(\w+)\[([\w, ]*)\] @(hbm|sram|reg|\?)", text.strip())
+    match = re.fullmatch(r"(\w+)\[([\w, *]*)\] @(hbm|sram|reg|\?)", text.strip())
     if not match:
         raise IRError(f"{where}: `{text.strip()}` is not a type; expected `f32[BLOCK_Q, D_V] @reg`")
     dims = tuple(d.strip() for d in match[2].split(",") if d.strip())
@@ -113,6 +129,26 @@ def _parse_facts(text: str, where: str) -> tuple[Fact, ...]:
     return tuple(facts)
 
 
+def _parse_refs(text: str, where: str) -> tuple[str, ...]:
+    return tuple(_parse_ref(part.strip(), where) for part in _split(text, ","))
+
+
+def _parse_sizes(text: str, where: str) -> Any:
+    pairs = [part.partition("=") for part in _split(text, ",")]
+    return tuple((_parse_word(k.strip(), where), parse(v, where)) for k, _, v in pairs)
+
+
+def _parse_places(text: str, where: str) -> tuple[str, ...]:
+    parts = (part.strip() for part in _split(text, ","))
+    return tuple(part if part == ":" else to_text(parse(part, where)) for part in parts)
+
+
+def _parse_count(text: str, where: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise IRError(f"{where}: `{text}` is not a whole number")
+    return int(text)
+
+
 Codec = tuple[Callable[[Any], str], Callable[[str, str], Any]]
 _REF: Codec = (lambda v: f"%{v}", _parse_ref)
 _WORD: Codec = (str, _parse_word)
@@ -128,7 +164,16 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(("expr", "where", "other", "head", "tile"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via"), _WORD),
     **dict.fromkeys(("score", "recompute"), _FLAG),
-    "body": (lambda v: f"@{v}", _parse_word),
+    **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
+    **dict.fromkeys(("body", "then", "orelse", "kernel"), (lambda v: f"@{v}", _parse_word)),
+    "args": _USES,
+    "own": _WORD,
+    "fill": _EXPR,
+    "fresh": _FLAG,
+    "of": (lambda v: ", ".join(f"%{r}" for r in v), _parse_refs),
+    "sizes": (lambda v: ", ".join(f"{k}={to_text(e)}" for k, e in v), _parse_sizes),
+    "at": (", ".join, _parse_places),
+    "least": (str, _parse_count),
     "ranges": (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges),
     "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in _split(t, ";"))),
     "known": (_print_facts, _parse_facts),
@@ -136,9 +181,17 @@ _CODECS: dict[str, Codec] = {
 }
 
 
+_WORDS: Codec = (", ".join, lambda t, w: tuple(_parse_word(x.strip(), w) for x in _split(t, ",")))
+_BY_KIND: dict[str, dict[str, Codec]] = {
+    "init": {"value": _EXPR},
+    "sum": {"over": _WORDS},
+    **dict.fromkeys(("seed", "position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
+}
+
+
 def _codecs(kind: str) -> dict[str, Codec]:
-    """How the fields of an op are written: an init's value is a number, the source of a seed or a position a whole value."""
-    return {**_CODECS, **{"init": {"value": _EXPR}, "seed": {"src": _REF}, "position": {"src": _REF}}.get(kind, {})}
+    """How the fields of an op are written: the value of an init is a number, say, and the source of a view a whole value."""
+    return {**_CODECS, **_BY_KIND.get(kind, {})}
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -159,7 +212,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 def print_op(op: Op) -> str:
     """One op as one line of text."""
-    kind = KIND[type(op)]
+    kind = KIND.get(type(op)) or HOST_KIND[type(op)]
     positional = _POSITIONAL.get(kind, ())
     codecs = _codecs(kind)
     words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
@@ -174,17 +227,24 @@ def print_op(op: Op) -> str:
     return f"{line} : {_print_type(op.type)}" if hasattr(op, "type") else line
 
 
+def print_host(host: Host) -> str:
+    """A host program's blocks."""
+    return "\n".join([f"host @{host.name}", *_print_blocks(host.blocks)])
+
+
+def _print_blocks(blocks: Iterable[Block]) -> list[str]:
+    return [line for block in blocks for line in (f"  block @{block.name}", *(f"    {print_op(op)}" for op in block.ops))]
+
+
 def print_kernel(kernel: Kernel) -> str:
     """A kernel's header and blocks."""
     axes = (
         f"{a.var} in {to_text(a.extent)}{' descending' if a.descending else ''}{f' abreast({a.abreast})' if a.abreast > 1 else ''}"
         for a in kernel.grid
     )
-    lines = [f"kernel @{kernel.name} grid({', '.join(axes)})"]
-    for block in kernel.blocks:
-        lines.append(f"  block @{block.name}")
-        lines += [f"    {print_op(op)}" for op in block.ops]
-    return "\n".join(lines)
+    own = f" own({kernel.own})" if kernel.own else ""
+    header = f"kernel @{kernel.name}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
+    return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
 
 
 def _print_row(row: Row | Unfit) -> str:
@@ -224,6 +284,8 @@ def print_module(module: Module) -> str:
         lines.append(f"  derive {d.dtype} {' '.join(names)} = {d.function}({', '.join(d.sources)})")
     for x in module.learned:
         lines.append(f"  learn {x} from {x.parts}")
+    for host in module.hosts:
+        lines += ["", print_host(host)]
     for kernel in module.kernels:
         lines += ["", print_kernel(kernel)]
     for name, rows in module.schedules:
@@ -239,14 +301,14 @@ def _tokens(text: str) -> list[str]:
     return [t.strip() for t in _split(text, " ")]
 
 
-def parse_op(line: str, where: str, position: int) -> Op:
-    """One line of text as an op; `position` names ops that have no result."""
+def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] = OPS) -> Op:
+    """One line of text as one of `ops`; `position` names an op that has no result."""
     head, _, rest = line.partition(" = ") if line.startswith("%") else ("", "", line)
     typed = _split_type(rest)
     words = _tokens(typed[0])
     kind = words[0] if words else ""
-    if kind not in OPS:
-        raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(OPS)}")
+    if kind not in ops:
+        raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(ops)}")
     positional = _POSITIONAL.get(kind, ())
     codecs = _codecs(kind)
     if bool(head) == (kind in _UNNAMED) or (head and not head[1:].isidentifier()):
@@ -257,7 +319,7 @@ def parse_op(line: str, where: str, position: int) -> Op:
         raise IRError(f"{where}: `{kind}` needs {' and '.join(positional)} after its name")
     for name, word in zip(positional, words[1:]):
         values[name] = codecs[name][1](word, where)
-    known = {f.name for f in fields(OPS[kind])} - {"name", "type", *positional}
+    known = {f.name for f in fields(ops[kind])} - {"name", "type", *positional}
     values |= {name: () for name in ("uses", "carry", "values") if name in known}  # nothing, where nothing is said
     for word in words[1 + len(positional) :]:
         match = re.fullmatch(r"(\w+)\((.*)\)", word)
@@ -265,11 +327,11 @@ def parse_op(line: str, where: str, position: int) -> Op:
             raise IRError(f"{where}: `{word}` is not a field of {kind}; known: {', '.join(sorted(known))}")
         values[match[1]] = codecs[match[1]][1](match[2], where)
     if typed[1]:
-        if "type" not in (f.name for f in fields(OPS[kind])):
+        if "type" not in (f.name for f in fields(ops[kind])):
             raise IRError(f"{where}: {kind} has no type; expected nothing from `:` on")
         values["type"] = _parse_type(typed[1], where)
     try:
-        return OPS[kind](**values)
+        return ops[kind](**values)
     except TypeError as error:
         missing = re.findall(r"'(\w+)'", str(error))
         raise IRError(f"{where}: {kind} lacks {', '.join(missing) or 'a field'}") from error
@@ -319,7 +381,8 @@ def parse_module(text: str, source: str = "IR") -> Module:
     inputs: list[Input] = []
     derived: list[Derived] = []
     learned: list[Learned] = []
-    kernels: list[tuple[str, tuple[GridAxis, ...], list[tuple[str, list[Op]]]]] = []
+    kernels: list[tuple[dict[str, Any], list[tuple[str, list[Op]]]]] = []  # fields of the header, blocks
+    hosts: list[tuple[str, list[tuple[str, list[Op]]]]] = []
     schedules: list[tuple[str, list[Row | Unfit]]] = []
     section = "module"
     for number, raw in enumerate(text.splitlines(), 1):
@@ -330,23 +393,26 @@ def parse_module(text: str, source: str = "IR") -> Module:
         if word == "module":
             header["name"] = _parse_word(rest, where)
         elif word == "kernel":
-            match = re.fullmatch(r"@(\w+) grid\((.*)\)", rest)
-            if not match:
-                raise IRError(f"{where}: not a kernel header; expected `kernel @fwd grid(...)`")
-            kernels.append((match[1], _parse_grid(match[2], where), []))
+            kernels.append((_parse_kernel(rest, where), []))
             section = "kernel"
+        elif word == "host":
+            hosts.append((_parse_word(rest, where), []))
+            section = "host"
+        elif section == "kernel" and word == "about" and not kernels[-1][1]:
+            kernels[-1][0]["about"] = rest
         elif word == "schedule":
             schedules.append((_parse_word(rest, where), []))
             section = "schedule"
         elif section == "schedule":
             schedules[-1][1].append(_parse_row(line, where))
-        elif section == "kernel" and word == "block":
-            kernels[-1][2].append((_parse_word(rest, where), []))
-        elif section == "kernel":
-            blocks = kernels[-1][2]
+        elif section in ("kernel", "host"):
+            blocks, ops = (kernels[-1][1], OPS) if section == "kernel" else (hosts[-1][1], HOST_OPS)
+            if word == "block":
+                blocks.append((_parse_word(rest, where), []))
+                continue
             if not blocks:
                 raise IRError(f"{where}: an op outside a block; expected `block @entry` first")
-            blocks[-1][1].append(parse_op(line, where, sum(len(ops) for _, ops in blocks)))
+            blocks[-1][1].append(parse_op(line, where, sum(len(found) for _, found in blocks), ops))
         elif word == "input":
             inputs.append(_parse_input(rest, where))
         elif word == "derive":
@@ -358,7 +424,15 @@ def parse_module(text: str, source: str = "IR") -> Module:
         else:
             known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "learn"))
             raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
-    return _module(header, (tuple(inputs), tuple(derived), tuple(learned)), kernels, schedules, source)
+    programs = tuple(Host(name, _blocks(blocks)) for name, blocks in hosts)
+    return _module(header, (tuple(inputs), tuple(derived), tuple(learned)), programs, kernels, schedules, source)
+
+
+def _parse_kernel(text: str, where: str) -> dict[str, Any]:
+    match = re.fullmatch(r"@(\w+)(?: own\((q|kv)\))?( packs)? grid\((.*)\)", text)
+    if not match:
+        raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
+    return {"name": match[1], "grid": _parse_grid(match[4], where), "own": match[2] or "", "packs": bool(match[3])}
 
 
 def _parse_input(text: str, where: str) -> Input:
@@ -388,7 +462,7 @@ def _parse_learned(text: str, where: str) -> Learned:
     return Learned(match[1], tuple(to_text(parse(e, where)) for e in _split(match[2] or "", ",")), match[3])
 
 
-def _module(header: dict[str, str], interface: Any, kernels: Any, schedules: Any, source: str) -> Module:
+def _module(header: dict[str, str], interface: Any, hosts: Any, kernels: Any, schedules: Any, source: str) -> Module:
     for key in ("name", *_HEADER_KEYS):
         if key not in header:
             raise IRError(f"{source}: the module header lacks `{key}`")
@@ -416,7 +490,8 @@ def _module(header: dict[str, str], interface: Any, kernels: Any, schedules: Any
         inputs=interface[0],
         derived=interface[1],
         learned=interface[2],
-        kernels=tuple(Kernel(n, g, _blocks(b)) for n, g, b in kernels),
+        hosts=hosts,
+        kernels=tuple(Kernel(**fields, blocks=_blocks(blocks)) for fields, blocks in kernels),
         schedules=tuple((n, tuple(rows)) for n, rows in schedules),
     )
 

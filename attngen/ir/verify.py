@@ -69,6 +69,7 @@ RESERVED |= {
 def verify(module: Module) -> Module:
     """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's text."""
     from attngen.ir.text import print_module
+    from attngen.verify.host import reasons as host_reasons
 
     try:
         if module.phase not in RULES:
@@ -77,6 +78,8 @@ def verify(module: Module) -> Module:
             for name, rule in RULES[module.phase].items():
                 for reason in rule(module, kernel):
                     raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
+        for name, reason in host_reasons(module):
+            raise VerifyError(name, reason, "")
     except VerifyError as error:
         raise VerifyError(error.rule, error.reason, print_module(module)) from None
     return module

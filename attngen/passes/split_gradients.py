@@ -2,6 +2,8 @@
 
 before:  kernel @dkdv ... %total = loop q ... carry(dk=%dk_init, dv=%dv_init) ... store %dK ... store %dV
 after:   kernel @dk ... carry(dk=%dk_init) ... store %dK, and kernel @dv ... carry(dv=%dv_init) ... store %dV
+before:  host @backward ... launch @dkdv
+after:   host @backward ... launch @dk, launch @dv
 
 Two accumulators of more than WIDEST columns together leave a tile no registers: it would be small, or spill. Computing the scores
 once more costs less (docs/perf-log.md).
@@ -14,7 +16,9 @@ from typing import ClassVar
 
 from attngen.analysis.sram import tile_width
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Store
+from attngen.ir.host import Launch
+from attngen.ir.interface import SIGNATURES
+from attngen.ir.ops import Op, Store
 from attngen.passes.base import Pass
 from attngen.passes.dce import prune
 
@@ -32,11 +36,24 @@ class SplitGradients(Pass):
         kernels: list[Kernel] = []
         for kernel in module.kernels:
             kernels += [_only(kernel, out) for out in ("dK", "dV")] if kernel.name == "dkdv" else [kernel]
-        return replace(module, kernels=tuple(kernels))
+        return replace(module, kernels=tuple(kernels), hosts=tuple(host.rewrite(_launch_each) for host in module.hosts))
+
+
+def _launch_each(op: Op) -> list[Op]:
+    """In place of the launch of @dkdv, those of @dk and @dv."""
+    if not isinstance(op, Launch) or op.kernel != "dkdv":
+        return [op]
+    outs = ("dK", "dV")
+    return [
+        replace(
+            op, name=f"{op.name}_{out.lower()}", kernel=out.lower(), args=tuple((a, r) for a, r in op.args if a not in outs or a == out)
+        )
+        for out in outs
+    ]
 
 
 def _only(kernel: Kernel, out: str) -> Kernel:
     """The kernel without its other output, and without what only that one needs. Arguments that neither reads yet stay: lists of blocks."""
     one = prune(kernel.rewrite(lambda _, op: [] if isinstance(op, Store) and op.dst.tensor != out else [op]))
     unread = {a.name for a in kernel.args if a.role != "scalar" and kernel.graph.out_degree(a.name) and not one.graph.out_degree(a.name)}
-    return replace(one.rewrite(lambda _, op: [] if op.name in unread else [op]), name=out.lower())
+    return replace(one.rewrite(lambda _, op: [] if op.name in unread else [op]), name=out.lower(), about=SIGNATURES[out.lower()].about)

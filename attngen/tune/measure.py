@@ -163,12 +163,12 @@ class Bench:
 def _standing_in(module: ModuleType, stand_ins: Mapping[str, object]) -> Iterator[None]:
     kept = {name: getattr(module.kernels, name) for name in stand_ins}
     vars(module.kernels).update(stand_ins)
-    module._LAUNCHES.clear()  # so that kernels are launched anew, by those that stand in for them
+    module.runtime.LAUNCHES.clear()  # so that kernels are launched anew, by those that stand in for them
     try:
         yield
     finally:
         vars(module.kernels).update(kept)
-        module._LAUNCHES.clear()
+        module.runtime.LAUNCHES.clear()
 
 
 @contextmanager

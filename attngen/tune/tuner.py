@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from attngen.analysis.cost import cost
 from attngen.analysis.sram import elem_sizes
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import ASIDE
 from attngen.passes.pipeline import stages
 from attngen.spec import Schedule, Spec
 from attngen.tune.candidates import Search, runs, search
@@ -72,7 +71,7 @@ def plan(spec: Spec, device_class: str) -> Plan:
     made = dict(stages(spec.model_copy(update={"schedule": Schedule()}), {}))
     placed, module = made["describe-loads"], made["legalize-triton"]
     searches = {}
-    for kernel in (k for k in placed.kernels if k.name not in ASIDE[module.order]):
+    for kernel in (*placed.kernels_of("forward"), *placed.kernels_of("backward")):
         for elem, rows in product(elem_sizes(module), (SHORT_ROWS, NO_LIMIT)):
             dtype = next(d for d in module.dtypes if (d == "fp32") == (elem == 4))
             mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (device_class, elem)]

@@ -4,12 +4,8 @@ Tensors are [batch, head, row, head dimension], addressed by strides, with the l
 queries have BLOCK_Q rows, tiles of keys BLOCK_KV. Statistics and accumulators are fp32; softmax works in base 2.
 """
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -113,71 +109,9 @@ SCHEDULES = {
     },
 }
 
-
-@functools.cache
-def device_class(device: torch.device) -> str:
-    """The row of SCHEDULES for a device; the smallest of its maker for one that is not listed."""
-    if device.type != "cuda":
-        return "any"
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return DEVICE_CLASSES.get(properties.gcnArchName.split(":")[0], "gfx942")
-    return DEVICE_CLASSES.get((properties.major, properties.minor), "any")
-
-
-def schedule(kernel: str, x: torch.Tensor, rows: int) -> dict[str, int]:
-    """Tile sizes and launch options of a kernel for a tensor and the length of the axis it tiles."""
-    elem_bytes = x.element_size() if x.device.type == "cuda" else 2
-    for limit, config in SCHEDULES[kernel][device_class(x.device), elem_bytes]:
-        if limit is None or rows <= limit:
-            return config
-    raise AssertionError("the last row of a schedule has no limit")
-
-
-class Launch:
-    """Launches a kernel on tensors of one kind (shapes, strides, dtypes, alignment, device), of which Triton looks at the first alone."""
-
-    def __init__(self, kernel, config: dict[str, int], programs: int, numbers: tuple[int, ...]) -> None:
-        self.kernel, self.config, self.grid, self.numbers = kernel, config, (programs, 1, 1), numbers
-        self.compiled = None
-
-    def __call__(self, *args: object) -> None:
-        """Launch it: `args` are its tensors and the numbers that differ from call to call, `numbers` the others."""
-        hooks = triton.knobs.runtime
-        if self.compiled is None:
-            self._compile(args)
-        elif getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):  # of a profiler
-            self.compiled[self.grid](*args, *self.rest)
-        else:
-            at = self.tensors
-            addresses = [x.data_ptr() for x in args[:at]]  # of tensors Triton would ask the driver whether it knows them
-            self.run(*self.grid, self.stream(self.device), *self.handles, *addresses, *args[at:], *self.rest)
-
-    def _compile(self, args: tuple[object, ...]) -> None:
-        """The first launch."""
-        compiled = self.kernel[self.grid](*args, *self.numbers, **self.config)
-        if compiled is not None:  # by the interpreter nothing is
-            self.rest = (*self.numbers, *(self.config[p.name] for p in self.kernel.params if p.is_constexpr))
-            self.tensors = next((i for i, x in enumerate(args) if not isinstance(x, torch.Tensor)), len(args))
-            self.stream, self.device = triton.runtime.driver.active.get_current_stream, torch.cuda.current_device()
-            self.run, self.handles = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
-            self.compiled = compiled
-
-
-def tiles(config: dict[str, int], x: torch.Tensor, block: str) -> torch.Tensor | TensorDescriptor:
-    """What a kernel reads tiles of `config[block]` rows from: the tensor; or a descriptor of it, where the schedule says TMA.
-
-    Descriptors need rows that start at multiples of 16 bytes; a tensor whose rows do not is copied.
-    """
-    if not config["TMA"]:
-        return x
-    if not x.numel():
-        x = x.new_zeros((1, 1, 1, x.shape[3]))  # no tile of it is read
-    unit = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(s % unit for n, s in zip(x.shape, x.stride()[:3]) if n > 1):
-        x = x.clone(memory_format=torch.contiguous_format)
-    strides = [s if n > 1 else unit for n, s in zip(x.shape, x.stride()[:3])]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, config[block], triton.next_power_of_2(x.shape[3])])
+# the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
+INTERPRETED_BYTES = 2
 
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])

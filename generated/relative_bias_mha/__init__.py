@@ -12,15 +12,9 @@ dropout:   no
 
 from __future__ import annotations
 
-import contextlib
-import math
-import numbers
-import re
-
 import torch
-import triton
 
-from . import kernels
+from . import kernels, runtime
 
 __all__ = ["Attention", "attention"]
 
@@ -34,9 +28,26 @@ HEAD_DIM_V = 64
 SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = not isinstance(kernels.fwd, triton.JITFunction)  # TRITON_INTERPRET=1 was set when Triton was imported
-MAX_ROW_STRIDE = 2**23  # offsets inside a tile have 32 bits, and a tile has at most 256 rows
-MAX_ROWS = 2**29 - 1  # so that sums of positions, lengths and a mask's parameters (below 2**30) fit in 32 bits
+INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+
+FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), specialised=(1,))
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    specialised=(1,),
+    flags=("LEARN",),
+)
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(0,))
+DKDV = runtime.Kernel(
+    kernels,
+    "dkdv",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    specialised=(1,),
+)
 
 
 def attention(
@@ -64,495 +75,105 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    plain = _plain(q, k, v)
-    if not plain or torch._C._is_any_autocast_enabled():
-        q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    call = _READY.get(_key(q, k, v)) if plain else None
-    if call is None:
-        _check(q, k, v)
-        call = _ready(q, k, v) if plain else None
-    _check_inputs(q, k, v, relative_bias)
-    scale = SCALE if scale is None else _check_scale(scale)
-    relative_bias = relative_bias.contiguous()
-    dtype = q.dtype
-    if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
-        q, k, v = q.float(), k.float(), v.float()
-    wanted = q.requires_grad or k.requires_grad or v.requires_grad or relative_bias.requires_grad
-    if call is None:
-        out, lse = FORWARD(
-            q, k, v, relative_bias, scale,
-        )
-    elif (wanted and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
-        results = _apply(
-            q, k, v, relative_bias, scale, call, return_lse,
-        )
-        out, lse = results if return_lse else (results, None)
-    else:
-        out, lse = _forward(
-            q, k, v, relative_bias, scale, call,
-        )
-    if INTERPRETED:
-        out = out.to(dtype)
+    q, k, v, direct = RULES.admit(q, k, v)
+    scale = SCALE if scale is None else RULES.check_scale(scale)
+    Hq = q.shape[1]
+    relative_bias = runtime.take_input(
+        q,
+        "relative_bias",
+        relative_bias,
+        torch.float32,
+        [Hq, 257],
+        "what is added, by head and distance",
+    )
+    out, lse = OPERATORS(direct, return_lse, q, k, v, relative_bias, scale)
     return (out, lse) if return_lse else out
 
 
-class Attention(torch.nn.Module):
-    """`attention` as a module without parameters; `forward` takes what `attention` takes."""
+class Attention(runtime.AttentionModule):
+    """`attention` as a module without parameters, which holds the scale."""
 
-    def __init__(self, *, scale: float | None = None) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        relative_bias: torch.Tensor,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return attention(
-            q, k, v, relative_bias=relative_bias, scale=self.scale, return_lse=return_lse,
-        )
-
-    def extra_repr(self) -> str:
-        return f"spec={SPEC_HASH}, scale={self.scale}"
+    attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        q, k, v, relative_bias, scale, call=None, return_lse=True,
-    ):
-        if call is None:
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse = FORWARD(
-                    q, k, v, relative_bias, scale,
-                )
-        else:
-            out, lse = _forward(
-                q, k, v, relative_bias, scale, call,
-            )
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, relative_bias)
-        ctx.scalars = (scale,)
-        return (out, lse) if return_lse else out  # an output less to make differentiable
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse=None):
-        q, k, v, out, lse, relative_bias = ctx.saved_tensors
-        need_q, need_k, need_v, *need = ctx.needs_input_grad
-        rest = [None] * len(need)
-        if grad_out is None and grad_lse is None:
-            return None, None, None, *rest
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        direct = _plain(q, k, v) and not torch.is_grad_enabled()
-        dq, dk, dv, *gradients = (_backward if direct else BACKWARD)(
-            grad_out, grad_lse, q, k, v, out, lse, relative_bias, *ctx.scalars, need_q, need_k or need_v, any(need),
-        )
-        rest[0] = gradients[0] if need[0] else None
-        return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
-
-
-_apply = super(torch.autograd.Function, _Attention).apply  # Function's own looks for transforms, of which plain calls have none
-
-
-class _Gradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return BACKWARD(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "attention: its gradients cannot be differentiated again; expected first derivatives alone, "
-            "or naive attention where second ones are needed"
-        )
-
-
-def _forward(
-    q, k, v, relative_bias, scale, call=None,
-):
-    """Launch the forward kernel: (out, lse). `call` is what is remembered of q, k and v where these are known to be addressable."""
-    if call is None:
-        q, k, v = _addressable(q), _addressable(k), _addressable(v)
-        call = _call(q, k, v)
-    kinds = (call,) + _kinds(relative_bias)
-    launches = _LAUNCHES[kinds]
-    with _on(q):
-        out, lse = call.empty(*call.out, q.dtype), call.empty(*call.lse, torch.float32)
+def _forward(q, k, v, relative_bias, scale):
+    """Launch the forward kernels: (out, lse)."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
+    with runtime.device_of(q):
+        out = runtime.empty_rows(q, HEAD_DIM_V)
+        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
         if out.numel():
-            launch = launches.get("fwd")
-            if launch is None:
-                config = kernels.schedule("fwd", q, q.shape[2])
-                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
-                    *v.stride()[:3], relative_bias.stride(0), *out.stride()[:3], *lse.stride()[:2],
-                )
-                launch = launches["fwd"] = kernels.Launch(kernels.fwd, config, programs, numbers)
-            launch(
-                kernels.tiles(launch.config, q, "BLOCK_Q"),
-                kernels.tiles(launch.config, k, "BLOCK_KV"),
-                kernels.tiles(launch.config, v, "BLOCK_KV"), relative_bias, out, lse, scale,
+            FWD(
+                q, Nq, B * Hq,
+                (q, k, v, relative_bias, out, lse),
+                (scale, Hq, Nq, Nk),
+                (*q_strides, *k_strides, *v_strides, relative_bias.stride(0), *out.stride()[:3], Hq * Nq, Nq),
             )
     return out, lse
 
 
-def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, relative_bias, scale, need_q, need_kv, need_inputs,
-):
-    """Launch the backward kernels: (dq, dk, dv, gradients of relative_bias), empty ones for what is not needed."""
-    q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
-    dq, dk, dv = _empty_gradients(q, k, v, need_q or need_inputs, need_kv)
-    drelative_bias = _distance_parts(q, k, need_inputs)
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
-    kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse, relative_bias) + (need_inputs,)
-    launches = _LAUNCHES[kinds]
-    with _on(q):
-        if dq.numel():  # with what the other kernels need of each query
-            launch = launches.get("dq")
-            if launch is None:
-                config = {**kernels.schedule("dq", q, q.shape[2]), "LEARN": need_inputs}
-                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[2], k.shape[2], grad_lse.shape[2], *q.stride()[:3],
-                    *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *grad_out.stride()[:3],
-                    *lse.stride()[:2], *grad_lse.stride()[:2], relative_bias.stride(0),
-                    *dq.stride()[:3], *delta.stride()[:2], *lse2.stride()[:2],
+def _backward(grad_out, grad_lse, q, k, v, out, lse, relative_bias, scale, need_q, need_kv, need_inputs):
+    """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    Nlse = grad_lse.shape[2]
+    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
+        q, k, v, out, grad_out, lse, grad_lse,
+    )
+    with runtime.device_of(q):
+        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_inputs or need_q else runtime.nothing(q)
+        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+        drelative_bias = runtime.distance_parts(DQ, q, k, need_inputs)
+        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (q, k, v, out, grad_out, lse, grad_lse, relative_bias, dq, delta, lse2, drelative_bias),
+                (scale, Hq, Nq, Nk, Nlse),
+                (
+                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                    *grad_lse_strides, relative_bias.stride(0), *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
                     drelative_bias.stride(0), drelative_bias.stride(1),
-                )
-                launch = launches["dq"] = kernels.Launch(kernels.dq, config, programs, numbers)
-            launch(
-                kernels.tiles(launch.config, q, "BLOCK_Q"),
-                kernels.tiles(launch.config, k, "BLOCK_KV"),
-                kernels.tiles(launch.config, v, "BLOCK_KV"), out,
-                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse, grad_lse, relative_bias, dq,
-                delta, lse2, drelative_bias, scale,
+                ),
+                (need_inputs,),
             )
         elif out.numel():
-            launch = launches.get("delta")
-            if launch is None:
-                config = kernels.schedule("delta", out, q.shape[2])
-                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[2], grad_lse.shape[2], *out.stride()[:3],
-                    *grad_out.stride()[:3], *lse.stride()[:2], *grad_lse.stride()[:2],
-                    *delta.stride()[:2], *lse2.stride()[:2],
-                )
-                launch = launches["delta"] = kernels.Launch(kernels.delta, config, programs, numbers)
-            launch(out, grad_out, lse, grad_lse, delta, lse2)
-        if need_kv and dk.numel():
-            launch = launches.get("dkdv")
-            if launch is None:
-                config = kernels.schedule("dkdv", q, k.shape[2])
-                programs = triton.cdiv(k.shape[2], config["BLOCK_KV"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
-                    *v.stride()[:3], *grad_out.stride()[:3], *lse2.stride()[:2],
-                    *delta.stride()[:2], relative_bias.stride(0), *dk.stride()[:3],
-                    *dv.stride()[:3],
-                )
-                launch = launches["dkdv"] = kernels.Launch(kernels.dkdv, config, programs, numbers)
-            launch(
-                kernels.tiles(launch.config, q, "BLOCK_Q"),
-                kernels.tiles(launch.config, k, "BLOCK_KV"),
-                kernels.tiles(launch.config, v, "BLOCK_KV"),
-                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, relative_bias, dk,
-                dv, scale,
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
-    if not need_inputs:
-        return dq, dk, dv, relative_bias.new_empty(0)
-    distance = torch.arange(-q.shape[2], k.shape[2], device=q.device)
-    return (
-        dq,
-        dk,
-        dv,
-        _of_distances(
-            drelative_bias,
-            relative_bias,
-            1,
-            (1,),
-            (128 + (k.shape[2] + (-1 * distance) + (-1 * q.shape[2])).clamp(-128, 128)),
-        ),
-    )
-
-
-def _distance_parts(q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Room for sums by distance: for each tile of queries of the dQ kernel, a row for each turn of a diagonal around a tile."""
-    config = kernels.schedule("dq", q, q.shape[2])
-    turns = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1
-    rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * turns
-    shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2])
-    return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
-
-
-def _of_distances(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
-    """The gradient of a table that is read by distance along `dim`: index_put_ adds in a fixed order, on CUDA too."""
-    sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
-    whole = torch.zeros_like(x).movedim(dim, 0).contiguous()
-    inside = (index >= -len(whole)) & (index < len(whole))
-    sums = sums * inside.view(-1, *[1] * (sums.dim() - 1))
-    whole.index_put_((index % len(whole),), sums, accumulate=True)
-    return whole.movedim(0, dim).contiguous()
-
-
-def _empty_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for (out, lse)."""
-    return _empty_rows(q, HEAD_DIM_V), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _empty_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, need_q: bool, need_kv: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for (dq, dk, dv); no elements for what is not needed."""
-    dq = _empty_rows(q, HEAD_DIM_QK) if need_q else q.new_empty(0)
-    dk, dv = (_empty_rows(k, HEAD_DIM_QK), _empty_rows(v, HEAD_DIM_V)) if need_kv else (k.new_empty(0), v.new_empty(0))
-    return dq, dk, dv
-
-
-# The operators torch knows: torch.compile and torch.export trace them without looking inside. Each copy of this module has its own.
-_LIBRARY = torch.library.Library("attngen", "FRAGMENT")
-_NAME = re.sub(r"\W", "_", __name__)
-while hasattr(torch.ops.attngen, f"{_NAME}_forward"):  # imported twice under one name
-    _NAME += "_"
-_OPERANDS = (
-    "Tensor relative_bias, float scale"
-)
-_LIBRARY.define(f"{_NAME}_forward(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor out, Tensor lse)")
-_LIBRARY.define(
-    f"{_NAME}_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPERANDS}, "
-    "bool need_q, bool need_kv, bool need_inputs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_relative_bias)"
-)
-FORWARD = getattr(torch.ops.attngen, f"{_NAME}_forward").default
-BACKWARD = getattr(torch.ops.attngen, f"{_NAME}_backward").default
-
-
-def _refuse_vmap(info, in_dims, *args):
-    raise NotImplementedError(
-        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of q, k and v"
-    )
-
-
-def _fake_forward(q, k, v, *rest):
-    return _empty_results(_addressable(q), k, v)
-
-
-def _fake_backward(
-    grad_out, grad_lse, q, k, v, out, lse, relative_bias, scale, need_q, need_kv, need_inputs,
-):
-    need_q = need_q or need_inputs
-    gradients = (torch.empty_like(x) if need_inputs else x.new_empty(0) for x in (relative_bias,))
-    return *_empty_gradients(_addressable(q), _addressable(k), _addressable(v), need_q, need_kv), *gradients
-
-
-def _recorded(op, function):
-    """What the dispatcher calls in autograd's place: the function that it records; the operator itself where nothing is recorded."""
-
-    def call(*args):
-        if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
-            return function.apply(*args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-
-    return call
-
-
-for _op, _kernel, _fake, _function in (
-    (FORWARD, _forward, _fake_forward, _Attention),
-    (BACKWARD, _backward, _fake_backward, _Gradients),
-):
-    _LIBRARY.impl(_op, _kernel, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_op, _recorded(_op, _function), "Autograd")
-    torch.library.register_fake(_op.name(), _fake, lib=_LIBRARY)
-    torch.library.register_vmap(_op.name(), _refuse_vmap, lib=_LIBRARY)
-
-
-def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if the kernels cannot read it in place: rows that are not contiguous or lie too far apart, a lazy sign."""
-    if x.is_neg():
-        x = x.resolve_neg()
-    if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
-        return x
-    return x.contiguous()
-
-
-def _empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """An uninitialised [B, H, N, width] whose dimensions lie in memory in the order of x's, unless that puts rows too far apart."""
-    if width == x.shape[3] and x.is_contiguous():
-        return torch.empty_like(x)
-    order = sorted(range(3), key=x.stride, reverse=True)
-    if width * math.prod(x.shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
-        order = [0, 1, 2]
-    shape = [x.shape[d] for d in order]
-    inverse = [order.index(d) for d in range(3)]
-    return torch.empty((*shape, width), device=x.device, dtype=x.dtype).permute(*inverse, 3)
-
-
-def _on(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device; make it the tensor's own."""
-    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(x.device)
-
-
-_HERE = contextlib.nullcontext()
-
-
-class _Call:
-    """What calls with q, k and v of one kind share: how their results lie in memory, and what makes tensors on the current device."""
-
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        out, lse = _empty_results(q, k, v)
-        self.out, self.lse = (tuple(out.shape), out.stride()), (tuple(lse.shape), lse.stride())
-        guards = torch._C._dynamo.guards  # compiled code has its tensors made by these, which are faster than torch.empty_strided
-        self.empty = guards._empty_strided_cuda if q.is_cuda else guards._empty_strided_cpu
-
-
-class _Memo(dict):
-    """What calls have found out, by kinds of tensors; of so many kinds that it starts anew."""
-
-    def __setitem__(self, key: object, value: object) -> None:
-        if len(self) >= 4096:
-            self.clear()
-        super().__setitem__(key, value)
-
-    def __missing__(self, key: object) -> dict:
-        self[key] = found = {}
-        return found
-
-
-_READY, _CALLS = _Memo(), _Memo()  # by kinds of q, k and v: the calls with what is right and addressable, all calls
-_LAUNCHES = _Memo()  # by calls or kinds of all tensors: launches, by the names of kernels
-
-
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """All that the launch of a kernel depends on besides what alike tensors hold."""
-    at = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
-    return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device, at
-
-
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call:
-    """What is remembered of calls with such tensors, which are addressable."""
-    key = _key(q, k, v)
-    found = _CALLS.get(key)
-    if found is None:
-        found = _CALLS[key] = _Call(q, k, v)
-    return found
-
-
-def _ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call | None:
-    """The same of checked tensors; None where the kernels cannot read these in place, which is left to the operator."""
-    if any(_addressable(x) is not x for x in (q, k, v)):
-        return None
-    _READY[_key(q, k, v)] = call = _call(q, k, v)
-    return call
-
-
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return False
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
-        return False
-    return (
-        (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
-        and q.layout is k.layout is v.layout is torch.strided
-        and (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device)
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
-    )
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _kinds(*tensors: torch.Tensor | None) -> tuple:
-    """All that the launch of a kernel depends on besides what the tensors hold."""
-    return tuple(
-        [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
-    )
-
-
-def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""
-    if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        if dtype in DTYPES and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
-            return x.to(dtype)
-    return x
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """One sentence for the first thing wrong with q, k and v."""
-    _check_rows(q, "q", q, HEAD_DIM_QK, "[B, Hq, Nq, 64]")
-    _check_rows(q, "k", k, HEAD_DIM_QK, "[B, Hq, Nk, 64]")
-    _check_rows(q, "v", v, HEAD_DIM_V, "[B, Hq, Nk, 64]")
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
-            "expected one batch size, and one number of heads and rows in k and v"
-        )
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected as many (the spec says mha)"
-        )
-    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
-        raise ValueError(
-            f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
-            "Triton is imported, to run on the CPU in Triton's interpreter"
-        )
-
-
-def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, relative_bias: torch.Tensor) -> None:
-    """The same for what the mask and the scores read."""
-    _check_input(q, "relative_bias", relative_bias, torch.float32, [q.shape[1], 257], "what is added, by head and distance")
-
-
-def _check_rows(q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
-    """The same for q, k or v alone."""
-    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-        raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense tensor {shape}")
-    if x.dim() != 4 or x.shape[3] != width:
-        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
-    if x.shape[2] > MAX_ROWS:
-        raise ValueError(f"attention: {name} has {x.shape[2]} rows; expected at most 2**29 - 1")
-    if x.dtype not in DTYPES:
-        known = " or ".join(map(str, DTYPES))
-        raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
-    if x.dtype != q.dtype:
-        raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
-    if x.device != q.device:
-        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
-    if x.stride(3) != 1:
-        raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
-
-
-def _check_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: list[int], meaning: str) -> None:
-    """The same for an input of the mask or of scores."""
-    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-        raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense {dtype} tensor {shape}: {meaning}")
-    if x.dtype != dtype:
-        raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {shape}: {meaning}")
-    if list(x.shape) != shape:
-        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}: {meaning}")
-    if x.device != q.device:
-        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
-
-
-def _check_scale(scale: float) -> float:
-    """The factor on the scores, as a float: Triton compiles a kernel of its own for an integer."""
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, or None for 1/sqrt(64)")
-    if not 1e-30 <= scale <= 1e6:
-        raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e6, or None for 1/sqrt(64)")
-    return float(scale)
-
-
-def _kind(x: object) -> str:
-    """What an argument is, in an error."""
-    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+        if dk.numel():
+            DKDV(
+                q, Nk, B * Hq,
+                (q, k, v, grad_out, lse2, delta, relative_bias, dk, dv),
+                (scale, Hq, Nq, Nk),
+                (
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                    relative_bias.stride(0), *dk.stride()[:3], *dv.stride()[:3],
+                ),
+            )
+        if need_inputs:
+            drelative_bias_0 = runtime.by_distance(
+                drelative_bias,
+                relative_bias,
+                1,
+                (1,),
+                (128 + (Nk + (-1 * torch.arange(-Nq, Nk, device=q.device)) + (-1 * Nq)).clamp(-128, 128)),
+            )
+            learned_d_relative_bias = drelative_bias_0
+        else:
+            no_relative_bias = runtime.nothing(q, 2, torch.float32)
+            learned_d_relative_bias = no_relative_bias
+    return dq, dk, dv, learned_d_relative_bias
+
+
+OPERANDS = "Tensor relative_bias, float scale"
+SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
+OPERATORS = runtime.Operators("relative_bias_mha_15de418940c8", SIGNATURE, _forward, _backward, INTERPRETED)
+FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

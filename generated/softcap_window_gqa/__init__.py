@@ -12,15 +12,9 @@ dropout:   no
 
 from __future__ import annotations
 
-import contextlib
-import math
-import numbers
-import re
-
 import torch
-import triton
 
-from . import kernels
+from . import kernels, runtime
 
 __all__ = ["Attention", "attention"]
 
@@ -34,11 +28,27 @@ HEAD_DIM_V = 128
 SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = not isinstance(kernels.fwd, triton.JITFunction)  # TRITON_INTERPRET=1 was set when Triton was imported
-MAX_ROW_STRIDE = 2**23  # offsets inside a tile have 32 bits, and a tile has at most 256 rows
-MAX_ROWS = 2**29 - 1  # so that sums of positions, lengths and a mask's parameters (below 2**30) fit in 32 bits
-FEW_QUERIES = 64  # with fewer, the query heads that share a K/V head share tiles, too
 SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fewer, programs split the query heads of a group
+INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+
+FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), specialised=(1, 2))
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    specialised=(1, 2),
+)
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(0,))
+DKDV = runtime.Kernel(
+    kernels,
+    "dkdv",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    specialised=(1, 2, 3),
+)
+PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", specialised=(1, 2))
 
 
 def attention(
@@ -64,487 +74,102 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    plain = _plain(q, k, v)
-    if not plain or torch._C._is_any_autocast_enabled():
-        q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    call = _READY.get(_key(q, k, v)) if plain else None
-    if call is None:
-        _check(q, k, v)
-        call = _ready(q, k, v) if plain else None
-    scale = SCALE if scale is None else _check_scale(scale)
-    dtype = q.dtype
-    if INTERPRETED and dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
-        q, k, v = q.float(), k.float(), v.float()
-    wanted = q.requires_grad or k.requires_grad or v.requires_grad
-    if call is None:
-        out, lse = FORWARD(
-            q, k, v, scale,
-        )
-    elif (wanted and torch.is_grad_enabled()) or torch.autograd.forward_ad._current_level >= 0:
-        results = _apply(
-            q, k, v, scale, call, return_lse,
-        )
-        out, lse = results if return_lse else (results, None)
-    else:
-        out, lse = _forward(
-            q, k, v, scale, call,
-        )
-    if INTERPRETED:
-        out = out.to(dtype)
+    q, k, v, direct = RULES.admit(q, k, v)
+    scale = SCALE if scale is None else RULES.check_scale(scale)
+    out, lse = OPERATORS(direct, return_lse, q, k, v, scale)
     return (out, lse) if return_lse else out
 
 
-class Attention(torch.nn.Module):
-    """`attention` as a module without parameters; `forward` takes what `attention` takes."""
+class Attention(runtime.AttentionModule):
+    """`attention` as a module without parameters, which holds the scale."""
 
-    def __init__(self, *, scale: float | None = None) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return attention(
-            q, k, v, scale=self.scale, return_lse=return_lse,
-        )
-
-    def extra_repr(self) -> str:
-        return f"spec={SPEC_HASH}, scale={self.scale}"
+    attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        q, k, v, scale, call=None, return_lse=True,
-    ):
-        if call is None:
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse = FORWARD(
-                    q, k, v, scale,
-                )
-        else:
-            out, lse = _forward(
-                q, k, v, scale, call,
-            )
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scalars = (scale,)
-        return (out, lse) if return_lse else out  # an output less to make differentiable
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse=None):
-        q, k, v, out, lse = ctx.saved_tensors
-        need_q, need_k, need_v, *need = ctx.needs_input_grad
-        rest = [None] * len(need)
-        if grad_out is None and grad_lse is None:
-            return None, None, None, *rest
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        direct = _plain(q, k, v) and not torch.is_grad_enabled()
-        dq, dk, dv = (_backward if direct else BACKWARD)(
-            grad_out, grad_lse, q, k, v, out, lse, *ctx.scalars, need_q, need_k or need_v,
-        )
-        return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
-
-
-_apply = super(torch.autograd.Function, _Attention).apply  # Function's own looks for transforms, of which plain calls have none
-
-
-class _Gradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return BACKWARD(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "attention: its gradients cannot be differentiated again; expected first derivatives alone, "
-            "or naive attention where second ones are needed"
-        )
-
-
-def _forward(
-    q, k, v, scale, call=None,
-):
-    """Launch the forward kernel: (out, lse). `call` is what is remembered of q, k and v where these are known to be addressable."""
-    if call is None:
-        q, k, v = _addressable(q), _addressable(k), _addressable(v)
-        call = _call(q, k, v)
-    launches = _LAUNCHES[call]
-    with _on(q):
-        out, lse = call.empty(*call.out, q.dtype), call.empty(*call.lse, torch.float32)
+def _forward(q, k, v, scale):
+    """Launch the forward kernels: (out, lse)."""
+    B, Hq, Nq = q.shape[:3]
+    Hkv, Nk = k.shape[1:3]
+    group = Hq // max(Hkv, 1)
+    Gq = group * Nq
+    k_strides, v_strides, q_strides = runtime.strides(k, v, q)
+    with runtime.device_of(q):
+        out = runtime.empty_rows(q, HEAD_DIM_V)
+        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
         if out.numel():
-            if q.shape[2] < FEW_QUERIES and q.shape[1] > k.shape[1]:
-                _forward_packed(
-                    q, k, v, out, lse, scale, launches,
+            if Hkv < Hq and Nq < 64:
+                q_rows, q_rows_strides = runtime.by_group(q, group)
+                o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
+                lse_rows, lse_rows_strides = runtime.by_group(lse, group, fresh=True)
+                PACKED(
+                    q, Gq, B * Hkv,
+                    (q_rows, k, v, o_rows, lse_rows),
+                    (scale, Hkv, Nq, Gq, Nk),
+                    (*q_rows_strides[:3], *k_strides, *v_strides, *o_rows_strides[:3], *lse_rows_strides[:2]),
                 )
-                return out, lse
-            launch = launches.get("fwd")
-            if launch is None:
-                config = kernels.schedule("fwd", q, q.shape[2])
-                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], *q.stride()[:3],
-                    *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
+                runtime.copy_back(o_rows, out)
+            else:
+                FWD(
+                    q, Nq, B * Hq,
+                    (q, k, v, out, lse),
+                    (scale, Hq, group, Nq, Nk),
+                    (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
                 )
-                launch = launches["fwd"] = kernels.Launch(kernels.fwd, config, programs, numbers)
-            launch(
-                kernels.tiles(launch.config, q, "BLOCK_Q"),
-                kernels.tiles(launch.config, k, "BLOCK_KV"),
-                kernels.tiles(launch.config, v, "BLOCK_KV"), out, lse, scale,
-            )
     return out, lse
 
 
-def _forward_packed(
-    q, k, v, out, lse, scale, launches,
-):
-    """Launch the forward kernel for few queries: rows of its tiles are those of all heads of a group, head after head."""
-    results = out
-    if (q.shape[2] > 1 and q.stride(1) != q.stride(2) * q.shape[2]) or q.stride(1) > MAX_ROW_STRIDE * q.shape[2]:
-        q = q.contiguous()  # heads that do not follow one another in memory, or lie too far apart
-    if not out.is_contiguous():
-        out = out.new_empty(out.shape)
-    launch = launches.get("packed")
-    if launch is None:
-        launch = _prepare_packed(q, k, v, out, lse, launches)
-    launch(q, k, v, out, lse, scale)
-    if out is not results:
-        results.copy_(out)
-
-
-def _prepare_packed(q, k, v, out, lse, launches):
-    """The launch for tensors of these shapes and strides, of which those with query heads are read as [B, Hkv, group * Nq, ...]."""
-    queries = q.shape[2]
-    q, out, lse = (x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:]) for x in (q, out, lse))
-    config = kernels.schedule("packed", q, q.shape[2])
-    programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * k.shape[1] * q.shape[0]
-    numbers = (
-        k.shape[1], queries, q.shape[2], k.shape[2], *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
+def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
+    """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
+    B, Hq, Nq = q.shape[:3]
+    Hkv, Nk = k.shape[1:3]
+    group = Hq // max(Hkv, 1)
+    Nlse = grad_lse.shape[2]
+    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
+        q, k, v, out, grad_out, lse, grad_lse,
     )
-    launch = launches["packed"] = kernels.Launch(kernels.packed, config, programs, numbers)
-    return launch
-
-
-def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv,
-):
-    """Launch the backward kernels: (dq, dk, dv), empty ones for what is not needed."""
-    q, k, v, grad_out = _addressable(q), _addressable(k), _addressable(v), _addressable(grad_out)
-    dq, dk, dv = _empty_gradients(q, k, v, need_q, need_kv)
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
-    kinds = _kinds(grad_out, grad_lse, q, k, v, out, lse)
-    launches = _LAUNCHES[kinds]
-    with _on(q):
-        if dq.numel():  # with what the other kernels need of each query
-            launch = launches.get("dq")
-            if launch is None:
-                config = kernels.schedule("dq", q, q.shape[2])
-                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], grad_lse.shape[2],
-                    *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-                    *grad_out.stride()[:3], *lse.stride()[:2], *grad_lse.stride()[:2],
-                    *dq.stride()[:3], *delta.stride()[:2], *lse2.stride()[:2],
-                )
-                launch = launches["dq"] = kernels.Launch(kernels.dq, config, programs, numbers)
-            launch(
-                kernels.tiles(launch.config, q, "BLOCK_Q"),
-                kernels.tiles(launch.config, k, "BLOCK_KV"),
-                kernels.tiles(launch.config, v, "BLOCK_KV"), out,
-                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse, grad_lse, dq, delta, lse2,
-                scale,
+    with runtime.device_of(q):
+        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
+                (scale, Hq, group, Nq, Nk, Nlse),
+                (
+                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                    *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+                ),
             )
         elif out.numel():
-            launch = launches.get("delta")
-            if launch is None:
-                config = kernels.schedule("delta", out, q.shape[2])
-                programs = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * q.shape[1] * q.shape[0]
-                numbers = (
-                    q.shape[1], q.shape[2], grad_lse.shape[2], *out.stride()[:3],
-                    *grad_out.stride()[:3], *lse.stride()[:2], *grad_lse.stride()[:2],
-                    *delta.stride()[:2], *lse2.stride()[:2],
-                )
-                launch = launches["delta"] = kernels.Launch(kernels.delta, config, programs, numbers)
-            launch(out, grad_out, lse, grad_lse, delta, lse2)
-        if need_kv and dk.numel():
-            splits = _splits(q, k)
-            dk_splits, dv_splits = _room(dk, splits), _room(dv, splits)
-            launch = launches.get("dkdv")
-            if launch is None:
-                config = kernels.schedule("dkdv", q, k.shape[2])
-                programs = triton.cdiv(k.shape[2], config["BLOCK_KV"]) * splits * k.shape[1] * q.shape[0]
-                numbers = (
-                    k.shape[1], q.shape[1] // k.shape[1], splits, q.shape[2], k.shape[2],
-                    *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3],
-                    *lse2.stride()[:2], *delta.stride()[:2], *dk_splits.stride()[:4],
-                    *dv_splits.stride()[:4],
-                )
-                launch = launches["dkdv"] = kernels.Launch(kernels.dkdv, config, programs, numbers)
-            launch(
-                kernels.tiles(launch.config, q, "BLOCK_Q"),
-                kernels.tiles(launch.config, k, "BLOCK_KV"),
-                kernels.tiles(launch.config, v, "BLOCK_KV"),
-                kernels.tiles(launch.config, grad_out, "BLOCK_Q"), lse2, delta, dk_splits,
-                dv_splits, scale,
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            )
+        if dk.numel():
+            splits = runtime.splits_of(q, k, SPLIT_KEYS)
+            dk_parts = runtime.room_for_splits(dk, splits)
+            dv_parts = runtime.room_for_splits(dv, splits)
+            DKDV(
+                q, Nk, B * Hkv * splits,
+                (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
+                (scale, Hkv, group, splits, Nq, Nk),
+                (
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                    *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+                ),
             )
             if splits > 1:
-                torch.sum(dk_splits, 2, out=dk)
-                torch.sum(dv_splits, 2, out=dv)
+                torch.sum(dk_parts, 2, out=dk)
+                torch.sum(dv_parts, 2, out=dv)
     return dq, dk, dv
 
 
-def _splits(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Among how many programs the query heads of a group are split for dK and dV: more than one where keys are few."""
-    group, keys = max(1, q.shape[1] // k.shape[1]), k.shape[0] * k.shape[1] * k.shape[2]
-    most = min(group, max(1, group * keys // (SPLIT_KEYS * kernels.processors(k.device))))  # heads of a program, as many of each
-    return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
-
-
-def _room(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """Room for the sum of each split, [B, Hkv, splits, Nk, D], of a gradient x: x itself where there is but one."""
-    return x.unsqueeze(2) if splits == 1 else x.new_empty((*x.shape[:2], splits, *x.shape[2:]))
-
-
-def _empty_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for (out, lse)."""
-    return _empty_rows(q, HEAD_DIM_V), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _empty_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, need_q: bool, need_kv: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for (dq, dk, dv); no elements for what is not needed."""
-    dq = _empty_rows(q, HEAD_DIM_QK) if need_q else q.new_empty(0)
-    dk, dv = (_empty_rows(k, HEAD_DIM_QK), _empty_rows(v, HEAD_DIM_V)) if need_kv else (k.new_empty(0), v.new_empty(0))
-    return dq, dk, dv
-
-
-# The operators torch knows: torch.compile and torch.export trace them without looking inside. Each copy of this module has its own.
-_LIBRARY = torch.library.Library("attngen", "FRAGMENT")
-_NAME = re.sub(r"\W", "_", __name__)
-while hasattr(torch.ops.attngen, f"{_NAME}_forward"):  # imported twice under one name
-    _NAME += "_"
-_OPERANDS = (
-    "float scale"
-)
-_LIBRARY.define(f"{_NAME}_forward(Tensor q, Tensor k, Tensor v, {_OPERANDS}) -> (Tensor out, Tensor lse)")
-_LIBRARY.define(
-    f"{_NAME}_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPERANDS}, "
-    "bool need_q, bool need_kv) -> (Tensor dq, Tensor dk, Tensor dv)"
-)
-FORWARD = getattr(torch.ops.attngen, f"{_NAME}_forward").default
-BACKWARD = getattr(torch.ops.attngen, f"{_NAME}_backward").default
-
-
-def _refuse_vmap(info, in_dims, *args):
-    raise NotImplementedError(
-        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of q, k and v"
-    )
-
-
-def _fake_forward(q, k, v, *rest):
-    return _empty_results(_addressable(q), k, v)
-
-
-def _fake_backward(grad_out, grad_lse, q, k, v, out, lse, *rest):
-    return _empty_gradients(_addressable(q), _addressable(k), _addressable(v), *rest[-2:])
-
-
-def _recorded(op, function):
-    """What the dispatcher calls in autograd's place: the function that it records; the operator itself where nothing is recorded."""
-
-    def call(*args):
-        if torch.is_grad_enabled() or torch.autograd.forward_ad._current_level >= 0:
-            return function.apply(*args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-
-    return call
-
-
-for _op, _kernel, _fake, _function in (
-    (FORWARD, _forward, _fake_forward, _Attention),
-    (BACKWARD, _backward, _fake_backward, _Gradients),
-):
-    _LIBRARY.impl(_op, _kernel, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_op, _recorded(_op, _function), "Autograd")
-    torch.library.register_fake(_op.name(), _fake, lib=_LIBRARY)
-    torch.library.register_vmap(_op.name(), _refuse_vmap, lib=_LIBRARY)
-
-
-def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if the kernels cannot read it in place: rows that are not contiguous or lie too far apart, a lazy sign."""
-    if x.is_neg():
-        x = x.resolve_neg()
-    if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
-        return x
-    return x.contiguous()
-
-
-def _empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """An uninitialised [B, H, N, width] whose dimensions lie in memory in the order of x's, unless that puts rows too far apart."""
-    if width == x.shape[3] and x.is_contiguous():
-        return torch.empty_like(x)
-    order = sorted(range(3), key=x.stride, reverse=True)
-    if width * math.prod(x.shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
-        order = [0, 1, 2]
-    shape = [x.shape[d] for d in order]
-    inverse = [order.index(d) for d in range(3)]
-    return torch.empty((*shape, width), device=x.device, dtype=x.dtype).permute(*inverse, 3)
-
-
-def _on(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device; make it the tensor's own."""
-    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(x.device)
-
-
-_HERE = contextlib.nullcontext()
-
-
-class _Call:
-    """What calls with q, k and v of one kind share: how their results lie in memory, and what makes tensors on the current device."""
-
-    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        out, lse = _empty_results(q, k, v)
-        self.out, self.lse = (tuple(out.shape), out.stride()), (tuple(lse.shape), lse.stride())
-        guards = torch._C._dynamo.guards  # compiled code has its tensors made by these, which are faster than torch.empty_strided
-        self.empty = guards._empty_strided_cuda if q.is_cuda else guards._empty_strided_cpu
-
-
-class _Memo(dict):
-    """What calls have found out, by kinds of tensors; of so many kinds that it starts anew."""
-
-    def __setitem__(self, key: object, value: object) -> None:
-        if len(self) >= 4096:
-            self.clear()
-        super().__setitem__(key, value)
-
-    def __missing__(self, key: object) -> dict:
-        self[key] = found = {}
-        return found
-
-
-_READY, _CALLS = _Memo(), _Memo()  # by kinds of q, k and v: the calls with what is right and addressable, all calls
-_LAUNCHES = _Memo()  # by calls or kinds of all tensors: launches, by the names of kernels
-
-
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
-    """All that the launch of a kernel depends on besides what alike tensors hold."""
-    at = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
-    return q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device, at
-
-
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call:
-    """What is remembered of calls with such tensors, which are addressable."""
-    key = _key(q, k, v)
-    found = _CALLS.get(key)
-    if found is None:
-        found = _CALLS[key] = _Call(q, k, v)
-    return found
-
-
-def _ready(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call | None:
-    """The same of checked tensors; None where the kernels cannot read these in place, which is left to the operator."""
-    if any(_addressable(x) is not x for x in (q, k, v)):
-        return None
-    _READY[_key(q, k, v)] = call = _call(q, k, v)
-    return call
-
-
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return False
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
-        return False
-    return (
-        (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
-        and q.layout is k.layout is v.layout is torch.strided
-        and (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device)
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
-    )
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _kinds(*tensors: torch.Tensor | None) -> tuple:
-    """All that the launch of a kernel depends on besides what the tensors hold."""
-    return tuple(
-        [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
-    )
-
-
-def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""
-    if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        if dtype in DTYPES and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
-            return x.to(dtype)
-    return x
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """One sentence for the first thing wrong with q, k and v."""
-    _check_rows(q, "q", q, HEAD_DIM_QK, "[B, Hq, Nq, 128]")
-    _check_rows(q, "k", k, HEAD_DIM_QK, "[B, Hkv, Nk, 128]")
-    _check_rows(q, "v", v, HEAD_DIM_V, "[B, Hkv, Nk, 128]")
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
-            "expected one batch size, and one number of heads and rows in k and v"
-        )
-    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
-        raise ValueError(
-            f"attention: q has {q.shape[1]} heads and k {k.shape[1]}; expected a multiple of the K/V heads (the spec says gqa)"
-        )
-    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
-        raise ValueError(
-            f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
-            "Triton is imported, to run on the CPU in Triton's interpreter"
-        )
-
-
-def _check_rows(q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
-    """The same for q, k or v alone."""
-    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-        raise TypeError(f"attention: {name} is a {_kind(x)}; expected a dense tensor {shape}")
-    if x.dim() != 4 or x.shape[3] != width:
-        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
-    if x.shape[2] > MAX_ROWS:
-        raise ValueError(f"attention: {name} has {x.shape[2]} rows; expected at most 2**29 - 1")
-    if x.dtype not in DTYPES:
-        known = " or ".join(map(str, DTYPES))
-        raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
-    if x.dtype != q.dtype:
-        raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
-    if x.device != q.device:
-        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
-    if x.stride(3) != 1:
-        raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
-
-
-def _check_scale(scale: float) -> float:
-    """The factor on the scores, as a float: Triton compiles a kernel of its own for an integer."""
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, or None for 1/sqrt(128)")
-    if not 1e-30 <= scale <= 1e6:
-        raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e6, or None for 1/sqrt(128)")
-    return float(scale)
-
-
-def _kind(x: object) -> str:
-    """What an argument is, in an error."""
-    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+OPERANDS = "float scale"
+SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
+OPERATORS = runtime.Operators("softcap_window_gqa_b95396eea8ce", SIGNATURE, _forward, _backward, INTERPRETED)
+FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

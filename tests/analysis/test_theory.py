@@ -44,7 +44,7 @@ from attngen.analysis.tiles import count_tiles, runs, tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
-from attngen.ir.interface import DIRECTIONS, kernels_of
+from attngen.ir.interface import DIRECTIONS
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
 from tests.analysis.walk import Walk
@@ -121,7 +121,7 @@ def test_emitted_kernels_move_what_is_counted(name):
     for case in [(32, 32, 16, 16), (40, 56, 16, 32)]:
         n_q, n_kv, block_q, block_kv = case
         numbers = sizes_of(case, heads, *((24, 16) if name == "mla_dims" else (16, 16)))
-        own_kernels = [kernel for direction in DIRECTIONS for kernel in kernels_of(module, direction)]
+        own_kernels = [kernel for direction in DIRECTIONS for kernel in module.kernels_of(direction)]
         run = Run(own_kernels, numbers)
         q, k = np.mgrid[:n_q, :n_kv]
         run.check((k <= q + n_kv - n_q) | (name in UNMASKED))

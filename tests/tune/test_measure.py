@@ -150,7 +150,7 @@ row = Row(**json.loads(sys.argv[3]))
 for rows, batch in ((128, 1), (256, 2)):
     bench = Bench(folder, {"small": path}, "cpu")
     module = bench._module("small")
-    module._check = lambda *tensors: None  # that they are on a GPU
+    module.RULES.check = lambda *tensors: None  # that they are on a GPU
     bench._make = lambda cell, _, make=bench._make: make(cell, batch)
     bench.compile(Cell("small", "dq", rows, "bf16"), row)
     print(*(len(getattr(module.kernels, name).device_caches[0][0]) for name in module.kernels.SCHEDULES))

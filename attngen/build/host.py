@@ -1,0 +1,319 @@
+"""The host programs: what a call allocates, launches and sums, as IR."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import sympy
+
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
+from attngen.ir.host import Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
+from attngen.ir.interface import DROPOUT_SCALARS, FEW_QUERIES, SHAPES, SPLIT_KEYS, block_lists, parts_of, tensor_dtype
+from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
+
+NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
+_ROWS = ("B", "Hq", "Nq")
+
+
+def build_hosts(module: Module) -> Module:
+    """The module with the host programs that launch its kernels."""
+    data = module.blocks is not None and module.blocks.data
+    programs = [_forward(module), _backward(module)]
+    if module.blocks:
+        programs += [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
+    return replace(module, hosts=tuple(programs))
+
+
+class _Builder:
+    """Collects the ops of one host program."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.blocks: dict[str, list[Op]] = {"entry": []}
+
+    def add(self, op: Op, block: str = "entry") -> str:
+        self.blocks.setdefault(block, []).append(op)
+        return op.name
+
+    def tensor(self, name: str) -> str:
+        """An argument of a known name and shape."""
+        return self.add(Arg(name, "in", _type(name)))
+
+    def alloc(self, name: str, block: str = "entry", type_: Type | None = None, **options: Any) -> str:
+        return self.add(Alloc(name, type_ or _type(name), **options), block)
+
+    def launch(self, kernel: str, block: str, args: Uses = (), **sizes: Any) -> None:
+        given = tuple((size, sympy.sympify(value)) for size, value in sizes.items())
+        self.add(Launch(f"launch_{self._count()}", kernel, args, given), block)
+
+    def branch(self, name: str, then: str, block: str = "entry", **options: Any) -> None:
+        self.add(If(name, then, **options), block)
+
+    def give(self, block: str = "entry", **values: str) -> None:
+        self.add(Yield(f"yield_{self._count()}", tuple(values.items())), block)
+
+    def _count(self) -> int:
+        return sum(map(len, self.blocks.values()))
+
+    def host(self) -> Host:
+        return Host(self.name, tuple(Block(name, tuple(ops)) for name, ops in self.blocks.items()))
+
+
+def _type(name: str) -> Type:
+    """The type of a tensor that has one in every module."""
+    return Type(tensor_dtype(name), SHAPES.get(name) or SHAPES[name.removeprefix("d")], "hbm")
+
+
+def _operands(b: _Builder, module: Module, direction: str) -> None:
+    """The arguments after q, k and v: what mask, modifiers and dropout read, block lists and numbers.
+
+    Lists that are the same for all sequences or heads are repeated for these.
+    """
+    read = {a.name.lower() for kernel in module.kernels for a in kernel.args}
+    given = {i.name: (i.dtype, i.shape) for i in module.inputs if i.shape and i.name in read}
+    given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
+    for name, (dtype, shape) in given.items():
+        b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
+    lists = {own: block_lists(module.blocks, own) if module.blocks else {} for own in ("q", "kv")}
+    for name, dims in (lists["q"] | lists["kv"]).items():
+        b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
+    if module.dropout:
+        b.add(Arg("SEED", "in", Type("i64", (), "hbm")))
+    numbers = {i.name: i.dtype for i in module.inputs if not i.shape} | (DROPOUT_SCALARS if module.dropout else {})
+    for name, dtype in (numbers | {"scale": "f32"}).items():
+        b.add(Arg(name, "scalar", Type(dtype, (), "reg")))
+    for name, dims in (lists["q"] | (lists["kv"] if direction == "backward" else {})).items():
+        b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))
+
+
+def _forward(module: Module) -> Host:
+    """The output and the LSE; of few queries, by the kernel for which they are packed with the heads of their group."""
+    b = _Builder("forward")
+    for name in ("Q", "K", "V"):
+        b.tensor(name)
+    _operands(b, module, "forward")
+    b.alloc("O", like="Q")
+    b.alloc("LSE")
+    b.branch("launched", "launches", of=("O",))
+    b.give(O="O", LSE="LSE")
+    if module.order == "kv_outer":
+        b.alloc("O_ACC", "launches", fill=sympy.Integer(0))
+        b.alloc("ROW_MAX", "launches", fill=-sympy.oo)
+        b.alloc("ROW_SUM", "launches", fill=sympy.Integer(0))
+        b.launch("fwd", "launches")
+        b.launch("fwd_end", "launches")
+    elif not any(kernel.packs for kernel in module.kernels):
+        b.launch("fwd", "launches")
+    else:
+        few = sympy.And(sympy.Lt(symbol("Nq"), FEW_QUERIES), sympy.Lt(symbol("Hkv"), symbol("Hq")))
+        b.branch("by_size", "few_queries", "launches", where=few, orelse="many_queries")
+        _launch_packed(b)
+        b.launch("fwd", "many_queries")
+    return b.host()
+
+
+def _launch_packed(b: _Builder) -> None:
+    """The forward of few queries, whose rows are those of all heads of a group."""
+    names = {"Q": "Q_rows", "O": "O_rows", "LSE": "LSE_rows"}
+    for name, rows in names.items():
+        batch, _, _, *columns = _type(name).dims
+        type_ = Type(_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
+        b.add(View(rows, name, "group", type_, fresh=name != "Q"), "few_queries")
+    b.launch("packed", "few_queries", tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
+    b.add(Copy("copy_0", "O_rows", "O"), "few_queries")
+
+
+def _backward(module: Module) -> Host:
+    """The gradients of q, k and v, and of the inputs that are learned: no elements for what is not needed."""
+    b = _Builder("backward")
+    for name in ("dO", "dLSE", "Q", "K", "V", "O", "LSE"):
+        b.tensor(name)
+    _operands(b, module, "backward")
+    flags = ["need_q", "need_kv", *(["need_inputs"] if module.learned else [])]
+    for flag in flags:
+        b.add(Arg(flag, "flag", Type("b1", (), "reg")))
+    summed = any(x.by != "row" for x in module.learned)
+    b.alloc("dQ", like="Q", where=sympy.Or(NEED_Q, NEED_INPUTS) if summed else NEED_Q)
+    walks = module.order == "kv_outer"
+    for name in ("K", "V"):
+        b.alloc(f"d{name}", like=name, where=sympy.true if walks else NEED_KV)
+    for arg in parts_of(module.learned, module.inputs):
+        fill = None if arg.type.dims == _ROWS else sympy.Integer(0)  # what no program writes is zero
+        b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
+    b.alloc("DELTA")
+    b.alloc("LSE2")
+    (_launch_by_key if walks else _launch_by_owner)(b, module)
+    results = {"dQ": "dQ", "dK": "dK", "dV": "dV"}
+    if walks:  # @bwd writes both, whether or not they are needed
+        b.branch("needed", "both", where=NEED_KV, orelse="neither")
+        b.give("both", dK="dK", dV="dV")
+        for name in ("K", "V"):
+            b.alloc(f"no_d{name}", "neither", _type(f"d{name}"), like=name, where=sympy.false)
+        b.give("neither", dK="no_dK", dV="no_dV")
+        results |= {"dK": "needed.dK", "dV": "needed.dV"}
+    b.give(**results, **_learned(b, module))
+    return b.host()
+
+
+def _launch_by_key(b: _Builder, module: Module) -> None:
+    """FlashAttention-1's order: one kernel rewrites sums of dQ while it walks over the keys."""
+    b.branch("rows", "statistics", of=("O",))
+    b.launch("delta", "statistics")
+    b.branch("walked", "keys", of=("dQ", "dK"))
+    b.alloc("DQ_ACC", "keys", like=None, fill=sympy.Integer(0))
+    b.launch("bwd", "keys")
+    b.branch("ended", "queries", "keys", of=("dQ",))
+    b.launch("dq_end", "queries")
+
+
+def _launch_by_owner(b: _Builder, module: Module) -> None:
+    """A kernel for tiles of queries, which also finds what the others need of each query; then those for tiles of keys."""
+    b.branch("by_query", "queries", of=("dQ",), orelse="statistics")
+    b.launch("dq", "queries")
+    b.branch("rows", "rows_alone", "statistics", of=("O",))
+    b.launch("delta", "rows_alone")
+    b.branch("by_key", "keys", of=("dK",))
+    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv"]
+    parts: dict[str, str] = {}
+    if any(kernel.is_split for kernel in owners):
+        b.add(Splits("splits", SPLIT_KEYS, Type("i32", (), "reg")), "keys")
+        for name in ("dK", "dV"):
+            batch, heads, *rest = _type(name).dims
+            type_ = Type("T", (batch, heads, "splits", *rest), "hbm")
+            parts[name] = b.alloc(f"{name}_parts", "keys", type_, where=sympy.Gt(symbol("splits"), 1), otherwise=name)
+    for kernel in owners:
+        written = {a.name for a in kernel.args if a.role == "out"}
+        b.launch(kernel.name, "keys", tuple((name, ref) for name, ref in parts.items() if name in written))
+    if parts:
+        b.branch("split", "sums", "keys", where=sympy.Gt(symbol("splits"), 1))
+        for name, ref in parts.items():
+            b.add(Sum(f"{name}_sum", ref, ("splits",), _type(name), into=name), "sums")
+
+
+# ---------------------------------------------------------------------------------------------- gradients of inputs
+
+
+def _learned(b: _Builder, module: Module) -> dict[str, str]:
+    """The gradients of inputs, from the parts that the kernels have written; no elements where they are not needed."""
+    learned = [i for i in module.inputs if i.grad]
+    if not learned:
+        return {}
+    b.add(If("learned", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
+    found = {f"d_{i.name}": _gradient(b, module, i) for i in learned}
+    b.give("gradients", **found)
+    for i in learned:
+        b.alloc(f"no_{i.name}", "no_gradients", Type(i.dtype, i.shape, "hbm"), where=sympy.false)
+    b.give("no_gradients", **{f"d_{i.name}": f"no_{i.name}" for i in learned})
+    return {name: f"learned.{name}" for name in found}
+
+
+def _gradient(b: _Builder, module: Module, i: Input) -> str:
+    terms = [_term(b, module, i, x, at) for at, x in enumerate(x for x in module.learned if x.input == i.name)]
+    if len(terms) == 1:
+        return terms[0]
+    type_ = Type("f32", i.shape, "hbm")
+    return b.add(Map(f"d_{i.name}", sympy.Add(*map(symbol, terms)), tuple((t, t) for t in terms), type_), "gradients")
+
+
+def _term(b: _Builder, module: Module, i: Input, x: Learned, at: int) -> str:
+    """The part of an input's gradient that comes from one place at which it is read."""
+    name, tensor = f"{x.parts}_{at}", i.name.upper()
+    kept = {"keep_scale": "keep_scale"} if module.dropout else {}
+    if x.by == "element":
+        return x.parts
+    if x.by == "row":  # the sink's probability times what its value, zero, lacks
+        uses = {i.name: tensor, "lse": "LSE", "delta": "DELTA", **kept}
+        e = -sympy.exp(symbol(i.name) - symbol("lse")) * sympy.Mul(*map(symbol, ("delta", *kept)))
+        b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
+        return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
+    if x.by == "distance":
+        b.add(SumDistances(name, x.parts, tensor, x.index, Type("f32", i.shape, "hbm")), "gradients")
+        if not kept:
+            return name
+        uses = {"sums": name, **kept}
+        return b.add(Map(f"{name}_kept", sympy.Mul(*map(symbol, uses)), tuple(uses.items()), Type("f32", i.shape, "hbm")), "gradients")
+    return _sum_of_places(b, i, x, name)
+
+
+_DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
+
+
+def _sum_of_places(b: _Builder, i: Input, x: Learned, name: str) -> str:
+    """Parts by query or by score, summed to the places at which the input is read."""
+    dtype = i.dtype if x.by == "score" else "f32"
+    value, dims = x.parts, ["B", "Hq", "Nq", *(["Nk"] if x.by == "score" else [])]
+    if "hkv" in x.index:
+        dims[1:2] = ["Hkv", "group"]
+        value = b.add(View(f"{name}_heads", value, "heads", Type(dtype, tuple(dims), "hbm")), "gradients")
+    wanted = tuple(_DIMS[e] for e in x.index if not e.isdigit())
+    over = tuple(d for d in dims if d not in wanted)
+    if over or tuple(dims) != wanted:
+        value = b.add(Sum(f"{name}_sum", value, over, Type(dtype, wanted, "hbm")), "gradients")
+    if len(wanted) == len(x.index):
+        return value
+    places = tuple(e if e.isdigit() else ":" for e in x.index)
+    return b.add(Place(f"{name}_placed", value, i.name.upper(), places, Type(dtype, i.shape, "hbm")), "gradients")
+
+
+# ---------------------------------------------------------------------------------------------- blocks of scores
+
+
+def _count(module: Module, blocks: Blocks) -> Host:
+    """How many pairs the mask leaves visible, of each strip of a block; once for all sequences or heads, where these do not matter."""
+    kernel = module.kernel("blocks")
+    b = _Builder("count")
+    for name in ("Q", "K"):
+        b.tensor(name)
+    for arg in kernel.args:
+        if arg.role == "in":
+            b.add(Arg(arg.name, "in", replace(arg.type, space="hbm")))
+    for i in module.inputs:
+        if not i.shape and any(a.name == i.name for a in kernel.args):
+            b.add(Arg(i.name, "scalar", Type(i.dtype, (), "reg")))
+    one = {size: sympy.Integer(1) for size, letter in (("B", "b"), ("Hq", "h")) if not _depends(kernel, letter)}
+    dims = tuple("1" if d in one else d for d in _type("COUNT").dims)
+    b.alloc("COUNT", type_=Type("f32", dims, "hbm"), fill=sympy.Integer(0))
+    b.branch("launched", "launches", of=("COUNT",))
+    b.launch("blocks", "launches", **one)
+    b.give(COUNT="COUNT")
+    return b.host()
+
+
+def _depends(kernel: Kernel, letter: str) -> bool:
+    """Whether a mask that a kernel evaluates differs from sequence to sequence (`b`) or from head to head (`h`)."""
+    written = {a.name for a in kernel.args if a.role == "out"}
+    for op in kernel.ops():
+        if isinstance(op, (Base, Load)) and op.src.tensor not in written:
+            places: tuple[Any, ...] = op.src.index
+        elif isinstance(op, Gather):
+            places = (*op.src.index, op.where)
+        elif isinstance(op, Mask):
+            places = (op.where,)
+        else:
+            places = (op.expr,) if isinstance(op, Map) else ()
+        if any(symbol(letter) in e.free_symbols for e in places):
+            return True
+    return False
+
+
+def _lists(blocks: Blocks, data: bool) -> Host:
+    """The lists of blocks, of what @count has found or of a mask of blocks."""
+    b = _Builder("lists")
+    mask, full = "BLOCK_MASK", None
+    if data:
+        for name in ("Q", "K"):
+            b.tensor(name)
+        b.add(Arg("COUNT", "in", Type("f32", ("*", "*", "Tq", "Ts"), "hbm")))
+        b.add(CutBlocks("blocks", "COUNT", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
+        mask, full = "blocks.seen", "blocks.full"
+    else:
+        b.add(Arg(mask, "in", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
+    results: dict[str, str] = {}
+    for own, (rows, columns) in (("q", ("Tq", "Tk")), ("kv", ("Tk", "Tq"))):
+        b.add(ListBlocks(f"of_{own}", mask, own, Type("i32", ("*", "*", rows, columns), "hbm"), full))
+        fields = ("full_rank", "rank", "list") if data else ("rank", "list")
+        results |= {name: f"of_{own}.{f}" for name, f in zip(block_lists(blocks, own), fields)}
+    b.give(**results)
+    return b.host()

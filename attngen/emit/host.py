@@ -1,0 +1,347 @@
+"""What the templates see of host programs: Python's statements for each op, as strings.
+
+Python variables are named after the IR's values, in small letters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+
+from attngen.emit.context import SIZES, KernelView, stride_names
+from attngen.emit.layout import fitted, tuple_text
+from attngen.ir.expr import clamp, floordiv, mod, parse, symbol, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Base, Load, Map, Type, Yield
+
+_VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
+_TORCH = {"f32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32", "T": "q.dtype"}
+_WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
+# How Python gets the sizes that are not shapes of q and k; each may need those before it.
+_MADE = {
+    "group": "Hq // max(Hkv, 1)",
+    "Gq": "group * Nq",
+    "Nlse": "grad_lse.shape[2]",
+    "Tq": "-(-Nq // BLOCK)",
+    "Tk": "-(-Nk // BLOCK)",
+    "Ts": "Tk * (BLOCK // STRIP)",
+}
+
+
+def sizes_of(wanted: Iterable[str]) -> list[str]:
+    """Statements that name those sizes which are shapes of q and k."""
+    lines = []
+    for first, tensor, names in ((0, "q", ("B", "Hq", "Nq")), (1, "k", ("Hkv", "Nk"))):
+        found = [name for name in names if name in wanted]
+        if found == list(names):
+            lines.append(f"{', '.join(names)} = {tensor}.shape[{first or ''}:3]")
+        else:
+            lines += [f"{name} = {tensor}.shape[{first + names.index(name)}]" for name in found]
+    return lines
+
+
+@dataclass
+class HostNode:
+    """A view of one op: its kind names the macro that prints it, `text` holds that macro's strings, `branches` those of an `if`."""
+
+    kind: str
+    text: dict[str, Any]
+    branches: list[list[HostNode]] = field(default_factory=list)
+
+
+@dataclass
+class HostView:
+    """A host program as the template prints it."""
+
+    params: list[str]
+    sizes: list[str]  # statements that name sizes and strides
+    nodes: list[HostNode]
+    results: list[str]
+    on_device: bool  # it launches kernels
+
+
+@dataclass
+class KernelHandle:
+    """The runtime's object by which host programs launch a kernel."""
+
+    variable: str
+    args: list[str]  # of runtime.Kernel
+
+
+def variable(name: str) -> str:
+    """The Python variable of a value."""
+    name, _, member = name.partition(".")
+    return _VARIABLES.get(name, f"{name}_{member}".rstrip("_").lower())
+
+
+def handle(kernel: Kernel, view: KernelView) -> KernelHandle:
+    """How the runtime is told of a kernel."""
+    args = ["kernels", f'"{kernel.name}"']
+    if not kernel.walks:
+        args.append(f'"{AXIS_DIM[kernel.own_axis]}"')
+    tensors = [a.name for a in kernel.args if a.role != "scalar"]
+    described = [f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile]
+    numbers = _numbers(kernel)
+    specialised = [str(at) for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized]
+    flags = _flags(view)
+    for name, items in (("described", described), ("specialised", specialised), ("flags", [f'"{flag}"' for flag in flags])):
+        args += [f"{name}={tuple_text(items)}"] if items else []
+    return KernelHandle(kernel.name.upper(), args)
+
+
+def _flags(view: KernelView) -> dict[str, str]:
+    """Flags that a kernel is compiled for, and what they are at a call."""
+    return {**({"DROPOUT": "seed is not None"} if view.dropout else {}), **({"LEARN": "need_inputs"} if view.learns else {})}
+
+
+def _numbers(kernel: Kernel) -> list[Arg]:
+    """Its scalars in the order of its parameters: those that calls give, then sizes."""
+    scalars = [a for a in kernel.args if a.role == "scalar"]
+    return [a for a in scalars if a.name not in SIZES] + [a for a in scalars if a.name in SIZES]
+
+
+def _described(kernel: Kernel, tensor: str) -> str:
+    """The size of the tiles that are read of a tensor by descriptor; empty if none are."""
+    for op in kernel.ops():
+        if isinstance(op, Load) and op.via:
+            base = kernel.op(op.src.tensor)
+            if isinstance(base, Base) and base.src.tensor == tensor:
+                return AXIS_DIM[op.src.axes()[0]]
+    return ""
+
+
+class HostContext:
+    """Builds the view of one host program."""
+
+    def __init__(self, module: Module, host: Host, views: dict[str, KernelView]) -> None:
+        self.module, self.host, self.views = module, host, views
+        self.sizes: set[str] = set()  # that its statements name
+        self.strides: dict[str, int] = {}  # of arguments whose strides its launches take: how many
+
+    def view(self) -> HostView:
+        """The whole program."""
+        nodes = self._block("entry")
+        params = [variable(a.name) for a in self.host.args]
+        results = [variable(ref) for ref in self.host.results.values()]
+        on_device = any(isinstance(op, Launch) for op in self.host.ops())
+        return HostView(params, self._definitions(), nodes, results, on_device)
+
+    def _definitions(self) -> list[str]:
+        """Statements that name the sizes and strides which the others use."""
+        wanted = set(self.sizes)
+        for name in reversed(_MADE):
+            wanted |= {str(s) for s in parse(_MADE[name]).free_symbols} if name in wanted and name != "Nlse" else set()
+            wanted |= {"Hq", "Hkv"} if name == "group" and name in wanted else set()
+        lines = []
+        lines += sizes_of(wanted)
+        lines += [f"{name} = {text}" for name, text in _MADE.items() if name in wanted]
+        if self.strides:
+            names = ", ".join(f"{name}_strides" for name in self.strides)
+            lines.append(fitted(f"{names}{',' * (len(self.strides) == 1)} = runtime.strides", list(self.strides), ""))
+        return lines
+
+    # ------------------------------------------------------------------ expressions
+
+    def _python(self, e: Any) -> str:
+        """An expression of sizes and flags; the sizes are noted."""
+        self.sizes |= {str(s) for s in e.free_symbols} & {"B", "Hq", "Hkv", "Nq", "Nk", *_MADE}
+        return re.sub(r"(?<=\w)\*(?=\w)", " * ", to_text(e))
+
+    def _dim(self, dim: str) -> str:
+        if dim in _WIDTHS:
+            return _WIDTHS[dim]
+        return self._python(sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim))
+
+    def _dense(self, dims: Iterable[str]) -> tuple[str, str]:
+        """Shape and strides of a contiguous tensor."""
+        names = [self._dim(d) for d in dims]
+        strides = [" * ".join(names[i + 1 :]) or "1" for i in range(len(names))]
+        return tuple_text(names), tuple_text(strides)
+
+    # ------------------------------------------------------------------ ops
+
+    def _block(self, name: str) -> list[HostNode]:
+        nodes = []
+        for op in self.host.block(name).ops:
+            if isinstance(op, Arg) or (isinstance(op, Yield) and name == "entry"):
+                continue
+            text = getattr(self, f"_{HOST_KIND[type(op)]}")(op)
+            branches = [self._block(block) for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
+            for at, (block, nodes_) in enumerate(zip((op.then, op.orelse), branches) if isinstance(op, If) else ()):
+                branches[at] = nodes_ + self._fields(op, block)
+            nodes.append(HostNode(HOST_KIND[type(op)], text, branches))
+        return nodes
+
+    def _fields(self, op: If, block: str) -> list[HostNode]:
+        """The assignments by which a branch gives its fields."""
+        last = self.host.block(block).ops[-1]
+        pairs = [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
+        return [HostNode("fields", {"names": [name for name, _ in pairs], "values": [value for _, value in pairs]})] if pairs else []
+
+    def _yield(self, op: Yield) -> dict[str, Any]:
+        return {}
+
+    def _alloc(self, op: Alloc) -> dict[str, Any]:
+        var, dims = variable(op.name), op.type.dims
+        if op.otherwise:
+            self._python(symbol("Hkv"))
+            return {"var": var, "expr": f"runtime.room_for_splits({variable(op.otherwise)}, splits)"}
+        dtype = _TORCH[op.type.dtype]
+        like = variable(op.like or "Q")
+        nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing(q, {len(dims)}, {dtype})"
+        if op.where == sympy.false:
+            return {"var": var, "expr": nothing}
+        if "Td" in dims:  # as many rows as the schedule of the kernel says
+            kernel = next(k.name for k in self.module.kernels if any(a.name == op.name for a in k.args))
+            return {"var": var, "expr": f"runtime.distance_parts({kernel.upper()}, q, k, {self._python(op.where)})"}
+        if op.like:
+            made = f"runtime.empty_rows({like}, {_WIDTHS[dims[-1]]})"
+        elif set(dims) & {"*"}:
+            made = f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
+            return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}
+        else:
+            made = f"runtime.empty(q, {', '.join(self._dense(dims))}, {dtype})"
+        if op.fill is not None:
+            made += ".zero_()" if op.fill == 0 else f".fill_({self._number(op.fill)})"
+        if op.where != sympy.true:
+            made += f" if {self._python(op.where)} else {nothing}"
+        return {"var": var, "expr": made}
+
+    def _number(self, e: Any) -> str:
+        return "-math.inf" if e == -sympy.oo else to_text(e)
+
+    def _view(self, op: View) -> dict[str, Any]:
+        var, src = variable(op.name), variable(op.src)
+        if op.by == "expand":
+            return {"var": var, "expr": f"{src}.expand({self._dim('B')}, {self._dim('Hq')}, -1, -1)"}
+        if op.by == "heads":
+            return {"var": var, "expr": f"{src}.unflatten(1, ({self._dim('Hkv')}, {self._dim('group')}))"}
+        fresh = ", fresh=True" * op.fresh
+        return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{fresh})"}
+
+    def _copy(self, op: Copy) -> dict[str, Any]:
+        return {"src": variable(op.src), "into": variable(op.into)}
+
+    def _if(self, op: If) -> dict[str, Any]:
+        some = [f"{variable(ref)}.numel()" for ref in op.of]
+        either = " or ".join(some)
+        condition = [f"({either})" if len(some) > 1 and op.where != sympy.true else either] if some else []
+        return {"condition": " and ".join([*condition, *([self._python(op.where)] if op.where != sympy.true else [])])}
+
+    def _splits(self, op: Splits) -> dict[str, Any]:
+        return {"var": variable(op.name), "expr": "runtime.splits_of(q, k, SPLIT_KEYS)"}
+
+    def _sum(self, op: Sum) -> dict[str, Any]:
+        dims = self.host.type_of(op.value).dims
+        gone = [str(dims.index(d)) for d in op.over]
+        value = variable(op.value)
+        if op.into:
+            return {"var": "", "expr": f"torch.sum({value}, {', '.join(gone)}, out={variable(op.into)})"}
+        expr = f"{value}.sum({tuple_text(gone)})" if gone else value
+        left = [d for d in dims if d not in op.over]
+        if tuple(left) != op.type.dims:
+            expr += f".permute({', '.join(str(left.index(d)) for d in op.type.dims)})"
+        return {"var": variable(op.name), "expr": expr}
+
+    def _place(self, op: Place) -> dict[str, Any]:
+        index = ", ".join("slice(None)" if at == ":" else at for at in op.at)
+        return {"var": variable(op.name), "expr": f"runtime.placed({variable(op.value)}, {variable(op.like)}, {index})"}
+
+    def _sum_distances(self, op: SumDistances) -> dict[str, Any]:
+        at = next(i for i, e in enumerate(op.at) if "distance" in e)
+        kept = tuple_text([{"b": "0", "h": "1"}[e] for e in op.at if e in ("b", "h")]) or "()"
+        distance = f"torch.arange(-{self._dim('Nq')}, {self._dim('Nk')}, device=q.device)"
+        index = self._torch(parse(op.at[at])).replace("distance", distance)
+        return {"var": variable(op.name), "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})"}
+
+    def _torch(self, e: Any) -> str:
+        """An expression of integers in `distance`, a tensor, as Python source."""
+        if e.is_Add or e.is_Mul:
+            return "(" + (" + " if e.is_Add else " * ").join(map(self._torch, e.args)) + ")"
+        if isinstance(e, clamp):
+            x, low, high = map(self._torch, e.args)
+            return f"{x}.clamp({low}, {high})"
+        if isinstance(e, sympy.Abs):
+            return f"{self._torch(e.args[0])}.abs()"
+        if isinstance(e, (floordiv, mod)):
+            return f"({self._torch(e.args[0])} {'//' if isinstance(e, floordiv) else '%'} {self._torch(e.args[1])})"
+        return self._python(e)
+
+    def _map(self, op: Map) -> dict[str, Any]:
+        return {"var": variable(op.name), "expr": self._elementwise(op.expr, dict(op.uses), op.type)}
+
+    def _elementwise(self, e: Any, uses: dict[str, str], type_: Type) -> str:
+        """An expression of tensors, each spread over the named dimensions of the result."""
+        if e.is_Symbol and str(e) in uses:
+            dims = self.host.type_of(uses[str(e)]).dims
+            index = [":" if d in dims else "None" for d in type_.dims]
+            while index and index[0] == "None":
+                del index[0]
+            spread = f"[{', '.join(index)}]" if "None" in index and dims else ""
+            return f"{variable(uses[str(e)])}{spread}"
+        if isinstance(e, sympy.exp):
+            return f"torch.exp({self._elementwise(e.args[0], uses, type_)})"
+        if e.is_Mul and e.args[0] == -1:
+            return f"-{self._elementwise(-e, uses, type_)}"
+        if e.is_Add or e.is_Mul:
+            terms = sorted(e.args, key=lambda a: (a.could_extract_minus_sign(), not a.is_Function, str(a)))
+            text = (" + " if e.is_Add else " * ").join(self._elementwise(a, uses, type_) for a in terms)
+            return text.replace("+ -", "- ") if e.is_Add else text
+        return to_text(e)
+
+    def _cut_blocks(self, op: CutBlocks) -> dict[str, Any]:
+        names = [variable(f"{op.name}.{f}") for f in ("seen", "full")]
+        sizes = f"{self._dim('Nq')}, {self._dim('Nk')}"
+        return {"var": ", ".join(names), "expr": f"runtime.seen_and_full({variable(op.src)}, {sizes}, BLOCK)"}
+
+    def _list_blocks(self, op: ListBlocks) -> dict[str, Any]:
+        masks = [variable(ref) for ref in (op.src, op.full) if ref]
+        masks = [f"runtime.turned({mask})" if op.own == "kv" else mask for mask in masks]
+        fields = ("full_rank", "rank", "list") if op.full else ("rank", "list")
+        function = "list_cut_blocks" if op.full else "list_blocks"
+        return {"var": ", ".join(variable(f"{op.name}.{f}") for f in fields), "expr": f"runtime.{function}({', '.join(masks)})"}
+
+    # ------------------------------------------------------------------ launches
+
+    def _launch(self, op: Launch) -> dict[str, Any]:
+        kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
+        given, sizes = dict(op.args), dict(op.sizes)
+        tensors = [a for a in kernel.args if a.role != "scalar"]
+        extent = AXIS_EXTENT[kernel.own_axis]
+        heads = sympy.Mul(*(sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT))
+        numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
+        strides: list[str] = []
+        for a in tensors:
+            names = stride_names(a)
+            strides += self._strides(given.get(a.name, a.name), [i for i, s in enumerate(names) if s in view.params], len(names))
+        flags = list(_flags(view).values())
+        return {
+            "handle": op.kernel.upper(),
+            "x": "q",
+            "rows": self._python(sizes.get(extent, symbol(extent))),
+            "heads": self._python(heads),
+            "tensors": [variable(given.get(a.name, a.name)) for a in tensors],
+            "numbers": numbers,
+            "strides": strides,
+            "flags": flags,
+        }
+
+    def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
+        """The strides of a tensor that a kernel takes, of all but its last dimension."""
+        var, op = variable(ref), self.host.by_name[ref]
+        if isinstance(op, View) and op.by == "group":
+            return [f"*{var}_strides[:{count}]"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
+        if isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true:  # contiguous
+            names = [self._dim(d) for d in op.type.dims]
+            return [" * ".join(names[i + 1 :]) for i in taken]
+        if len(taken) == count and count > 1:
+            if isinstance(op, Arg):
+                self.strides[var] = count
+                return [f"*{var}_strides"]
+            return [f"*{var}.stride()[:{count}]"]
+        return [f"{var}.stride({i})" for i in taken]

@@ -1,0 +1,107 @@
+"""Generated source in lines that fit: calls, assignments and lists that do not are broken at their commas."""
+
+from __future__ import annotations
+
+import re
+
+WIDTH = 100
+LONGEST = 120  # of an assignment, without its indentation
+
+
+def call(name: str, args: list[str]) -> str:
+    """A call on one line where it fits, else one argument a line."""
+    line = f"{name}({', '.join(args)})"
+    if len(line) <= WIDTH - 12:
+        return line
+    return _one_a_line(name, args)
+
+
+def tuple_text(items: list[str]) -> str:
+    """A tuple as Python writes it; empty text if there is nothing in it."""
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})" if items else ""
+
+
+def assign(var: str, expr: str) -> str:
+    """An assignment, on one line where it fits; a call that does not has one argument a line."""
+    line = f"{var} = {expr}"
+    if len(line) > LONGEST and re.fullmatch(r"\w+( \+ [\w.]+\([^()]*\) \* \w+)+", expr):  # a pointer: one stride a line
+        first, *rest = re.split(r" \+ (?=tl)", expr)
+        return "\n".join([f"{var} = (", f"    {first}", *(f"    + {term}" for term in rest), ")"])
+    return broken(line, LONGEST)
+
+
+def unpack(names: list[str], value: str) -> str:
+    """Names for the parts of a value, in brackets where they do not fit on a line."""
+    line = f"{', '.join(names)} = {value}"
+    return line if len(line) <= LONGEST else broken(f"({', '.join(names)}) = {value}", LONGEST)
+
+
+def broken(text: str, most: int) -> str:
+    """Text with the widest of its outermost brackets on lines of its own, one item a line; and so on inside what is still too long."""
+    groups, depth, start = [], 0, 0
+    plain = re.sub(r'"[^"]*"', lambda s: "_" * len(s[0]), text)  # what is in quotes is no bracket and no comma
+    for i, c in enumerate(plain):
+        if c in "([":
+            depth += 1
+            start = i if depth == 1 else start
+        elif c in ")]":
+            depth -= 1
+            if depth == 0:
+                groups.append((start, i))
+    if len(text) <= most or not groups:
+        return text
+    start, end = max(groups, key=lambda g: g[1] - g[0])
+    items, depth = [""], 0
+    for c, p in zip(text[start + 1 : end], plain[start + 1 : end]):
+        depth += (p in "([") - (p in ")]")
+        if p == "," and depth == 0:
+            items.append("")
+        elif not (c == " " and not items[-1]):
+            items[-1] += c
+    comma = "," if len(items) > 1 or re.match(r"\w", text[start - 1 : start]) else ""
+    lines = (
+        "    " + broken(item, most - 4).replace("\n", "\n    ") + (comma or "," * (k < len(items) - 1)) for k, item in enumerate(items)
+    )
+    return "\n".join([text[: start + 1], *lines, text[end:]])
+
+
+def _one_a_line(name: str, args: list[str]) -> str:
+    lines = (broken(a, LONGEST).replace("\n", "\n    ") for a in args)
+    return "\n".join([f"{name}(", *(f"    {line}," for line in lines), ")"])
+
+
+def fill(items: list[str], width: int) -> list[str]:
+    """Items, comma after each, on as few lines as fit."""
+    lines = [""]
+    for item in items:
+        text = f"{item},"
+        if lines[-1] and len(lines[-1]) + 1 + len(text) > width:
+            lines.append("")
+        lines[-1] += f" {text}" if lines[-1] else text
+    return lines
+
+
+def tuple_lines(items: list[str], width: int = WIDTH) -> str:
+    """A tuple, on one line where it fits, else on as few as fit."""
+    line = tuple_text(items) or "()"
+    if len(line) <= width:
+        return line
+    return "\n".join(["(", *(f"    {line}" for line in fill(items, width)), ")"])
+
+
+def fitted(before: str, items: list[str], after: str, width: int = LONGEST) -> str:
+    """Items in brackets, `before(items)after`: on one line where it fits, else on as few lines of their own as fit."""
+    line = f"{before}({', '.join(items)}){after}"
+    if len(line) <= width:
+        return line
+    return "\n".join([f"{before}(", *(f"    {line}" for line in fill(items, width - 8)), f"){after}"])
+
+
+def strings(text: str, width: int = WIDTH) -> str:
+    """A string of words as literals that Python joins, each on a line that fits."""
+    lines = [""]
+    for word in re.findall(r"\S+\s*", text):
+        if lines[-1] and len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(f'"{line}"' for line in lines)

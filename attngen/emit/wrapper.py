@@ -1,0 +1,283 @@
+"""What the template sees of a module's own part of the wrapper: its signature, its inputs and their checks, plans."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from attngen.emit.host import sizes_of
+from attngen.emit.layout import tuple_text
+from attngen.errors import AttngenError, suggest
+from attngen.ir.graph import Blocks, Input, Module
+from attngen.ir.host import Host
+from attngen.ir.interface import STRIP, block_lists
+from attngen.ir.ops import Arg, Map, Store
+from attngen.scores import derive_functions
+
+TORCH = {
+    "f32": "torch.float32",
+    "bf16": "torch.bfloat16",
+    "fp16": "torch.float16",
+    "fp32": "torch.float32",
+    "b1": "torch.bool",
+    "i32": "torch.int32",
+    "T": "q.dtype",
+}
+_NUMBERS = {"i32": "int", "f32": "float"}
+_SCHEMA = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
+_HEADS = {
+    "mha": ("one K/V head per query head (mha)", "Hq"),
+    "mqa": ("one K/V head for all query heads (mqa)", "1"),
+    "gqa": ("one K/V head per group of query heads (gqa)", "Hkv"),
+}
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """The strings of a wrapper. `inputs` are those of the call, `planned` those that a plan may stand in for."""
+
+    module: Module
+
+    @property
+    def data(self) -> bool:
+        """Whether data says which blocks count."""
+        return self.module.blocks is not None and self.module.blocks.data
+
+    @property
+    def heads(self) -> tuple[str, str]:
+        """What is said of heads, and of the number of K/V heads."""
+        return _HEADS[self.module.sharing]
+
+    @property
+    def widths(self) -> str:
+        qk, v = self.module.head_dim_qk, self.module.head_dim_v
+        return f"{qk}" if qk == v else f"{qk} for q and k, {v} for v"
+
+    @property
+    def dtypes(self) -> str:
+        precise = f" (fp32 products in {self.module.precision})" if "fp32" in self.module.dtypes else ""
+        return ", ".join(self.module.dtypes) + precise
+
+    @property
+    def torch_dtypes(self) -> str:
+        return tuple_text([TORCH[d] for d in self.module.dtypes])
+
+    @property
+    def learned(self) -> list[str]:
+        return [i.name for i in self.module.inputs if i.grad]
+
+    @property
+    def differentiable(self) -> str:
+        *most, last = ["q", "k", "v", *self.learned]
+        return f"{', '.join(most)} and {last}"
+
+    @property
+    def sink(self) -> bool:
+        """Whether a logit joins every row's softmax, so that no row is empty: no LSE that is stored may be -inf."""
+        stores = ((k, op) for k in self.module.kernels for op in k.ops() if isinstance(op, Store))
+        stored = [k.op(op.value) for k, op in stores if "LSE" in (op.dst.tensor, *k.op(op.dst.tensor).operands())]
+        return not any(isinstance(op, Map) and op.expr.has(-sympy.oo) for op in stored)
+
+    @property
+    def unordered(self) -> list[str]:
+        """Inputs whose gradients are added atomically."""
+        return [i.name for i in self.module.inputs if any(x.input == i.name and x.by == "element" for x in self.module.learned)]
+
+    # ------------------------------------------------------------------ inputs
+
+    @property
+    def planned(self) -> list[str]:
+        """Inputs from which the wrapper derives what kernels read, by functions that take some time: calls may share a plan of it."""
+        if self.module.blocks and not self.data:
+            return []
+        return [i.name for i in self.module.inputs if i.shape and any(i.name in d.sources for d in self.module.derived)]
+
+    def help(self, i: Input) -> str:
+        if not i.shape:
+            return f"{_NUMBERS[i.dtype]}, {i.help}"
+        shape = [f"{d} or 1" if i.broadcast and at < 2 else d for at, d in enumerate(i.shape)]
+        dtype = {"T": "of the dtype of q,"}.get(i.dtype, TORCH[i.dtype])
+        learned = f", differentiable{', in no fixed order' * (i.name in self.unordered)}" if i.grad else ""
+        return f"{dtype} [{', '.join(shape)}], {i.help}{learned}"
+
+    def given_type(self, i: Input) -> str:
+        return "torch.Tensor | None = None" if i.name in self.planned else "torch.Tensor" if i.shape else _NUMBERS[i.dtype]
+
+    @property
+    def keywords(self) -> list[str]:
+        """The keyword arguments of a call, but for scale and return_lse."""
+        found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs]
+        found += ["plan: Plan | None = None"] if self.planned or self.data else []
+        if self.module.blocks and not self.data:
+            found.append("block_mask: torch.Tensor | runtime.BlockPlan" + (" | None = None" if self.module.blocks.pattern else ""))
+        return found + (["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"] if self.module.dropout else [])
+
+    def take(self, i: Input) -> str:
+        """The statement that checks an input, and gives it as kernels read it."""
+        if not i.shape:
+            least = -(2**30) if i.least is None else i.least
+            return f'runtime.check_number("{i.name}", {i.name}, {_NUMBERS[i.dtype]}, {least}, "{i.help}")'
+        shape = ["None" if d == "*" else d for d in i.shape]
+        if i.broadcast:
+            shape[:2] = [f"(1, {size})" for size in shape[:2]]
+        return f'{i.name} = runtime.take_input(q, "{i.name}", {i.name}, {TORCH[i.dtype]}, [{", ".join(shape)}], "{i.help}")'
+
+    @property
+    def taken(self) -> list[str]:
+        """Statements that check the inputs which every call gives, and make them what kernels read."""
+        return [self.take(i) for i in self.module.inputs if i.name not in self.planned]
+
+    def derive(self, wanted: Any = None) -> list[tuple[list[str], str]]:
+        """(names, call) of what the wrapper derives for each call, or of some `wanted` names."""
+        found = [
+            d for d in self.module.derived if (set(d.names) & wanted if wanted is not None else not set(d.sources) & set(self.planned))
+        ]
+        return [(list(d.names), f"{d.function}({', '.join('q.device' if s == 'device' else s for s in d.sources)})") for d in found]
+
+    @property
+    def sizes(self) -> list[str]:
+        """Statements that name the sizes which the others use."""
+        used = [*self.taken, *self.plan_types, *(self.take(i) for i in self.module.inputs), *(call for _, call in self.derive())]
+        return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else [])]))
+
+    @property
+    def plan_inputs(self) -> list[str]:
+        """Statements that name the sizes which the function of a plan of data uses."""
+        return sizes_in(" ".join(["Nq Nk", *(self.take(i) for i in self.data_inputs), *(call for _, call in self.data_derived)]))
+
+    # ------------------------------------------------------------------ plans
+
+    @property
+    def lists(self) -> list[str]:
+        """The lists of blocks, as a plan has them."""
+        if not self.module.blocks:
+            return []
+        return [name.lower() for own in ("q", "kv") for name in block_lists(self.module.blocks, own)]
+
+    @property
+    def fields(self) -> list[str]:
+        """What a plan has of the planned inputs: those that kernels read themselves, and what functions derive of them."""
+        read = {a.name.lower() for kernel in self.module.kernels for a in kernel.args}
+        derived = [n for d in self.module.derived for n in d.names if set(d.sources) & set(self.planned)]
+        return [n for n in self.planned if n in read] + derived
+
+    @property
+    def plan_sizes(self) -> list[str]:
+        """Sizes of a call that the functions of a plan need."""
+        sources = {s for d in self.module.derived if set(d.sources) & set(self.planned) for s in d.sources}
+        return [size for size in ("Nq", "Nk") if size in sources]
+
+    @property
+    def plan_values(self) -> list[str]:
+        """What a plan is made of, in the names of its function's arguments."""
+        names = {"Nq": "n_q", "Nk": "n_kv"}
+        derived = [d for d in self.module.derived if set(d.sources) & set(self.planned)]
+        calls = [f"*{d.function}({', '.join(names.get(s, s) for s in d.sources)})" for d in derived]
+        return [f"{n}.contiguous()" for n in self.fields if n in self.planned] + calls
+
+    @property
+    def plan_types(self) -> list[str]:
+        """The arguments that say what the tensors of a plan are."""
+        types = {i.name: (i.dtype, i.shape) for i in self.module.inputs}
+        types |= {name: (d.dtype, shape) for d in self.module.derived for name, shape in zip(d.names, d.shapes)}
+        return [f"{n}=({TORCH[types[n][0]]}, [{', '.join(types[n][1])}])" for n in self.fields]
+
+    # ------------------------------------------------------------------ operators
+
+    @property
+    def operands(self) -> list[Arg]:
+        """The operators' arguments after q, k and v."""
+        return [a for a in self.module.host("forward").args if a.name not in ("Q", "K", "V")]
+
+    @property
+    def schema(self) -> str:
+        """Their declaration to torch."""
+        kinds = {"SEED": "Tensor?"}
+        return ", ".join(
+            f"{kinds.get(a.name, 'Tensor') if a.role == 'in' else _SCHEMA.get(a.name, _SCHEMA[a.type.dtype])} {a.name.lower()}"
+            for a in self.operands
+        )
+
+    @property
+    def passed(self) -> list[str]:
+        """What a call gives for them."""
+        found = []
+        for name in (a.name.lower() for a in self.operands):
+            of_plan = name in self.fields or (self.data and name in self.lists)
+            found.append(f"plan.{name}" if of_plan else f"blocks.{name}" if name in self.lists else name)
+        return found
+
+    @property
+    def signature(self) -> list[str]:
+        """The arguments of the runtime's description of the operators."""
+        names = [a.name.lower() for a in self.operands]
+        tensors = sum(a.role == "in" for a in self.operands)
+        args = ["OPERANDS", str(tensors), "(HEAD_DIM_QK, HEAD_DIM_V)"]
+        if self.learned:
+            args.append(f"learned={tuple_text([str(names.index(name)) for name in self.learned])}")
+            args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
+        return args + ([f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else [])
+
+    # ------------------------------------------------------------------ masks of blocks and of data
+
+    @property
+    def count(self) -> Host:
+        """The host program that evaluates a mask of data."""
+        return self.module.host("count")
+
+    @property
+    def data_inputs(self) -> list[Input]:
+        """The inputs that say which blocks count, or from which what says it is derived."""
+        read = {a.name.lower() for a in self.count.args}
+        return [i for i in self.module.inputs if i.name in read or i.name in self.planned]
+
+    @property
+    def data_operands(self) -> list[str]:
+        return [a.name.lower() for a in self.count.args if a.name not in ("Q", "K")]
+
+    @property
+    def data_derived(self) -> list[tuple[list[str], str]]:
+        return self.derive({*self.data_operands, *self.fields})
+
+    @property
+    def data_schema(self) -> str:
+        args = [a for a in self.count.args if a.name not in ("Q", "K")]
+        return ", ".join(f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {a.name.lower()}" for a in args)
+
+    @property
+    def count_shape(self) -> list[str]:
+        """The shape of what there is a number of, for each strip of a block."""
+        dims = {"Tq": "-(-Nq // BLOCK)", "Ts": f"-(-Nk // BLOCK) * {(self.module.blocks or Blocks(1)).size // STRIP}"}
+        return [dims.get(d, d) for d in self.count.type_of("COUNT").dims]
+
+    @property
+    def pattern_call(self) -> str:
+        """The call that makes the mask of a pattern's blocks."""
+        blocks = self.module.blocks
+        assert blocks is not None
+        sizes = [f"-(-{n} // BLOCK)" for n in ("n_q", "n_kv")]
+        return f"{blocks.pattern}({', '.join([*sizes, 'device', *(f'{name}={value}' for name, value in blocks.params)])})"
+
+    @property
+    def functions(self) -> list[str]:
+        """The source of the functions that masks and modifiers declare, as plain torch."""
+        names = [d.function for d in self.module.derived]
+        names += [self.module.blocks.pattern] if self.module.blocks and self.module.blocks.pattern else []
+        return [_source(name) for name in dict.fromkeys(names)]
+
+
+def sizes_in(text: str) -> list[str]:
+    """Statements that name the sizes that occur in some source."""
+    return sizes_of(re.findall(r"\w+", text))
+
+
+def _source(function: str) -> str:
+    """The source of a function that a mask declares; AttngenError if none does."""
+    known = derive_functions()
+    if function not in known:
+        raise AttngenError(f"`derive` names the function `{function}`, which no mask or modifier declares; {suggest(function, known)}")
+    return inspect.getsource(known[function])

@@ -1,0 +1,102 @@
+"""Which blocks of scores count, as lists that kernels walk through."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attngen.runtime.checks import check_input, kind
+
+
+class BlockPlan(NamedTuple):
+    """The blocks that count: for each row of blocks those of keys, for each column those of queries.
+
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has the numbers of the blocks that count, in order, first; `kv_rank` [..., Tq, Tk + 1] says
+    how many come before each block. `q_list` and `q_rank` are the same of the transposed mask. All int32.
+    """
+
+    kv_rank: torch.Tensor
+    kv_list: torch.Tensor
+    q_rank: torch.Tensor
+    q_list: torch.Tensor
+
+
+def turned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of blocks [B, H, Tq, Tk] as [B, H, Tk, Tq]."""
+    return mask.transpose(2, 3).contiguous()
+
+
+def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how many blocks that count come before each, the numbers of those that count, then of the others) of every row of a mask."""
+    rank = torch.nn.functional.pad(mask.cumsum(3, dtype=torch.int32), (1, 0))
+    listed = torch.sort(mask, dim=3, descending=True, stable=True).indices.to(torch.int32)
+    return rank.contiguous(), listed.contiguous()
+
+
+def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ranks among full blocks, ranks among these and then all that are seen, the numbers in that order) of every row of two masks."""
+    full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
+    rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
+    listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
+    return full_rank.contiguous(), rank.contiguous(), listed.contiguous()
+
+
+def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks [B, H, Tq, Tk] of the blocks in which something is visible, and of those in which nothing is hidden, nor past the end.
+
+    `count` [B, H, Tq, strips] has the number of visible pairs of each strip of a block.
+    """
+    columns = -(-n_kv // block)
+    count = count.unflatten(3, (columns, count.shape[3] // max(columns, 1))).sum(4) if columns else count
+    inside = torch.arange(count.shape[2], device=count.device) < n_q // block
+    return count > 0, (count == block * block) & inside[:, None]
+
+
+def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
+    """A mask of blocks as [B or 1, Hq or 1, Tq, Tk].
+
+    Raises:
+        ValueError or TypeError: one sentence that says what the mask is and what was expected.
+    """
+    if not isinstance(block_mask, torch.Tensor) or block_mask.layout != torch.strided or block_mask.dtype != torch.bool:
+        given = block_mask.dtype if isinstance(block_mask, torch.Tensor) else kind(block_mask)
+        raise TypeError(
+            f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
+        )
+    if not 2 <= block_mask.dim() <= 4:
+        raise ValueError(f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it")
+    return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
+
+
+def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
+    """Raise one sentence if lists of blocks are not those of a call's sizes."""
+    rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
+    shape = list(blocks.kv_list.shape)
+    if shape[2:] != [rows, columns] or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
+        raise ValueError(
+            f"attention: block_mask has shape {shape}; expected {[q.shape[0], q.shape[1], rows, columns]}, or what broadcasts to it: "
+            f"one element for each {block} x {block} scores"
+        )
+    shapes = ([rows, columns + 1], [rows, columns], [columns, rows + 1], [columns, rows])
+    for name, x, last in zip(blocks._fields, blocks, shapes):
+        if x.device != q.device:
+            raise ValueError(f"attention: block_mask is on {x.device} and q on {q.device}; expected one device")
+        if x.dtype != torch.int32 or list(x.shape) != shape[:2] + last or not x.is_contiguous():
+            raise ValueError(f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged")
+
+
+def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, names: tuple[str, ...], block: int, heads: list[int]) -> None:
+    """Raise one sentence if the lists of blocks of a plan of data are not those of a call; `heads` are the sizes of B and H in them."""
+    if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
+            "expected what attention.plan makes of these q and k"
+        )
+    rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
+    for name in names:
+        x = getattr(plan, name)
+        own, other = (rows, columns) if name.startswith("kv") else (columns, rows)
+        check_input(q, f"plan.{name}", x, torch.int32, [*heads, own, other + name.endswith("rank")], "what attention.plan makes")
+        if not x.is_contiguous():
+            raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")

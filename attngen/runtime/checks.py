@@ -1,0 +1,174 @@
+"""Checks of a call's arguments: one sentence for the first thing that is wrong."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+from attngen.runtime.memory import MAX_ROW_STRIDE
+from attngen.runtime.private import autocast_is_on, dispatch_modes, is_tracing, transforms_are_active
+
+MAX_ROWS = 2**29 - 1  # so that sums of positions, lengths and a mask's parameters (below 2**30) fit in 32 bits
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_HEADS = {"mha": "as many", "mqa": "one K/V head", "gqa": "a multiple of the K/V heads"}
+_KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
+
+
+def kind(x: object) -> str:
+    """What an argument is, in an error."""
+    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
+    if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
+        return False
+    return (
+        (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        and q.layout is k.layout is v.layout is torch.strided
+        and (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device)
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+    )
+
+
+class Rules:
+    """What a module takes for q, k and v: how heads share K/V heads, head dimensions, element types; `interpreted` ones on the CPU too."""
+
+    def __init__(self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool) -> None:
+        self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
+        self.dtypes, self.interpreted = dtypes, interpreted
+        self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
+
+    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """q, k and v in the dtype of torch.autocast, where that is on; and whether kernels can be launched on them as they are.
+
+        Raises:
+            ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+        """
+        plain = is_plain(q, k, v)
+        if not plain or autocast_is_on():
+            q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
+        if plain and self._fit(q, k, v):
+            return q, k, v, True
+        self.check(q, k, v)
+        return q, k, v, False
+
+    def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether plain tensors are right, and kernels can read them in place: all that `check` looks at, without its sentences."""
+        if not q.dim() == k.dim() == v.dim() == 4 or q.dtype not in self.dtypes or q.device.type not in self.devices:
+            return False
+        (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
+        shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and hq % hk == 0
+        if not (shared and b == bk and d == dk == self.width_qk and v.shape == (b, hk, nk, self.width_v) and max(nq, nk) <= MAX_ROWS):
+            return False
+        (_, _, row_q, last_q), (_, _, row_k, last_k), (_, _, row_v, last_v) = q.stride(), k.stride(), v.stride()
+        if not last_q == last_k == last_v == 1:
+            return False
+        return (row_q <= MAX_ROW_STRIDE or nq <= 1) and (max(row_k, row_v) <= MAX_ROW_STRIDE or nk <= 1)
+
+    def autocast(self, x: torch.Tensor) -> torch.Tensor:
+        """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""
+        if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            if dtype in self.dtypes and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+                return x.to(dtype)
+        return x
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise one sentence for the first thing wrong with q, k and v."""
+        self.check_queries_and_keys(q, k)
+        self._check_rows(q, "v", v, self.width_v, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_v}]")
+        if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
+                "expected one batch size, and one number of heads and rows in k and v"
+            )
+        hq, hk = q.shape[1], k.shape[1]
+        if (hq != hk) if self.sharing == "mha" else hk != 1 if self.sharing == "mqa" else (hq % hk if hk else hq):
+            expected = f"{_HEADS[self.sharing]} (the spec says {self.sharing})"
+            raise ValueError(f"attention: q has {hq} heads and k {hk}; expected {expected}")
+        if q.device.type not in self.devices:
+            raise ValueError(
+                f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
+                "Triton is imported, to run on the CPU in Triton's interpreter"
+            )
+
+    def check_queries_and_keys(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """The same for q and k, each by itself."""
+        self._check_rows(q, "q", q, self.width_qk, f"[B, Hq, Nq, {self.width_qk}]")
+        self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
+
+    def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+            raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense tensor {shape}")
+        if x.dim() != 4 or x.shape[3] != width:
+            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
+        if x.shape[2] > MAX_ROWS:
+            raise ValueError(f"attention: {name} has {x.shape[2]} rows; expected at most 2**29 - 1")
+        if x.dtype not in self.dtypes:
+            known = " or ".join(map(str, self.dtypes))
+            raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
+        if x.dtype != q.dtype:
+            raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
+        if x.device != q.device:
+            raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+        if x.stride(3) != 1:
+            raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
+
+    def check_scale(self, scale: float) -> float:
+        """The factor on the scores, as a float: Triton compiles a kernel of its own for an integer."""
+        none = f"or None for 1/sqrt({self.width_qk})"
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+            raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, {none}")
+        if not 1e-30 <= scale <= 1e6:
+            raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e6, {none}")
+        return float(scale)
+
+
+def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
+    """Raise one sentence if a number that the mask or the scores read is wrong."""
+    if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
+        raise TypeError(f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}")
+    if not -(2**30) < x < 2**30 or x < least:
+        bounds = f"at least {least}" if x < least else "between -2**30 and 2**30"
+        raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
+
+
+Sizes = list[Any]  # of each dimension: its length, the lengths that it may have, or None for any
+
+
+def check_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> None:
+    """Raise one sentence if a tensor that the mask or the scores read is wrong."""
+    lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
+    expected = f"[{', '.join(lengths)}]: {meaning}"
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {expected}")
+    if x.dtype != dtype and dtype not in _TAKEN_FOR.get(x.dtype, ()):
+        raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {expected}")
+    fits = (n is None or m in (n if isinstance(n, tuple) else (n,)) for m, n in zip(x.shape, shape))
+    if x.dim() != len(shape) or not all(fits):
+        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {expected}")
+    if x.device != q.device:
+        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+
+
+# Dtypes that are converted: integers of 64 bits, of which the lower 32 are taken, and floating-point numbers.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_TAKEN_FOR: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int64: (torch.int32,), **dict.fromkeys(_FLOATS, _FLOATS)}
+
+
+def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
+    """A checked input as kernels read it: of its dtype, contiguous, dimensions of one element repeated to what the shape says."""
+    check_input(q, name, x, dtype, shape, meaning)
+    x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
+    if any(isinstance(n, tuple) for n in shape):
+        return x.expand(*(m if n is None else n[-1] if isinstance(n, tuple) else n for m, n in zip(x.shape, shape)))
+    return x
+
+
+def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes]) -> None:
+    """Raise one sentence if tensors of a plan are not of the dtype and shape that each has for such a q."""
+    for name, (dtype, shape) in types.items():
+        check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")

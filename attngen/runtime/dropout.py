@@ -1,0 +1,61 @@
+"""Dropout at a call: its seed, and what a seed keeps."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from attngen.runtime.memory import device_of
+
+
+def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
+    """(seed on q's device or None if nothing is dropped, share dropped in 65536ths, 1 / share kept).
+
+    Raises:
+        ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
+    threshold = min(round(float(dropout_p) * 65536), 65535)
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
+            raise ValueError(
+                f"attention: seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected torch.int64, one element, on {q.device}"
+            )
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"attention: seed is a {type(seed).__name__}; expected an int, an int64 tensor of one element, or None")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"attention: seed is {seed}; expected an int of 64 bits")
+    if threshold == 0:
+        return None, 0, 1.0
+    if seed is None:
+        seed = torch.randint(2**63 - 1, (), device=q.device)
+    elif not isinstance(seed, torch.Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
+    return seed, threshold, 65536 / (65536 - threshold)
+
+
+def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
+    """`attention.dropout_mask`, by the module's kernel that draws what is kept."""
+
+    def dropout_mask(
+        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str = "cuda"
+    ) -> torch.Tensor:
+        """Which weights calls with this dropout_p and seed keep: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
+        keep = torch.ones(shape, dtype=torch.bool, device=device)
+        key, threshold, _ = check_dropout(keep, dropout_p, seed)
+        if key is not None and keep.numel():
+            batch, heads, n_q, n_kv = shape
+            with device_of(keep):
+                grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
+                keep_mask[grid](key, keep, threshold, heads, n_q, n_kv, BLOCK_Q=32, BLOCK_KV=32)
+        return keep
+
+    return dropout_mask

@@ -1,0 +1,159 @@
+"""Kernels at a call: the schedule for its sizes, and the launch of what Triton has compiled."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+
+from attngen.runtime.private import hooks_look_on, parts_of
+
+# By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
+LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 in the environment says when Triton is imported."""
+    return not isinstance(kernel, triton.JITFunction)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def device_class(kernels: ModuleType, device: torch.device) -> str:
+    """The class of a device in the module's table of schedules; for one that the table does not list, the smallest of its maker."""
+    if device.type != "cuda":
+        return str(kernels.INTERPRETED_AS)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(kernels.DEVICE_CLASSES.get(properties.gcnArchName.split(":")[0], kernels.OTHER_HIP))
+    return str(kernels.DEVICE_CLASSES.get((properties.major, properties.minor), kernels.OTHER_CUDA))
+
+
+def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
+    """((rows at most, tile sizes and launch options), ...) of a kernel for the dtype and device of x; ValueError where nothing fits."""
+    elem_bytes = x.element_size() if x.device.type == "cuda" else kernels.INTERPRETED_BYTES
+    found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
+    if isinstance(found, str):
+        raise ValueError(f"attention: {found}")
+    return found
+
+
+def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
+    """Tile sizes and launch options of a kernel for so many rows of the axis that it tiles."""
+    config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
+    return config
+
+
+def descriptor(x: torch.Tensor, rows: int) -> Any:
+    """A descriptor by which a copy engine reads tiles of so many rows of x.
+
+    Descriptors need rows that start at multiples of 16 bytes: a tensor whose rows do not is copied.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not x.numel():
+        x = x.new_zeros((1, 1, 1, x.shape[3]))  # no tile of it is read
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 or any(s % unit for n, s in zip(x.shape, x.stride()[:3]) if n > 1):
+        x = x.clone(memory_format=torch.contiguous_format)
+    strides = [s if n > 1 else unit for n, s in zip(x.shape, x.stride()[:3])]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, triton.next_power_of_2(x.shape[3])])
+
+
+def kind_of(n: int) -> int:
+    """What Triton compiles a kernel for, of an integer: that it is 1, that 16 divides it, that it takes 64 bits."""
+    return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
+
+
+class Launch:
+    """A kernel under one row of its schedule, for arguments of one kind. Triton looks at the arguments of the first call alone."""
+
+    def __init__(self, kernel: Kernel, most: int | None, config: dict[str, Any]) -> None:
+        self.kernel, self.config = kernel, config
+        self.most = float("inf") if most is None else most  # rows that the schedule is for
+        self.block = config[kernel.tile] if kernel.tile else 0
+        self.described = kernel.described if config.get("TMA") else ()
+        self.parts: tuple[Any, ...] | None = None
+
+    def __call__(self, rows: int, heads: int, tensors: tuple[Any, ...], addresses: list[Any], numbers: tuple[Any, ...]) -> None:
+        """Launch a program for each tile and head. Of tensors Triton would ask the driver whether it knows them, of addresses not."""
+        programs = -(-rows // self.block) * heads if self.block else heads
+        direct = self.parts is not None and not hooks_look_on()
+        args = addresses if direct else list(tensors)
+        for at, tile in self.described:
+            args[at] = descriptor(tensors[at], self.config[tile])
+        if direct:
+            stream, device, run, handles, constants = self.parts  # type: ignore[misc]
+            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *constants)
+            return
+        function = getattr(self.kernel.kernels, self.kernel.name)
+        compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
+        parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
+        if parts:
+            stream, run, handles = parts
+            constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
+            self.parts = stream, torch.cuda.current_device(), run, handles, constants
+
+
+class Kernel:
+    """A kernel of the module.
+
+    `tile` names the size of the tiles of which each program owns one; without it programs walk over all tiles. `described` are the tensors,
+    by position, that a schedule may read by descriptors, and the size of their tiles. Triton compiles anew for some values of the numbers
+    at `specialised` and of strides, and for each value of the `flags`.
+    """
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        name: str,
+        tile: str = "",
+        described: tuple[tuple[int, str], ...] = (),
+        specialised: tuple[int, ...] = (),
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.kernels, self.name, self.tile = kernels, name, tile
+        self.described, self.specialised, self.flags = described, specialised, flags
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rows: int,
+        heads: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        strides: tuple[int, ...],
+        flags: tuple[bool, ...] = (),
+    ) -> None:
+        """Launch it under the schedule for x and `rows`: a program for each tile of rows, or one in all, and each of `heads`."""
+        addresses = [t if t is None else t.data_ptr() for t in tensors]
+        low = functools.reduce(operator.or_, filter(None, addresses), 0) % 16
+        wide = functools.reduce(operator.or_, strides, 0)
+        key = (
+            self.name,
+            x.dtype,
+            x.get_device(),
+            flags,
+            tuple([a is None or a % 16 == 0 for a in addresses]) if low else None,
+            tuple([kind_of(n) for n in strides]) if wide % 16 or wide >= 2**31 else None,
+            tuple([kind_of(numbers[i]) for i in self.specialised]),
+            tuple([t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]) if torch.version.hip else None,
+        )
+        launches = LAUNCHES.get(key)
+        if launches is None:
+            more = dict(zip(self.flags, flags))
+            launches = [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
+            LAUNCHES[key] = launches
+        for launch in launches:
+            if rows <= launch.most:
+                launch(rows, heads, tensors, addresses, numbers + strides)
+                return

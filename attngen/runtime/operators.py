@@ -1,0 +1,236 @@
+"""A module's operators, by which torch traces its calls and records them for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from attngen.runtime.checks import is_plain
+from attngen.runtime.memory import addressable, rows_layout
+from attngen.runtime.private import apply_of, below_autograd, in_forward_ad
+
+Results = tuple[torch.Tensor, ...]
+
+
+class Signature(NamedTuple):
+    """The arguments of a module's operators after q, k and v.
+
+    `schema` declares them; the first `tensors` of them are tensors, of which those at `learned` get gradients. `summed`: the dQ kernel
+    writes parts of some of these gradients, so it runs for them, too. `unordered` are the names of those that are added to atomically.
+    """
+
+    schema: str
+    tensors: int
+    widths: tuple[int, int]  # head dimensions of q and k, and of v
+    learned: tuple[int, ...] = ()
+    summed: bool = False
+    unordered: tuple[str, ...] = ()
+
+
+def _second_derivatives(*args: Any) -> Any:
+    raise RuntimeError(
+        "attention: its gradients cannot be differentiated again; expected first derivatives alone, "
+        "or naive attention where second ones are needed"
+    )
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise NotImplementedError(
+        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of q, k and v"
+    )
+
+
+def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """What stands for rows like those of x, by an operator that tracers follow."""
+    shape, strides = rows_layout(addressable(x), width)
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+
+class Operators:
+    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
+
+    `forward(q, k, v, *operands) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q, need_kv[,
+    need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by another copy of the
+    module, gets a `_` at its end.
+    """
+
+    def __init__(
+        self, name: str, signature: Signature, forward: Callable[..., Results], backward: Callable[..., Results], interpreted: bool
+    ) -> None:
+        self.library = torch.library.Library("attngen", "FRAGMENT")
+        while hasattr(torch.ops.attngen, f"{name}_forward"):
+            name += "_"
+        self.name, self.signature, self.interpreted = name, signature, interpreted
+        self.host_forward, self.host_backward = forward, backward
+        operands, learned = signature.schema, signature.learned
+        results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
+        needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
+        saved = f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {operands}"
+        self.forward = self.define(
+            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, Tensor lse)", self._forward, self._fake_forward
+        )
+        self.backward = self.define(
+            "backward",
+            f"(Tensor grad_out, Tensor? grad_lse, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
+            self._backward,
+            self._fake_backward,
+        )
+        self.recorded = _recorded_calls(self)
+        self.apply = apply_of(self.recorded)
+        self._register_autograd()
+
+    def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        """An operator, with what runs it and what stands for its results where only their shapes are wanted."""
+        self.library.define(f"{self.name}_{what}{schema}")
+        op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
+        self.library.impl(op, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(op.name(), fake, lib=self.library)
+        torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
+        return op
+
+    def __call__(self, direct: bool, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of q, k, v and the operands. `direct`: nothing but autograd looks on, and kernels can read these tensors in place."""
+        q, k, v = args[:3]
+        if self.interpreted and q.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
+            wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x for x in args]
+            out, lse = self(direct, return_lse, *wide)
+            return out.to(torch.bfloat16), lse
+        if not direct:
+            out, lse = self.forward(*args)
+            return out, lse
+        wanted = q.requires_grad or k.requires_grad or v.requires_grad or any(args[3 + i].requires_grad for i in self.signature.learned)
+        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
+            results = self.apply(True, return_lse, *args)
+            return results if return_lse else (results, None)
+        out, lse = self.host_forward(*args)
+        return out, lse
+
+    # ------------------------------------------------------------------ what the dispatcher calls
+
+    def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
+        return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
+
+    def _backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
+        q, k, v, out, lse, *operands = args
+        signature = self.signature
+        ordered = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        if signature.unordered and ordered and operands[-1]:
+            raise RuntimeError(
+                f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
+                "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
+            )
+        grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
+        q, k, v = addressable(q), addressable(k), addressable(v)
+        return self.host_backward(addressable(grad_out), grad_lse, q, k, v, out, lse, *operands)
+
+    def _fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
+        return _rows(q, self.signature.widths[1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def _fake_backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
+        (q, k, v, _, _, *operands), learned = args, self.signature.learned
+        need_inputs = bool(learned) and operands[-1]
+        need_q, need_kv = operands[-3:-1] if learned else operands[-2:]
+        width_qk, width_v = self.signature.widths
+        dq = _rows(q, width_qk) if need_q or (need_inputs and self.signature.summed) else q.new_empty(0)
+        dk, dv = (_rows(k, width_qk), _rows(v, width_v)) if need_kv else (k.new_empty(0), v.new_empty(0))
+        inputs = [operands[i] for i in learned]
+        return dq, dk, dv, *(torch.empty_like(x) if need_inputs else x.new_empty(0) for x in inputs)
+
+    # ------------------------------------------------------------------ autograd
+
+    def _register_autograd(self) -> None:
+        if below_autograd is None:
+            torch.library.register_autograd(
+                self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
+            )
+            torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
+            return
+
+        class Gradients(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                with below_autograd():
+                    return self.backward(*args)
+
+            backward = staticmethod(_second_derivatives)
+
+        for op, record in ((self.forward, lambda *args: self.recorded.apply(False, True, *args)), (self.backward, Gradients.apply)):
+            self.library.impl(op, _where_recorded(op, record), "Autograd")
+
+    def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Keep for the backward what it needs of q, k, v, the operands and the results."""
+        q, k, v, *operands = args
+        n = self.signature.tensors
+        ctx.save_for_backward(q, k, v, out, lse, *operands[:n])
+        ctx.numbers = tuple(operands[n:])
+
+    def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
+        """The gradients of q, k, v and the operands of which they are `needed`; None for the others."""
+        found: list[Any] = [None] * len(needed)
+        if grad_out is None and grad_lse is None:
+            return found
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        need_q, need_k, need_v, *need = needed
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        learned = self.signature.learned
+        needs = [need_q, need_k or need_v, *([any(need)] if learned else [])]
+        direct = is_plain(q, k, v) and not torch.is_grad_enabled()
+        call = self._backward if direct else self.backward
+        gradients = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
+        for at, gradient in zip((0, 1, 2, *(3 + i for i in learned)), gradients):
+            found[at] = gradient if needed[at] else None
+        return found
+
+
+def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
+    """What the dispatcher calls in autograd's place: what records the call; the operator itself where nothing is recorded."""
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() or in_forward_ad(*args):
+            return record(*args)
+        with below_autograd():  # type: ignore[misc]
+            return op(*args)
+
+    return call
+
+
+def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
+    """The function that autograd records: (direct, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, direct: bool, return_lse: bool, *args: Any) -> Any:
+            if direct:
+                out, lse = operators.host_forward(*args)
+            elif below_autograd is None:
+                out, lse = operators.forward(*args)
+            else:
+                with below_autograd():
+                    out, lse = operators.forward(*args)
+            ctx.set_materialize_grads(False)
+            operators.save(ctx, args, out, lse)
+            return (out, lse) if return_lse else out  # an output less to make differentiable
+
+        @staticmethod
+        def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
+            return None, None, *operators.gradients(ctx, ctx.needs_input_grad[2:], grad_out, grad_lse)
+
+    return Attention
+
+
+def _public_setup(operators: Operators) -> Callable[..., None]:
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        operators.save(ctx, inputs, *output)
+
+    return setup
+
+
+def _public_backward(operators: Operators) -> Callable[..., Any]:
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
+        return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
+
+    return backward

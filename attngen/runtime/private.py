@@ -1,0 +1,93 @@
+"""Private interfaces of torch and Triton that save a call's time, each beside a public way.
+
+Nothing else in the runtime names a private interface. What can be tried without a GPU is tried once, when the module is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+
+def _first(private: Callable[[], Any], public: Any) -> Any:
+    """What `private` finds; `public` where this version of torch or Triton does not have it."""
+    try:
+        return private()
+    except Exception:
+        return public
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """The function, after it was called once."""
+    function(*args)
+    return function
+
+
+def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
+    """The context manager's class, after it was entered once."""
+    with guard():
+        return guard
+
+
+# Makes an uninitialised tensor of (shape, strides, dtype) on the CPU, or on the current CUDA device.
+empty_cpu = _first(
+    lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
+)
+empty_cuda = _first(
+    lambda: torch._C._dynamo.guards._empty_strided_cuda,
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
+# The number of the current CUDA device.
+current_device = _first(lambda: torch._C._cuda_getDevice, torch.cuda.current_device)
+# Whether torch.autocast is on for some device.
+autocast_is_on = _first(
+    lambda: _called(torch._C._is_any_autocast_enabled),
+    lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
+)
+# Whether torch.jit is tracing.
+is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)
+# Whether a transform of torch.func or a dispatch mode looks on. No public interface tells, so without these the answer is yes.
+transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
+dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
+# Inside this context an operator runs its kernel and autograd records nothing. None: torch.library registers the derivatives.
+below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
+
+
+def in_forward_ad(*tensors: object) -> bool:
+    """Whether forward-mode derivatives may be wanted: inside a dual level, or, by the public way, where a tensor has a tangent."""
+    try:
+        return bool(torch.autograd.forward_ad._current_level >= 0)
+    except AttributeError:
+        given = [x for x in tensors if isinstance(x, torch.Tensor)]
+        return any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given)
+
+
+def apply_of(function: Any) -> Callable[..., Any]:
+    """An autograd function's `apply` for plain calls, which need no look for transforms of torch.func."""
+    found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
+    return found
+
+
+def hooks_look_on() -> bool:
+    """Whether a profiler has hooks on Triton's launches, which a launch by parts would pass by."""
+    try:
+        hooks = triton.knobs.runtime
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    except AttributeError:  # a hook that is set by assignment has no calls
+        return True
+
+
+def parts_of(compiled: Any) -> tuple[Any, ...] | None:
+    """What launches a compiled kernel without Triton's look at its arguments: (stream of a device, run, handles); None if it lacks them."""
+    with contextlib.suppress(AttributeError):
+        return (
+            triton.runtime.driver.active.get_current_stream,
+            compiled.run,
+            (compiled.function, compiled.packed_metadata, None, None, None),
+        )
+    return None

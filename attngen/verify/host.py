@@ -1,0 +1,288 @@
+"""Rules of host programs.
+
+Kernels are given what they declare, nothing is read before it is written, and every branch leaves the results defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import sympy
+
+from attngen.ir.expr import Bool, cdiv, symbol, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Splits, Sum, View
+from attngen.ir.interface import DROPOUT_SCALARS, SCALARS, SHAPES, tensor_dtype
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Op, Type, Yield
+
+Rule = Callable[[Module, Host], Iterator[str]]
+SIZES = {"B", "Hq", "Hkv", "group", "Gq", "Nq", "Nk", "Nlse", "Tq", "Tk", "Ts"}  # that Python gets from the shapes of arguments
+POSITIVE = {"D_QK", "D_V", "splits"}  # dimensions that are never 0
+RESULTS = {"forward": ("O", "LSE"), "backward": ("dQ", "dK", "dV")}
+
+
+def structure(module: Module, host: Host) -> Iterator[str]:
+    """Each block but @entry is one branch, yields come last, and a program gives what its callers expect."""
+    blocks = [b.name for b in host.blocks]
+    branches = [name for op in host.ops() if isinstance(op, If) for name in (op.then, op.orelse) if name]
+    for name in dict.fromkeys([*blocks, *branches]):
+        if blocks.count(name) != 1 or branches.count(name) != (name != "entry"):
+            yield f"@{name} is not the branch of one `if`; only @entry is no branch"
+    for block in host.blocks:
+        for op in block.ops:
+            if isinstance(op, Yield) and op is not block.ops[-1]:
+                yield f"@{block.name} yields before its end"
+            if isinstance(op, Arg) and (block.name != "entry" or op.role not in ("in", "scalar", "flag")):
+                yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected in, scalar or flag, of @entry"
+    learned = tuple(f"d_{i.name}" for i in module.inputs if i.grad) if host.name == "backward" else ()
+    expected = (*RESULTS.get(host.name, ()), *learned)
+    if expected and tuple(host.results) != expected:
+        yield f"it gives {', '.join(host.results) or 'nothing'}; expected {', '.join(expected)}"
+
+
+def defined(module: Module, host: Host) -> Iterator[str]:
+    """Values are defined before they are read, in the same block or in one around it; both branches of an `if` yield the same fields."""
+
+    def walk(block: str, known: set[str]) -> Iterator[str]:
+        here = set(known)
+        for op in host.block(block).ops:
+            for ref in (*op.operands(), *_named(op)):
+                if ref not in here:
+                    yield f"%{op.name} reads %{ref} where it is not defined"
+            if isinstance(op, If):
+                for name in (op.then, op.orelse):
+                    yield from walk(name, here) if name else ()
+                fields = [_yielded(host, name) for name in (op.then, op.orelse)]
+                if fields[0] != fields[1]:
+                    yield f"@{op.then} of %{op.name} yields {_fields(fields[0])}, and {_other(op)} {_fields(fields[1])}"
+                here |= {f"{op.name}.{f}" for f in fields[0]}
+            here |= {f"{op.name}.{f}" if f else op.name for f in op.results()}
+
+    yield from walk("entry", set())
+
+
+def arguments(module: Module, host: Host) -> Iterator[str]:
+    """An argument is of the type that the header says of the input, or that is known of its name in every module."""
+    given = {i.name: (i.dtype, i.shape) for i in module.inputs}
+    given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
+    known = {name.upper() if shape else name: types for name, types in given.items() for shape in (types[1],)}
+    known |= {name: (tensor_dtype(name), SHAPES.get(name) or SHAPES[name.removeprefix("d")]) for name in (*SHAPES, "dO")}
+    known |= {name: (dtype, ()) for name, dtype in (SCALARS | DROPOUT_SCALARS).items()}
+    for arg in host.args:
+        dtype, dims = known.get(arg.name, (arg.type.dtype, arg.type.dims))
+        if arg.name != "COUNT" and (arg.type.dtype, arg.type.dims) != (dtype, dims):
+            yield f"%{arg.name} is {arg.type.dtype}[{', '.join(arg.type.dims)}]; expected {dtype}[{', '.join(dims)}]"
+    for op in host.ops():
+        if not isinstance(op, Arg) and op.name.lower() in given:
+            yield f"%{op.name} and the input `{op.name.lower()}` are one variable in Python; expected another name for one of them"
+
+
+def _named(op: Op) -> list[str]:
+    """The scalars that an op's expressions and dimensions name."""
+    where = getattr(op, "where", sympy.true)
+    names = {str(s) for e in (where, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
+    return sorted((names - SIZES) | ({"splits"} & set(getattr(op, "type", Type("")).dims)))
+
+
+def _yielded(host: Host, block: str) -> dict[str, Type]:
+    last = host.block(block).ops[-1:] if block else ()
+    return {f: host.type_of(ref) for op in last if isinstance(op, Yield) for f, ref in op.values}
+
+
+def _fields(fields: dict[str, Type]) -> str:
+    return ", ".join(fields) or "nothing"
+
+
+def _other(op: If) -> str:
+    return f"@{op.orelse}" if op.orelse else "there is no other branch, which yields"
+
+
+def launches(module: Module, host: Host) -> Iterator[str]:
+    """Each argument of a kernel is a value of the host of the type that the kernel declares, and its grid is over sizes that are known."""
+    kernels = {kernel.name: kernel for kernel in module.kernels}
+    for op in host.ops():
+        if not isinstance(op, Launch):
+            continue
+        if op.kernel not in kernels:
+            yield f"it launches @{op.kernel}; the kernels are {', '.join(kernels)}"
+            continue
+        kernel, given = kernels[op.kernel], dict(op.args)
+        for arg in kernel.args:
+            yield from (f"launch @{op.kernel}: {reason}" for reason in _argument(host, op, arg, given.pop(arg.name, arg.name)))
+        for name in given:
+            yield f"launch @{op.kernel}: it has no argument %{name}"
+        yield from _grid(host, op, kernel)
+
+
+def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
+    sizes = dict(op.sizes)
+    if arg.role == "scalar" and arg.name in (SIZES | sizes.keys()):
+        return
+    if ref.partition(".")[0] not in host.by_name:
+        yield f"%{arg.name} is neither given nor allocated"
+        return
+    have = host.type_of(ref)
+    dims = tuple(to_text(sizes[d]) if d in sizes else d for d in arg.type.dims)
+    if (have.dtype, have.dims) != (arg.type.dtype, dims):
+        expected, found = (f"{t}[{', '.join(d)}]" for t, d in ((arg.type.dtype, dims), (have.dtype, have.dims)))
+        yield f"%{ref} is {found}; expected {expected} for %{arg.name}"
+
+
+def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+    """Programs are launched for each tile of the kernel's own axis, unless they walk over these, and for each head, split and sequence."""
+    own = kernel.own_axis
+    tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
+    expected = {own: tiles, "h": symbol("Hq"), "hkv": symbol("Hkv"), "b": symbol("B"), "split": symbol("splits")}
+    for at, axis in enumerate(kernel.grid):
+        if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.walks):
+            known = ", ".join(f"{var} in {to_text(e)}" for var, e in expected.items())
+            yield f"launch @{op.kernel}: its grid has {axis.var} in {to_text(axis.extent)}; expected some of {known}, tiles first"
+    if {"split"} & {axis.var for axis in kernel.grid} and not any(isinstance(x, Splits) for x in host.ops()):
+        yield f"launch @{op.kernel}: its programs split groups, and nothing says among how many"
+
+
+def written(module: Module, host: Host) -> Iterator[str]:
+    """Nothing is read before it is written, on any path; tensors without elements need not be."""
+    yield from _Writes(module, host).reasons()
+
+
+class _Writes:
+    """Walks through a program with the tensors that are written so far."""
+
+    def __init__(self, module: Module, host: Host) -> None:
+        self.host, self.kernels = host, {kernel.name: kernel for kernel in module.kernels}
+        self.except_where: dict[str, Bool] = {}  # tensors that are written but where a condition holds
+        self.found: list[str] = []
+
+    def reasons(self) -> list[str]:
+        done = self._block("entry", {op.name for op in self.host.args})
+        for name, ref in self.host.results.items():
+            if self._tensor(ref) not in done and not self._is_field(ref):
+                self.found.append(f"its result {name} is not written on every path")
+        return self.found
+
+    def _is_field(self, ref: str) -> bool:
+        return isinstance(self.host.by_name[ref.partition(".")[0]], If)
+
+    def _tensor(self, ref: str) -> str:
+        """The tensor whose elements a value has: that which a view is of."""
+        op = self.host.by_name[ref.partition(".")[0]]
+        return self._tensor(op.src) if isinstance(op, View) else op.name
+
+    def _block(self, block: str, state: set[str]) -> set[str]:
+        for op in self.host.block(block).ops:
+            state = self._op(op, state)
+        return state
+
+    def _op(self, op: Op, state: set[str]) -> set[str]:
+        match op:
+            case Alloc():
+                return state | {op.name} if op.fill is not None or op.where == sympy.false else state
+            case If():
+                return self._if(op, state)
+            case Launch() if op.kernel in self.kernels:
+                return self._launch(op, state)
+            case Copy():
+                return state | {op.into} if op.src in state else state
+            case View() | Splits():
+                return state
+            case Sum() if op.into:
+                self._read(op.name, op.value, state)
+                return state | {op.into, op.name}
+        reads = [ref for _, ref in op.values if not self._is_field(ref)] if isinstance(op, Yield) else list(op.operands())
+        for ref in reads:
+            self._read(op.name, ref, state)
+        return state | {op.name}
+
+    def _read(self, reader: str, ref: str, state: set[str]) -> None:
+        name = self._tensor(ref)
+        if not {name, ref.partition(".")[0]} & state:
+            self.found.append(f"{reader} reads %{ref}, which is not written on every path to it")
+
+    def _launch(self, op: Launch, state: set[str]) -> set[str]:
+        given = dict(op.args)
+        args = self.kernels[op.kernel].args
+        for arg in args:
+            if arg.role in ("in", "inout"):
+                self._read(f"@{op.kernel}", given.get(arg.name, arg.name), state)
+        for arg in args:
+            if arg.role in ("out", "inout"):
+                state = state | self._write(given.get(arg.name, arg.name))
+        return state
+
+    def _write(self, ref: str) -> set[str]:
+        """What is written by a kernel that writes a value."""
+        op = self.host.by_name.get(ref)
+        if isinstance(op, View):
+            source = self.host.by_name[op.src]
+            contiguous = isinstance(source, Alloc) and not source.like
+            return {ref, op.src} if contiguous else {ref}  # of others a copy may have been made, which `copy` writes back
+        if isinstance(op, Alloc) and op.otherwise:
+            self.except_where[op.otherwise] = op.where
+        return {ref}
+
+    def _if(self, op: If, state: set[str]) -> set[str]:
+        inside = self._block(op.then, state)
+        if op.where != sympy.true and not op.of:  # a tensor that is written but where this holds, and there by the branch
+            inside_all = {name for name, where in self.except_where.items() if where == op.where and name in inside}
+            state = state | inside_all
+        outside = state | (self._empty(op.of) if op.where == sympy.true else set())
+        outside = self._block(op.orelse, outside) if op.orelse else outside
+        return (inside & outside) | state | {op.name}
+
+    def _empty(self, tensors: tuple[str, ...]) -> set[str]:
+        """The tensors that have no elements where these have none."""
+        found = set(tensors)
+        for name in tensors:
+            dims, where = self._extent(name)
+            for other in (op.name for op in self.host.ops() if isinstance(op, Alloc)):
+                more, when = self._extent(other)
+                if dims <= more and (where in (sympy.true, when) or when in sympy.Or.make_args(where)):
+                    found.add(other)
+        return found
+
+    def _extent(self, name: str) -> tuple[set[str], Bool]:
+        """Dimensions of a tensor that may be 0, and the condition under which it has elements otherwise."""
+        op = self.host.by_name[name]
+        return set(self.host.type_of(name).dims) - POSITIVE, op.where if isinstance(op, Alloc) else sympy.true
+
+
+def read(module: Module, host: Host) -> Iterator[str]:
+    """What is made is read: by an op, by a kernel, or as a result."""
+    refs = {ref.partition(".")[0] for op in host.ops() for ref in op.operands()}
+    refs |= {str(s) for op in host.ops() for e in _conditions(op) for s in e.free_symbols}
+    kernels = {kernel.name: kernel for kernel in module.kernels}
+    for op in host.ops():
+        if isinstance(op, Launch) and op.kernel in kernels:
+            refs |= {arg.name for arg in kernels[op.kernel].args} - dict(op.args).keys()
+    for op in host.ops():
+        if isinstance(op, (Alloc, View, Splits, ListBlocks)) and op.name not in refs:
+            yield f"%{op.name} is read by nothing"
+
+
+def _conditions(op: Op) -> list[Bool]:
+    return [getattr(op, "where", sympy.true), *map(symbol, getattr(op, "type", Type("")).dims)]
+
+
+RULES: dict[str, Rule] = {
+    "host-structure": structure,
+    "host-arguments": arguments,
+    "host-defined": defined,
+    "host-launches": launches,
+    "host-written": written,
+    "host-read": read,
+}
+
+
+def reasons(module: Module) -> Iterator[tuple[str, str]]:
+    """(rule, reason) of each thing that breaks a rule of host programs; of one program those of the first rule that it breaks."""
+    for host in module.hosts:
+        for name, rule in RULES.items():
+            broken = [f"host @{host.name}: {reason}" for reason in rule(module, host)]
+            yield from ((name, reason) for reason in broken)
+            if broken:
+                break
+    launched = {op.kernel for host in module.hosts for op in host.ops() if isinstance(op, Launch)}
+    for kernel in module.kernels:
+        if module.hosts and kernel.name not in launched:
+            yield "host-launches", f"no host program launches @{kernel.name}"

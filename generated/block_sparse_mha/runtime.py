@@ -1,0 +1,934 @@
+"""What this module does at a call beside its kernels. Every module that attngen generates has the same file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import numbers
+import operator
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+
+# -------------------- Private interfaces of torch and Triton that save a call's time, each beside a public way.
+
+def _first(private: Callable[[], Any], public: Any) -> Any:
+    """What `private` finds; `public` where this version of torch or Triton does not have it."""
+    try:
+        return private()
+    except Exception:
+        return public
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """The function, after it was called once."""
+    function(*args)
+    return function
+
+
+def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
+    """The context manager's class, after it was entered once."""
+    with guard():
+        return guard
+
+
+# Makes an uninitialised tensor of (shape, strides, dtype) on the CPU, or on the current CUDA device.
+empty_cpu = _first(
+    lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
+)
+empty_cuda = _first(
+    lambda: torch._C._dynamo.guards._empty_strided_cuda,
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
+# The number of the current CUDA device.
+current_device = _first(lambda: torch._C._cuda_getDevice, torch.cuda.current_device)
+# Whether torch.autocast is on for some device.
+autocast_is_on = _first(
+    lambda: _called(torch._C._is_any_autocast_enabled),
+    lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
+)
+# Whether torch.jit is tracing.
+is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)
+# Whether a transform of torch.func or a dispatch mode looks on. No public interface tells, so without these the answer is yes.
+transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
+dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
+# Inside this context an operator runs its kernel and autograd records nothing. None: torch.library registers the derivatives.
+below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
+
+
+def in_forward_ad(*tensors: object) -> bool:
+    """Whether forward-mode derivatives may be wanted: inside a dual level, or, by the public way, where a tensor has a tangent."""
+    try:
+        return bool(torch.autograd.forward_ad._current_level >= 0)
+    except AttributeError:
+        given = [x for x in tensors if isinstance(x, torch.Tensor)]
+        return any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given)
+
+
+def apply_of(function: Any) -> Callable[..., Any]:
+    """An autograd function's `apply` for plain calls, which need no look for transforms of torch.func."""
+    found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
+    return found
+
+
+def hooks_look_on() -> bool:
+    """Whether a profiler has hooks on Triton's launches, which a launch by parts would pass by."""
+    try:
+        hooks = triton.knobs.runtime
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    except AttributeError:  # a hook that is set by assignment has no calls
+        return True
+
+
+def parts_of(compiled: Any) -> tuple[Any, ...] | None:
+    """What launches a compiled kernel without Triton's look at its arguments: (stream of a device, run, handles); None if it lacks them."""
+    with contextlib.suppress(AttributeError):
+        return (
+            triton.runtime.driver.active.get_current_stream,
+            compiled.run,
+            (compiled.function, compiled.packed_metadata, None, None, None),
+        )
+    return None
+
+
+# -------------------- Tensors as kernels need them: which are read in place, how results lie in memory.
+
+MAX_ROW_STRIDE = 2**23  # elements: offsets inside a tile have 32 bits, and a tile has at most 256 rows
+_HERE = contextlib.nullcontext()
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """x [B, H, N, D], or a copy where kernels cannot read it in place: rows not contiguous or too far apart, or a lazy sign."""
+    if x.is_neg():
+        x = x.resolve_neg()
+    if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
+        return x
+    return x.contiguous()
+
+
+def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """The strides of tensors, but for their last dimensions."""
+    return [x.stride()[:-1] for x in tensors]
+
+
+def rows_layout(x: torch.Tensor, width: int) -> Layout:
+    """Shape and strides of a [B, H, N, width] that lies in memory in the order of x's dimensions, unless that puts rows too far apart."""
+    b, h, n, _ = x.shape
+    if x.is_contiguous():
+        return (b, h, n, width), (h * n * width, n * width, width, 1)
+    order = sorted(range(3), key=x.stride, reverse=True)
+    if width * math.prod(x.shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
+        order = [0, 1, 2]
+    strides, step = [0, 0, 0, 1], width
+    for d in reversed(order):
+        strides[d] = step
+        step = step * max(x.shape[d], 1)
+    return (b, h, n, width), tuple(strides)
+
+
+def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor of a shape and strides on the device of x, which is the current one."""
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(shape, steps, dtype)
+    return made
+
+
+def empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """An uninitialised [B, H, N, width] of the dtype of x, laid out as `rows_layout` says."""
+    return empty(x, *rows_layout(x, width), x.dtype)
+
+
+def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor without elements, of the dtype of x unless another is given."""
+    return x.new_empty((0,) * dimensions, dtype=dtype or x.dtype)
+
+
+def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the device of x is the current one, on which Triton launches."""
+    if not x.is_cuda or x.get_device() == current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
+
+
+def by_group(x: torch.Tensor, group: int, fresh: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(tensor, strides) by which x [B, Hq, N, ...] is read as [B, Hkv, group * N, ...]: the queries of a group's heads, head after head.
+
+    The tensor is x itself where its heads follow one another in memory. Otherwise it is a copy, or, where it is `fresh`, room for results.
+    """
+    n, strides = x.shape[2], x.stride()
+    if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:
+        x = x.new_empty(x.shape) if fresh else x.contiguous()
+        strides = x.stride()
+    return x, (strides[0], group * strides[1], strides[2] if n > 1 else strides[1], *strides[3:])
+
+
+def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
+    """Write the elements of x to another tensor of its shape, unless they are there."""
+    if x is not to:
+        to.copy_(x)
+
+
+def room_for_splits(x: torch.Tensor, splits: int) -> torch.Tensor:
+    """Room for one part of x [B, Hkv, Nk, D] from each split: [B, Hkv, splits, Nk, D]. It is x itself where there is one split."""
+    if splits == 1:
+        return x.unsqueeze(2)
+    b, h, n, d = x.shape
+    return empty(x, (b, h, splits, n, d), (h * splits * n * d, splits * n * d, n * d, d, 1), x.dtype)
+
+
+# -------------------- Checks of a call's arguments: one sentence for the first thing that is wrong.
+
+MAX_ROWS = 2**29 - 1  # so that sums of positions, lengths and a mask's parameters (below 2**30) fit in 32 bits
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_HEADS = {"mha": "as many", "mqa": "one K/V head", "gqa": "a multiple of the K/V heads"}
+_KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
+
+
+def kind(x: object) -> str:
+    """What an argument is, in an error."""
+    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
+    if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
+        return False
+    return (
+        (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        and q.layout is k.layout is v.layout is torch.strided
+        and (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device)
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+    )
+
+
+class Rules:
+    """What a module takes for q, k and v: how heads share K/V heads, head dimensions, element types; `interpreted` ones on the CPU too."""
+
+    def __init__(self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool) -> None:
+        self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
+        self.dtypes, self.interpreted = dtypes, interpreted
+        self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
+
+    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+        """q, k and v in the dtype of torch.autocast, where that is on; and whether kernels can be launched on them as they are.
+
+        Raises:
+            ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+        """
+        plain = is_plain(q, k, v)
+        if not plain or autocast_is_on():
+            q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
+        if plain and self._fit(q, k, v):
+            return q, k, v, True
+        self.check(q, k, v)
+        return q, k, v, False
+
+    def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether plain tensors are right, and kernels can read them in place: all that `check` looks at, without its sentences."""
+        if not q.dim() == k.dim() == v.dim() == 4 or q.dtype not in self.dtypes or q.device.type not in self.devices:
+            return False
+        (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
+        shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and hq % hk == 0
+        if not (shared and b == bk and d == dk == self.width_qk and v.shape == (b, hk, nk, self.width_v) and max(nq, nk) <= MAX_ROWS):
+            return False
+        (_, _, row_q, last_q), (_, _, row_k, last_k), (_, _, row_v, last_v) = q.stride(), k.stride(), v.stride()
+        if not last_q == last_k == last_v == 1:
+            return False
+        return (row_q <= MAX_ROW_STRIDE or nq <= 1) and (max(row_k, row_v) <= MAX_ROW_STRIDE or nk <= 1)
+
+    def autocast(self, x: torch.Tensor) -> torch.Tensor:
+        """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""
+        if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            if dtype in self.dtypes and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+                return x.to(dtype)
+        return x
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise one sentence for the first thing wrong with q, k and v."""
+        self.check_queries_and_keys(q, k)
+        self._check_rows(q, "v", v, self.width_v, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_v}]")
+        if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
+                "expected one batch size, and one number of heads and rows in k and v"
+            )
+        hq, hk = q.shape[1], k.shape[1]
+        if (hq != hk) if self.sharing == "mha" else hk != 1 if self.sharing == "mqa" else (hq % hk if hk else hq):
+            expected = f"{_HEADS[self.sharing]} (the spec says {self.sharing})"
+            raise ValueError(f"attention: q has {hq} heads and k {hk}; expected {expected}")
+        if q.device.type not in self.devices:
+            raise ValueError(
+                f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
+                "Triton is imported, to run on the CPU in Triton's interpreter"
+            )
+
+    def check_queries_and_keys(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """The same for q and k, each by itself."""
+        self._check_rows(q, "q", q, self.width_qk, f"[B, Hq, Nq, {self.width_qk}]")
+        self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
+
+    def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+            raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense tensor {shape}")
+        if x.dim() != 4 or x.shape[3] != width:
+            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
+        if x.shape[2] > MAX_ROWS:
+            raise ValueError(f"attention: {name} has {x.shape[2]} rows; expected at most 2**29 - 1")
+        if x.dtype not in self.dtypes:
+            known = " or ".join(map(str, self.dtypes))
+            raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
+        if x.dtype != q.dtype:
+            raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
+        if x.device != q.device:
+            raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+        if x.stride(3) != 1:
+            raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
+
+    def check_scale(self, scale: float) -> float:
+        """The factor on the scores, as a float: Triton compiles a kernel of its own for an integer."""
+        none = f"or None for 1/sqrt({self.width_qk})"
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+            raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, {none}")
+        if not 1e-30 <= scale <= 1e6:
+            raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e6, {none}")
+        return float(scale)
+
+
+def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
+    """Raise one sentence if a number that the mask or the scores read is wrong."""
+    if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
+        raise TypeError(f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}")
+    if not -(2**30) < x < 2**30 or x < least:
+        bounds = f"at least {least}" if x < least else "between -2**30 and 2**30"
+        raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
+
+
+Sizes = list[Any]  # of each dimension: its length, the lengths that it may have, or None for any
+
+
+def check_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> None:
+    """Raise one sentence if a tensor that the mask or the scores read is wrong."""
+    lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
+    expected = f"[{', '.join(lengths)}]: {meaning}"
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {expected}")
+    if x.dtype != dtype and dtype not in _TAKEN_FOR.get(x.dtype, ()):
+        raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {expected}")
+    fits = (n is None or m in (n if isinstance(n, tuple) else (n,)) for m, n in zip(x.shape, shape))
+    if x.dim() != len(shape) or not all(fits):
+        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {expected}")
+    if x.device != q.device:
+        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+
+
+# Dtypes that are converted: integers of 64 bits, of which the lower 32 are taken, and floating-point numbers.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_TAKEN_FOR: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int64: (torch.int32,), **dict.fromkeys(_FLOATS, _FLOATS)}
+
+
+def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
+    """A checked input as kernels read it: of its dtype, contiguous, dimensions of one element repeated to what the shape says."""
+    check_input(q, name, x, dtype, shape, meaning)
+    x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
+    if any(isinstance(n, tuple) for n in shape):
+        return x.expand(*(m if n is None else n[-1] if isinstance(n, tuple) else n for m, n in zip(x.shape, shape)))
+    return x
+
+
+def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes]) -> None:
+    """Raise one sentence if tensors of a plan are not of the dtype and shape that each has for such a q."""
+    for name, (dtype, shape) in types.items():
+        check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")
+
+
+# -------------------- Kernels at a call: the schedule for its sizes, and the launch of what Triton has compiled.
+
+# By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
+LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 in the environment says when Triton is imported."""
+    return not isinstance(kernel, triton.JITFunction)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def device_class(kernels: ModuleType, device: torch.device) -> str:
+    """The class of a device in the module's table of schedules; for one that the table does not list, the smallest of its maker."""
+    if device.type != "cuda":
+        return str(kernels.INTERPRETED_AS)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(kernels.DEVICE_CLASSES.get(properties.gcnArchName.split(":")[0], kernels.OTHER_HIP))
+    return str(kernels.DEVICE_CLASSES.get((properties.major, properties.minor), kernels.OTHER_CUDA))
+
+
+def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
+    """((rows at most, tile sizes and launch options), ...) of a kernel for the dtype and device of x; ValueError where nothing fits."""
+    elem_bytes = x.element_size() if x.device.type == "cuda" else kernels.INTERPRETED_BYTES
+    found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
+    if isinstance(found, str):
+        raise ValueError(f"attention: {found}")
+    return found
+
+
+def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
+    """Tile sizes and launch options of a kernel for so many rows of the axis that it tiles."""
+    config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
+    return config
+
+
+def descriptor(x: torch.Tensor, rows: int) -> Any:
+    """A descriptor by which a copy engine reads tiles of so many rows of x.
+
+    Descriptors need rows that start at multiples of 16 bytes: a tensor whose rows do not is copied.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not x.numel():
+        x = x.new_zeros((1, 1, 1, x.shape[3]))  # no tile of it is read
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 or any(s % unit for n, s in zip(x.shape, x.stride()[:3]) if n > 1):
+        x = x.clone(memory_format=torch.contiguous_format)
+    strides = [s if n > 1 else unit for n, s in zip(x.shape, x.stride()[:3])]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, triton.next_power_of_2(x.shape[3])])
+
+
+def kind_of(n: int) -> int:
+    """What Triton compiles a kernel for, of an integer: that it is 1, that 16 divides it, that it takes 64 bits."""
+    return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
+
+
+class Launch:
+    """A kernel under one row of its schedule, for arguments of one kind. Triton looks at the arguments of the first call alone."""
+
+    def __init__(self, kernel: Kernel, most: int | None, config: dict[str, Any]) -> None:
+        self.kernel, self.config = kernel, config
+        self.most = float("inf") if most is None else most  # rows that the schedule is for
+        self.block = config[kernel.tile] if kernel.tile else 0
+        self.described = kernel.described if config.get("TMA") else ()
+        self.parts: tuple[Any, ...] | None = None
+
+    def __call__(self, rows: int, heads: int, tensors: tuple[Any, ...], addresses: list[Any], numbers: tuple[Any, ...]) -> None:
+        """Launch a program for each tile and head. Of tensors Triton would ask the driver whether it knows them, of addresses not."""
+        programs = -(-rows // self.block) * heads if self.block else heads
+        direct = self.parts is not None and not hooks_look_on()
+        args = addresses if direct else list(tensors)
+        for at, tile in self.described:
+            args[at] = descriptor(tensors[at], self.config[tile])
+        if direct:
+            stream, device, run, handles, constants = self.parts  # type: ignore[misc]
+            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *constants)
+            return
+        function = getattr(self.kernel.kernels, self.kernel.name)
+        compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
+        parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
+        if parts:
+            stream, run, handles = parts
+            constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
+            self.parts = stream, torch.cuda.current_device(), run, handles, constants
+
+
+class Kernel:
+    """A kernel of the module.
+
+    `tile` names the size of the tiles of which each program owns one; without it programs walk over all tiles. `described` are the tensors,
+    by position, that a schedule may read by descriptors, and the size of their tiles. Triton compiles anew for some values of the numbers
+    at `specialised` and of strides, and for each value of the `flags`.
+    """
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        name: str,
+        tile: str = "",
+        described: tuple[tuple[int, str], ...] = (),
+        specialised: tuple[int, ...] = (),
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.kernels, self.name, self.tile = kernels, name, tile
+        self.described, self.specialised, self.flags = described, specialised, flags
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rows: int,
+        heads: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        strides: tuple[int, ...],
+        flags: tuple[bool, ...] = (),
+    ) -> None:
+        """Launch it under the schedule for x and `rows`: a program for each tile of rows, or one in all, and each of `heads`."""
+        addresses = [t if t is None else t.data_ptr() for t in tensors]
+        low = functools.reduce(operator.or_, filter(None, addresses), 0) % 16
+        wide = functools.reduce(operator.or_, strides, 0)
+        key = (
+            self.name,
+            x.dtype,
+            x.get_device(),
+            flags,
+            tuple([a is None or a % 16 == 0 for a in addresses]) if low else None,
+            tuple([kind_of(n) for n in strides]) if wide % 16 or wide >= 2**31 else None,
+            tuple([kind_of(numbers[i]) for i in self.specialised]),
+            tuple([t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]) if torch.version.hip else None,
+        )
+        launches = LAUNCHES.get(key)
+        if launches is None:
+            more = dict(zip(self.flags, flags))
+            launches = [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
+            LAUNCHES[key] = launches
+        for launch in launches:
+            if rows <= launch.most:
+                launch(rows, heads, tensors, addresses, numbers + strides)
+                return
+
+
+# -------------------- Which blocks of scores count, as lists that kernels walk through.
+
+class BlockPlan(NamedTuple):
+    """The blocks that count: for each row of blocks those of keys, for each column those of queries.
+
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has the numbers of the blocks that count, in order, first; `kv_rank` [..., Tq, Tk + 1] says
+    how many come before each block. `q_list` and `q_rank` are the same of the transposed mask. All int32.
+    """
+
+    kv_rank: torch.Tensor
+    kv_list: torch.Tensor
+    q_rank: torch.Tensor
+    q_list: torch.Tensor
+
+
+def turned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of blocks [B, H, Tq, Tk] as [B, H, Tk, Tq]."""
+    return mask.transpose(2, 3).contiguous()
+
+
+def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how many blocks that count come before each, the numbers of those that count, then of the others) of every row of a mask."""
+    rank = torch.nn.functional.pad(mask.cumsum(3, dtype=torch.int32), (1, 0))
+    listed = torch.sort(mask, dim=3, descending=True, stable=True).indices.to(torch.int32)
+    return rank.contiguous(), listed.contiguous()
+
+
+def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ranks among full blocks, ranks among these and then all that are seen, the numbers in that order) of every row of two masks."""
+    full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
+    rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
+    listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
+    return full_rank.contiguous(), rank.contiguous(), listed.contiguous()
+
+
+def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks [B, H, Tq, Tk] of the blocks in which something is visible, and of those in which nothing is hidden, nor past the end.
+
+    `count` [B, H, Tq, strips] has the number of visible pairs of each strip of a block.
+    """
+    columns = -(-n_kv // block)
+    count = count.unflatten(3, (columns, count.shape[3] // max(columns, 1))).sum(4) if columns else count
+    inside = torch.arange(count.shape[2], device=count.device) < n_q // block
+    return count > 0, (count == block * block) & inside[:, None]
+
+
+def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
+    """A mask of blocks as [B or 1, Hq or 1, Tq, Tk].
+
+    Raises:
+        ValueError or TypeError: one sentence that says what the mask is and what was expected.
+    """
+    if not isinstance(block_mask, torch.Tensor) or block_mask.layout != torch.strided or block_mask.dtype != torch.bool:
+        given = block_mask.dtype if isinstance(block_mask, torch.Tensor) else kind(block_mask)
+        raise TypeError(
+            f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
+        )
+    if not 2 <= block_mask.dim() <= 4:
+        raise ValueError(f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it")
+    return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
+
+
+def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
+    """Raise one sentence if lists of blocks are not those of a call's sizes."""
+    rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
+    shape = list(blocks.kv_list.shape)
+    if shape[2:] != [rows, columns] or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
+        raise ValueError(
+            f"attention: block_mask has shape {shape}; expected {[q.shape[0], q.shape[1], rows, columns]}, or what broadcasts to it: "
+            f"one element for each {block} x {block} scores"
+        )
+    shapes = ([rows, columns + 1], [rows, columns], [columns, rows + 1], [columns, rows])
+    for name, x, last in zip(blocks._fields, blocks, shapes):
+        if x.device != q.device:
+            raise ValueError(f"attention: block_mask is on {x.device} and q on {q.device}; expected one device")
+        if x.dtype != torch.int32 or list(x.shape) != shape[:2] + last or not x.is_contiguous():
+            raise ValueError(f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged")
+
+
+def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, names: tuple[str, ...], block: int, heads: list[int]) -> None:
+    """Raise one sentence if the lists of blocks of a plan of data are not those of a call; `heads` are the sizes of B and H in them."""
+    if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
+            "expected what attention.plan makes of these q and k"
+        )
+    rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
+    for name in names:
+        x = getattr(plan, name)
+        own, other = (rows, columns) if name.startswith("kv") else (columns, rows)
+        check_input(q, f"plan.{name}", x, torch.int32, [*heads, own, other + name.endswith("rank")], "what attention.plan makes")
+        if not x.is_contiguous():
+            raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
+
+
+# -------------------- Dropout at a call: its seed, and what a seed keeps.
+
+def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
+    """(seed on q's device or None if nothing is dropped, share dropped in 65536ths, 1 / share kept).
+
+    Raises:
+        ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+        raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
+    threshold = min(round(float(dropout_p) * 65536), 65535)
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
+            raise ValueError(
+                f"attention: seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected torch.int64, one element, on {q.device}"
+            )
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"attention: seed is a {type(seed).__name__}; expected an int, an int64 tensor of one element, or None")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"attention: seed is {seed}; expected an int of 64 bits")
+    if threshold == 0:
+        return None, 0, 1.0
+    if seed is None:
+        seed = torch.randint(2**63 - 1, (), device=q.device)
+    elif not isinstance(seed, torch.Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
+    return seed, threshold, 65536 / (65536 - threshold)
+
+
+def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
+    """`attention.dropout_mask`, by the module's kernel that draws what is kept."""
+
+    def dropout_mask(
+        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str = "cuda"
+    ) -> torch.Tensor:
+        """Which weights calls with this dropout_p and seed keep: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
+        keep = torch.ones(shape, dtype=torch.bool, device=device)
+        key, threshold, _ = check_dropout(keep, dropout_p, seed)
+        if key is not None and keep.numel():
+            batch, heads, n_q, n_kv = shape
+            with device_of(keep):
+                grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
+                keep_mask[grid](key, keep, threshold, heads, n_q, n_kv, BLOCK_Q=32, BLOCK_KV=32)
+        return keep
+
+    return dropout_mask
+
+
+# -------------------- What the host does for gradients: splits of groups of heads, and sums for the inputs of modifiers.
+
+def splits_of(q: torch.Tensor, k: torch.Tensor, least: int) -> int:
+    """Among how many programs the query heads of a group are split for dK and dV: more than one where keys are few.
+
+    A multiprocessor gets at least so many keys of all sequences and heads; each program as many query heads as the others.
+    """
+    group, keys = max(1, q.shape[1] // max(1, k.shape[1])), k.shape[0] * k.shape[1] * k.shape[2]
+    most = min(group, max(1, group * keys // (least * processors(k.device))))  # query heads of one program
+    return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
+
+
+def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
+    """Room for sums by distance: for each tile of queries of the dQ kernel, a row for each turn of a diagonal around a tile."""
+    config = schedule(kernel.kernels, kernel.name, q, q.shape[2])
+    turns = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1
+    rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * turns
+    shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2])
+    return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
+
+
+def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
+    """The gradient of a table x that is read by distance along `dim`, at `index` of each: index_put_ adds in a fixed order, on CUDA too.
+
+    `parts` [B, Hq, rows, distances] are summed over all but the dimensions `kept` and distances.
+    """
+    sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
+    whole = torch.zeros_like(x).movedim(dim, 0).contiguous()
+    inside = (index >= -len(whole)) & (index < len(whole))
+    sums = sums * inside.view(-1, *[1] * (sums.dim() - 1))
+    whole.index_put_((index % len(whole),), sums, accumulate=True)
+    return whole.movedim(0, dim).contiguous()
+
+
+def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
+    """A gradient of some of a tensor's elements, zero for the others."""
+    whole = torch.zeros_like(like)
+    whole[index] = x
+    return whole
+
+
+# -------------------- A module's operators, by which torch traces its calls and records them for gradients.
+
+Results = tuple[torch.Tensor, ...]
+
+
+class Signature(NamedTuple):
+    """The arguments of a module's operators after q, k and v.
+
+    `schema` declares them; the first `tensors` of them are tensors, of which those at `learned` get gradients. `summed`: the dQ kernel
+    writes parts of some of these gradients, so it runs for them, too. `unordered` are the names of those that are added to atomically.
+    """
+
+    schema: str
+    tensors: int
+    widths: tuple[int, int]  # head dimensions of q and k, and of v
+    learned: tuple[int, ...] = ()
+    summed: bool = False
+    unordered: tuple[str, ...] = ()
+
+
+def _second_derivatives(*args: Any) -> Any:
+    raise RuntimeError(
+        "attention: its gradients cannot be differentiated again; expected first derivatives alone, "
+        "or naive attention where second ones are needed"
+    )
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise NotImplementedError(
+        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of q, k and v"
+    )
+
+
+def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """What stands for rows like those of x, by an operator that tracers follow."""
+    shape, strides = rows_layout(addressable(x), width)
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+
+class Operators:
+    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
+
+    `forward(q, k, v, *operands) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q, need_kv[,
+    need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by another copy of the
+    module, gets a `_` at its end.
+    """
+
+    def __init__(
+        self, name: str, signature: Signature, forward: Callable[..., Results], backward: Callable[..., Results], interpreted: bool
+    ) -> None:
+        self.library = torch.library.Library("attngen", "FRAGMENT")
+        while hasattr(torch.ops.attngen, f"{name}_forward"):
+            name += "_"
+        self.name, self.signature, self.interpreted = name, signature, interpreted
+        self.host_forward, self.host_backward = forward, backward
+        operands, learned = signature.schema, signature.learned
+        results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
+        needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
+        saved = f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {operands}"
+        self.forward = self.define(
+            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, Tensor lse)", self._forward, self._fake_forward
+        )
+        self.backward = self.define(
+            "backward",
+            f"(Tensor grad_out, Tensor? grad_lse, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
+            self._backward,
+            self._fake_backward,
+        )
+        self.recorded = _recorded_calls(self)
+        self.apply = apply_of(self.recorded)
+        self._register_autograd()
+
+    def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        """An operator, with what runs it and what stands for its results where only their shapes are wanted."""
+        self.library.define(f"{self.name}_{what}{schema}")
+        op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
+        self.library.impl(op, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(op.name(), fake, lib=self.library)
+        torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
+        return op
+
+    def __call__(self, direct: bool, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of q, k, v and the operands. `direct`: nothing but autograd looks on, and kernels can read these tensors in place."""
+        q, k, v = args[:3]
+        if self.interpreted and q.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
+            wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x for x in args]
+            out, lse = self(direct, return_lse, *wide)
+            return out.to(torch.bfloat16), lse
+        if not direct:
+            out, lse = self.forward(*args)
+            return out, lse
+        wanted = q.requires_grad or k.requires_grad or v.requires_grad or any(args[3 + i].requires_grad for i in self.signature.learned)
+        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
+            results = self.apply(True, return_lse, *args)
+            return results if return_lse else (results, None)
+        out, lse = self.host_forward(*args)
+        return out, lse
+
+    # ------------------------------------------------------------------ what the dispatcher calls
+
+    def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
+        return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
+
+    def _backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
+        q, k, v, out, lse, *operands = args
+        signature = self.signature
+        ordered = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        if signature.unordered and ordered and operands[-1]:
+            raise RuntimeError(
+                f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
+                "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
+            )
+        grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
+        q, k, v = addressable(q), addressable(k), addressable(v)
+        return self.host_backward(addressable(grad_out), grad_lse, q, k, v, out, lse, *operands)
+
+    def _fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
+        return _rows(q, self.signature.widths[1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def _fake_backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
+        (q, k, v, _, _, *operands), learned = args, self.signature.learned
+        need_inputs = bool(learned) and operands[-1]
+        need_q, need_kv = operands[-3:-1] if learned else operands[-2:]
+        width_qk, width_v = self.signature.widths
+        dq = _rows(q, width_qk) if need_q or (need_inputs and self.signature.summed) else q.new_empty(0)
+        dk, dv = (_rows(k, width_qk), _rows(v, width_v)) if need_kv else (k.new_empty(0), v.new_empty(0))
+        inputs = [operands[i] for i in learned]
+        return dq, dk, dv, *(torch.empty_like(x) if need_inputs else x.new_empty(0) for x in inputs)
+
+    # ------------------------------------------------------------------ autograd
+
+    def _register_autograd(self) -> None:
+        if below_autograd is None:
+            torch.library.register_autograd(
+                self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
+            )
+            torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
+            return
+
+        class Gradients(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                with below_autograd():
+                    return self.backward(*args)
+
+            backward = staticmethod(_second_derivatives)
+
+        for op, record in ((self.forward, lambda *args: self.recorded.apply(False, True, *args)), (self.backward, Gradients.apply)):
+            self.library.impl(op, _where_recorded(op, record), "Autograd")
+
+    def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Keep for the backward what it needs of q, k, v, the operands and the results."""
+        q, k, v, *operands = args
+        n = self.signature.tensors
+        ctx.save_for_backward(q, k, v, out, lse, *operands[:n])
+        ctx.numbers = tuple(operands[n:])
+
+    def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
+        """The gradients of q, k, v and the operands of which they are `needed`; None for the others."""
+        found: list[Any] = [None] * len(needed)
+        if grad_out is None and grad_lse is None:
+            return found
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        need_q, need_k, need_v, *need = needed
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        learned = self.signature.learned
+        needs = [need_q, need_k or need_v, *([any(need)] if learned else [])]
+        direct = is_plain(q, k, v) and not torch.is_grad_enabled()
+        call = self._backward if direct else self.backward
+        gradients = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
+        for at, gradient in zip((0, 1, 2, *(3 + i for i in learned)), gradients):
+            found[at] = gradient if needed[at] else None
+        return found
+
+
+def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
+    """What the dispatcher calls in autograd's place: what records the call; the operator itself where nothing is recorded."""
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() or in_forward_ad(*args):
+            return record(*args)
+        with below_autograd():  # type: ignore[misc]
+            return op(*args)
+
+    return call
+
+
+def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
+    """The function that autograd records: (direct, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, direct: bool, return_lse: bool, *args: Any) -> Any:
+            if direct:
+                out, lse = operators.host_forward(*args)
+            elif below_autograd is None:
+                out, lse = operators.forward(*args)
+            else:
+                with below_autograd():
+                    out, lse = operators.forward(*args)
+            ctx.set_materialize_grads(False)
+            operators.save(ctx, args, out, lse)
+            return (out, lse) if return_lse else out  # an output less to make differentiable
+
+        @staticmethod
+        def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
+            return None, None, *operators.gradients(ctx, ctx.needs_input_grad[2:], grad_out, grad_lse)
+
+    return Attention
+
+
+def _public_setup(operators: Operators) -> Callable[..., None]:
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        operators.save(ctx, inputs, *output)
+
+    return setup
+
+
+def _public_backward(operators: Operators) -> Callable[..., Any]:
+    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
+        return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
+
+    return backward
+
+
+# -------------------- `attention` as a torch.nn.Module.
+
+class AttentionModule(torch.nn.Module):
+    """A module without parameters. `forward` takes what `attention` takes, but for what the module holds: scale, dropout_p."""
+
+    attention: ClassVar[Callable[..., Any]]
+    spec: ClassVar[str]
+    drops: ClassVar[bool]  # in training, with probability dropout_p
+
+    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        if dropout_p and not self.drops:
+            raise TypeError(f"attention: dropout_p is {dropout_p}; expected none, as the spec has no dropout")
+        self.scale, self.dropout_p = scale, dropout_p
+
+    def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(*args, **inputs, **dropping, scale=self.scale)
+        return found
+
+    def extra_repr(self) -> str:
+        return f"spec={self.spec}, {f'dropout_p={self.dropout_p}, ' if self.drops else ''}scale={self.scale}"

@@ -1,0 +1,74 @@
+"""The rules of host programs, each on text that breaks it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.emit.render import render
+from attngen.errors import VerifyError
+from attngen.ir.text import parse_module, print_module
+from attngen.ir.verify import verify
+from attngen.verify.host import reasons
+from tests.helpers import SPECS, edit, target
+
+# (spec, rule, old text, new text, the reason)
+BROKEN = [
+    ("causal_mha", "host-structure", "if then(@launches) of(%O)", "if then(@launch) of(%O)", "@launches is not the branch of one `if`"),
+    ("causal_mha", "host-structure", "    yield values(O=%O, LSE=%LSE)\n", "", "it gives nothing; expected O, LSE"),
+    ("temperature_mha", "host-structure", ", d_temperature=%learned.d_temperature", "", "it gives dQ, dK, dV; expected dQ, dK, dV, d_temperature"),
+    ("causal_mha", "host-structure", "%scale = arg scalar : f32[] @reg", "%scale = arg out : f32[] @reg", "%scale is an argument `out` of @entry"),
+    ("causal_mha", "host-arguments", "%V = arg in : T[B, Hkv, Nk, D_V]", "%V = arg in : T[B, Hkv, Nk, D_QK]", "%V is T[B, Hkv, Nk, D_QK]; expected"),
+    ("causal_mha", "host-defined", "alloc like(%Q) : T[B, Hq, Nq, D_V]", "alloc like(%LSE) : T[B, Hq, Nq, D_V]", "%O reads %LSE where it is not defined"),
+    ("causal_mha", "host-defined", "where(need_q)", "where(need_more)", "%dQ reads %need_more where it is not defined"),
+    ("causal_fa1", "host-defined", "    yield values(dK=%no_dK, dV=%no_dV)", "    yield values(dK=%no_dK)", "@both of %needed yields dK, dV, and @neither dK"),
+    ("causal_mha", "host-launches", "launch @dkdv", "launch @dvdk", "it launches @dvdk; the kernels are fwd, dq, delta, dkdv"),
+    ("causal_mha", "host-launches", "    launch @delta\n", "", "no host program launches @delta"),
+    ("causal_mha", "host-launches", "%LSE = alloc : f32[B, Hq, Nq]", "%LSE = alloc : f32[B, Hkv, Nq]", "%LSE is f32[B, Hkv, Nq]; expected f32[B, Hq, Nq]"),
+    ("causal_mha", "host-launches", "%dQ = alloc like(%Q) where(need_q) : T", "%dQ = alloc like(%Q) where(need_q) : f32", "%dQ is f32[B, Hq, Nq, D_QK]; expected T"),
+    ("causal_gqa", "host-launches", "args(dK=%dK_parts, dV=%dV_parts)", "args(dK=%dK_parts)", "%dV is T[B, Hkv, Nk, D_V]; expected T[B, Hkv, splits, Nk, D_V]"),
+    ("causal_gqa", "host-launches", "sizes(Nq=Gq, queries=Nq)", "sizes(Nq=Gq)", "%queries is neither given nor allocated"),
+    ("causal_gqa", "host-launches", "sizes(Nq=Gq, queries=Nq)", "sizes(queries=Nq)", "%Q_rows is T[B, Hkv, Gq, D_QK]; expected T[B, Hkv, Nq, D_QK]"),
+    ("causal_gqa", "host-launches", "launch @fwd", "launch @fwd args(more=%Q)", "launch @fwd: it has no argument %more"),
+    ("causal_gqa", "host-launches", "grid(q in cdiv(Nq, BLOCK_Q) ", "grid(q in cdiv(Nq, BLOCK_KV) ", "its grid has q in cdiv(Nq, BLOCK_KV); expected some of"),
+    ("causal_gqa", "host-launches", "hkv in Hkv, b in B)", "hkv in Hq, b in B)", "its grid has hkv in Hq; expected some of"),
+    ("causal_mha", "host-written", "of(%dQ) orelse(@statistics)", "of(%dQ)", "@statistics is not the branch"),
+    ("causal_mha", "host-written", "%rows = if then(@rows_alone) of(%O)", "%rows = if then(@rows_alone) of(%dK)", "@dkdv reads %LSE2, which is not written"),
+    ("causal_mha", "host-written", "%by_key = if then(@keys) of(%dK)", "%by_key = if then(@keys) of(%dQ)", "its result dK is not written on every path"),
+    ("causal_mha", "host-written", "%launched = if then(@launches) of(%O)", "%launched = if then(@launches) where(Nq < 64)", "its result O is not written"),
+    ("causal_fa1", "host-written", "%ROW_MAX = alloc fill(-inf)", "%ROW_MAX = alloc", "@fwd reads %ROW_MAX, which is not written on every path to it"),
+    ("causal_fa1", "host-written", "%DQ_ACC = alloc fill(0)", "%DQ_ACC = alloc", "@bwd reads %DQ_ACC, which is not written on every path to it"),
+    ("causal_gqa", "host-written", "    copy %O_rows into(%O)\n", "", "its result O is not written on every path"),
+    ("causal_gqa", "host-written", "%split = if then(@sums) where(splits > 1)", "%split = if then(@sums) where(splits > 2)", "its result dK is not written"),
+    ("temperature_mha", "host-written", "where(need_inputs or need_q)", "where(need_q)", "reads %dTEMPERATURE, which is not written on every path"),
+    ("padding_mha", "host-arguments", "%DELTA = alloc", "%Key_padding = alloc : f32[B] @hbm\n    %DELTA = alloc", "and the input `key_padding` are one variable"),
+    ("causal_mha", "host-read", "%DELTA = alloc : f32[B, Hq, Nq] @hbm", "%DELTA = alloc : f32[B, Hq, Nq] @hbm\n    %more = alloc : f32[B] @hbm", "%more is read by nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "rule", "old", "new", "reason"), BROKEN, ids=[case[4][:50] for case in BROKEN])
+def test_a_program_that_breaks_a_rule_is_refused(spec: str, rule: str, old: str, new: str, reason: str) -> None:
+    module = parse_module(edit(print_module(target(spec)), (old, new)), "edited.ir")
+    found = list(reasons(module))
+    assert any(reason in sentence for _, sentence in found), found
+    assert rule in {name for name, _ in found} or "branch" in reason
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_programs_print_and_parse(name: str) -> None:
+    text = print_module(target(name))
+    assert print_module(parse_module(text)) == text and not list(reasons(parse_module(text)))
+
+
+def test_an_edited_program_is_what_is_printed() -> None:
+    """Room for the statistics that nobody filled is filled, as the edit says."""
+    text = edit(print_module(target("causal_mha")), ("%DELTA = alloc :", "%DELTA = alloc fill(0) :"))
+    source = render(verify(parse_module(text)))["__init__.py"]
+    assert re.search(r"delta = runtime\.empty\(.*\)\.zero_\(\)\n", source)
+
+
+def test_a_refusal_names_the_program() -> None:
+    text = edit(print_module(target("causal_mha")), ("    launch @delta\n", ""))
+    with pytest.raises(VerifyError, match="host @backward: @dkdv reads %LSE2, which is not written on every path to it"):
+        verify(parse_module(text))
