@@ -113,7 +113,7 @@ class Wrapper:
         found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs]
         found += ["plan: Plan | None = None"] if self.planned or self.data else []
         if self.module.blocks and not self.data:
-            found.append("block_mask: torch.Tensor | runtime.BlockPlan" + (" | None = None" if self.module.blocks.pattern else ""))
+            found.append("block_mask: torch.Tensor | BlockPlan" + (" | None = None" if self.module.blocks.pattern else ""))
         return found + (["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"] if self.module.dropout else [])
 
     def take(self, i: Input) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from . import kernels, runtime
 
-__all__ = ["Attention", "attention"]
+__all__ = ["Attention", "BlockPlan", "attention"]
 
 SPEC_HASH = "sha256:98f765da4fb75380"
 ATTNGEN_VERSION = "0.1.0"
@@ -53,7 +53,7 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    block_mask: torch.Tensor | runtime.BlockPlan,
+    block_mask: torch.Tensor | BlockPlan,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -76,13 +76,16 @@ def attention(
     """
     q, k, v, direct = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
-    blocks = block_mask if isinstance(block_mask, runtime.BlockPlan) else plan_blocks(block_mask)
+    blocks = block_mask if isinstance(block_mask, BlockPlan) else plan_blocks(block_mask)
     runtime.check_blocks(q, k, blocks, BLOCK)
     out, lse = OPERATORS(direct, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
     return (out, lse) if return_lse else out
 
 
-def plan_blocks(block_mask: torch.Tensor) -> runtime.BlockPlan:
+BlockPlan = runtime.BlockPlan
+
+
+def plan_blocks(block_mask: torch.Tensor) -> BlockPlan:
     """Lists of the blocks that count, made on the mask's device without a sync; `attention` takes them for its `block_mask`.
 
     Args:
@@ -91,7 +94,7 @@ def plan_blocks(block_mask: torch.Tensor) -> runtime.BlockPlan:
     Raises:
         ValueError or TypeError: one sentence that says what the mask is and what was expected.
     """
-    return runtime.BlockPlan(*_lists(runtime.check_block_mask(block_mask)))
+    return BlockPlan(*_lists(runtime.check_block_mask(block_mask)))
 
 
 attention.plan = plan_blocks

@@ -312,13 +312,15 @@ def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> 
 Sizes = list[Any]  # of each dimension: its length, the lengths that it may have, or None for any
 
 
-def check_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> None:
-    """Raise one sentence if a tensor that the mask or the scores read is wrong."""
+def check_input(
+    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
+) -> None:
+    """Raise one sentence if a tensor that the mask or the scores read is wrong: not of its dtype, or of one `more`, say."""
     lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
     expected = f"[{', '.join(lengths)}]: {meaning}"
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {expected}")
-    if x.dtype != dtype and dtype not in _TAKEN_FOR.get(x.dtype, ()):
+    if x.dtype != dtype and x.dtype not in more:
         raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {expected}")
     fits = (n is None or m in (n if isinstance(n, tuple) else (n,)) for m, n in zip(x.shape, shape))
     if x.dim() != len(shape) or not all(fits):
@@ -327,14 +329,17 @@ def check_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype,
         raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
 
 
-# Dtypes that are converted: integers of 64 bits, of which the lower 32 are taken, and floating-point numbers.
+# Dtypes that are converted to another: integers of 64 bits, whose numbers must fit in 32, and floating-point numbers.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_TAKEN_FOR: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int64: (torch.int32,), **dict.fromkeys(_FLOATS, _FLOATS)}
+_CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
 
 
 def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
-    """A checked input as kernels read it: of its dtype, contiguous, dimensions of one element repeated to what the shape says."""
-    check_input(q, name, x, dtype, shape, meaning)
+    """A checked input as kernels read it: of its dtype, contiguous, dimensions of one element repeated to what the shape says.
+
+    Numbers of a wider or narrower dtype are converted, and their gradients with them.
+    """
+    check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
     if any(isinstance(n, tuple) for n in shape):
         return x.expand(*(m if n is None else n[-1] if isinstance(n, tuple) else n for m, n in zip(x.shape, shape)))
