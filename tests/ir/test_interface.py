@@ -10,6 +10,7 @@ from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
 from attngen.ir.verify import verify
+from attngen.verify.host import reasons
 from tests.helpers import SPECS, edit, target
 
 BROKEN = [
@@ -65,8 +66,10 @@ def test_no_kernel_may_be_missing(name: str) -> None:
     text = print_module(target(name))
     for kernel in re.findall(r"kernel @.*?(?=\n\n|\nschedule)", text, re.DOTALL):
         called = re.match(r"kernel @(\w+)", kernel)[1]
-        for edited in (text.replace(kernel, ""), text.replace(kernel, kernel.replace("kernel @", "kernel @my_", 1))):
-            with pytest.raises(VerifyError, match=rf"it launches @{called}; the kernels are"):
-                verify(parse_module(edited, "edited.ir"))
-        with pytest.raises(VerifyError, match="no host program launches @more"):
-            verify(parse_module(text.replace(kernel, f"{kernel}\n\n{kernel.replace(f'@{called}', '@more', 1)}"), "edited.ir"))
+        more = kernel.replace(f"@{called}", "@more", 1)
+        for edited, reason in (
+            (text.replace(kernel, ""), f"it launches @{called}; the kernels are"),
+            (text.replace(kernel, more), f"it launches @{called}; the kernels are"),
+            (text.replace(kernel, f"{kernel}\n\n{more}"), "no host program launches @more"),
+        ):
+            assert any(reason in sentence for _, sentence in reasons(parse_module(edited, "edited.ir")))
