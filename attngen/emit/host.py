@@ -122,11 +122,12 @@ class HostContext:
         self.module, self.host, self.views = module, host, views
         self.sizes: set[str] = set()  # that its statements name
         self.strides: dict[str, int] = {}  # of arguments whose strides its launches take: how many
+        self.given_shapes = host.name == "forward"  # whose callers may know sizes and strides
 
     def view(self) -> HostView:
         """The whole program."""
         nodes = self._block("entry")
-        params = [variable(a.name) for a in self.host.args]
+        params = [variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
         results = [variable(ref) for ref in self.host.results.values()]
         on_device = any(isinstance(op, Launch) for op in self.host.ops())
         return HostView(params, self._definitions(), nodes, results, on_device)
@@ -137,12 +138,17 @@ class HostContext:
         for name in reversed(_MADE):
             wanted |= {str(s) for s in parse(_MADE[name]).free_symbols} if name in wanted and name != "Nlse" else set()
             wanted |= {"Hq", "Hkv"} if name == "group" and name in wanted else set()
-        lines = []
-        lines += sizes_of(wanted)
+        strides = {name: name for name in self.strides}
+        if self.given_shapes:
+            names = [name if name in wanted else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
+            names += [f"{strides.pop(name)}_strides" if name in strides else "_" for name in ("q", "k", "v")]
+            lines = [f"{', '.join(names)} = shapes or runtime.shapes_of(q, k, v)"]
+        else:
+            lines = sizes_of(wanted)
         lines += [f"{name} = {text}" for name, text in _MADE.items() if name in wanted]
-        if self.strides:
-            names = ", ".join(f"{name}_strides" for name in self.strides)
-            lines.append(fitted(f"{names}{',' * (len(self.strides) == 1)} = runtime.strides", list(self.strides), ""))
+        if strides:
+            names = ", ".join(f"{name}_strides" for name in strides)
+            lines.append(fitted(f"{names}{',' * (len(strides) == 1)} = runtime.strides", list(strides), ""))
         return lines
 
     # ------------------------------------------------------------------ expressions

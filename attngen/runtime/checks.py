@@ -33,6 +33,16 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
+# Sizes B, Hq, Hkv, Nq and Nk of a call, and the strides of q, k and v but for the last dimension.
+Shapes = tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+    """The sizes and strides of q, k and v."""
+    (b, hq, nq, _), (_, hk, nk, _) = q.shape, k.shape
+    return b, hq, hk, nq, nk, q.stride()[:3], k.stride()[:3], v.stride()[:3]
+
+
 class Rules:
     """What a module takes for q, k and v: how heads share K/V heads, head dimensions, element types; `interpreted` ones on the CPU too."""
 
@@ -41,8 +51,8 @@ class Rules:
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
 
-    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """q, k and v in the dtype of torch.autocast, where that is on; and whether kernels can be launched on them as they are.
+    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
+        """q, k and v in the dtype of torch.autocast, where that is on; and their shapes, if kernels can be launched on them as they are.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -50,23 +60,34 @@ class Rules:
         plain = is_plain(q, k, v)
         if not plain or autocast_is_on():
             q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
-        if plain and self._fit(q, k, v):
-            return q, k, v, True
-        self.check(q, k, v)
-        return q, k, v, False
+        shapes = self._fit(q, k, v) if plain else None
+        if shapes is None:
+            self.check(q, k, v)
+        return q, k, v, shapes
 
-    def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether plain tensors are right, and kernels can read them in place: all that `check` looks at, without its sentences."""
-        if not q.dim() == k.dim() == v.dim() == 4 or q.dtype not in self.dtypes or q.device.type not in self.devices:
-            return False
-        (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
-        shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and hq % hk == 0
-        if not (shared and b == bk and d == dk == self.width_qk and v.shape == (b, hk, nk, self.width_v) and max(nq, nk) <= MAX_ROWS):
-            return False
-        (_, _, row_q, last_q), (_, _, row_k, last_k), (_, _, row_v, last_v) = q.stride(), k.stride(), v.stride()
-        if not last_q == last_k == last_v == 1:
-            return False
-        return (row_q <= MAX_ROW_STRIDE or nq <= 1) and (max(row_k, row_v) <= MAX_ROW_STRIDE or nk <= 1)
+    def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
+        """The shapes of plain tensors that are right, and that kernels can read in place: `check`, without its sentences."""
+        try:
+            (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
+            (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
+        except ValueError:  # not of four dimensions
+            return None
+        shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and not hq % hk
+        if (
+            shared
+            and b == bk
+            and d == dk == self.width_qk
+            and v.shape == (b, hk, nk, self.width_v)
+            and q3 == k3 == v3 == 1
+            and q.dtype in self.dtypes
+            and q.device.type in self.devices
+            and nq <= MAX_ROWS
+            and nk <= MAX_ROWS
+            and (q2 <= MAX_ROW_STRIDE or nq <= 1)
+            and ((k2 <= MAX_ROW_STRIDE and v2 <= MAX_ROW_STRIDE) or nk <= 1)
+        ):
+            return b, hq, hk, nq, nk, (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
+        return None
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
         """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import operator
+from functools import reduce
+from operator import or_
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton
 from attngen.runtime.private import hooks_look_on, parts_of
 
 # By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
+_HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
 
@@ -75,27 +77,17 @@ def kind_of(n: int) -> int:
 
 
 class Launch:
-    """A kernel under one row of its schedule, for arguments of one kind. Triton looks at the arguments of the first call alone."""
+    """A kernel under one row of its schedule, compiled for arguments of one kind. Triton looks at those of the first call alone."""
 
     def __init__(self, kernel: Kernel, most: int | None, config: dict[str, Any]) -> None:
-        self.kernel, self.config = kernel, config
+        self.config = config
         self.most = float("inf") if most is None else most  # rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
-        self.described = kernel.described if config.get("TMA") else ()
+        self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
         self.parts: tuple[Any, ...] | None = None
 
-    def __call__(self, rows: int, heads: int, tensors: tuple[Any, ...], addresses: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch a program for each tile and head. Of tensors Triton would ask the driver whether it knows them, of addresses not."""
-        programs = -(-rows // self.block) * heads if self.block else heads
-        direct = self.parts is not None and not hooks_look_on()
-        args = addresses if direct else list(tensors)
-        for at, tile in self.described:
-            args[at] = descriptor(tensors[at], self.config[tile])
-        if direct:
-            stream, device, run, handles, constants = self.parts  # type: ignore[misc]
-            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *constants)
-            return
-        function = getattr(self.kernel.kernels, self.kernel.name)
+    def first(self, function: Any, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
+        """Launch it by Triton's own way, which compiles it where it is not compiled yet, and calls a profiler's hooks."""
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
         if parts:
@@ -135,25 +127,33 @@ class Kernel:
         flags: tuple[bool, ...] = (),
     ) -> None:
         """Launch it under the schedule for x and `rows`: a program for each tile of rows, or one in all, and each of `heads`."""
-        addresses = [t if t is None else t.data_ptr() for t in tensors]
-        low = functools.reduce(operator.or_, filter(None, addresses), 0) % 16
-        wide = functools.reduce(operator.or_, strides, 0)
-        key = (
-            self.name,
-            x.dtype,
-            x.get_device(),
-            flags,
-            tuple([a is None or a % 16 == 0 for a in addresses]) if low else None,
-            tuple([kind_of(n) for n in strides]) if wide % 16 or wide >= 2**31 else None,
-            tuple([kind_of(numbers[i]) for i in self.specialised]),
-            tuple([t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]) if torch.version.hip else None,
-        )
+        args: list[Any] = [t.data_ptr() if t is not None else None for t in tensors]
+        wide = reduce(or_, strides)
+        kinds = [kind_of(numbers[i]) for i in self.specialised]
+        if reduce(or_, filter(None, args), wide) & 15 or wide >= 2**31 or _HIP:
+            kinds += [a is None or a % 16 == 0 for a in args]
+            kinds += [kind_of(n) for n in strides]
+            kinds += [t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]
+        key = self.name, x.dtype, x.get_device(), flags, *kinds
         launches = LAUNCHES.get(key)
         if launches is None:
-            more = dict(zip(self.flags, flags))
-            launches = [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
-            LAUNCHES[key] = launches
+            launches = LAUNCHES[key] = self._launches(x, flags)
         for launch in launches:
             if rows <= launch.most:
-                launch(rows, heads, tensors, addresses, numbers + strides)
-                return
+                break
+        programs = -(-rows // launch.block) * heads if launch.block else heads
+        direct = launch.parts is not None and not hooks_look_on()
+        if not direct:
+            args = list(tensors)  # of addresses Triton knows no dtypes
+        for at, tile in launch.described:
+            args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
+        if direct:
+            stream, device, run, handles, constants = launch.parts  # type: ignore[misc]
+            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *strides, *constants)
+        else:
+            launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
+
+    def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
+        """One for each row of its schedule."""
+        more = dict(zip(self.flags, flags))
+        return [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]

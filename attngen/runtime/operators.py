@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attngen.runtime.checks import is_plain
+from attngen.runtime.checks import Shapes, is_plain, shapes_of
 from attngen.runtime.memory import addressable, rows_layout
 from attngen.runtime.private import apply_of, below_autograd, in_forward_ad
 
@@ -51,7 +51,7 @@ def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
 class Operators:
     """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
 
-    `forward(q, k, v, *operands) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q, need_kv[,
+    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q, need_kv[,
     need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by another copy of the
     module, gets a `_` at its end.
     """
@@ -90,22 +90,27 @@ class Operators:
         torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
         return op
 
-    def __call__(self, direct: bool, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. `direct`: nothing but autograd looks on, and kernels can read these tensors in place."""
+    def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of q, k, v and the operands. With `shapes` nothing but autograd looks on, and kernels can read q, k and v in place."""
         q, k, v = args[:3]
-        if self.interpreted and q.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
-            wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x for x in args]
-            out, lse = self(direct, return_lse, *wide)
-            return out.to(torch.bfloat16), lse
-        if not direct:
-            out, lse = self.forward(*args)
-            return out, lse
-        wanted = q.requires_grad or k.requires_grad or v.requires_grad or any(args[3 + i].requires_grad for i in self.signature.learned)
-        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
-            results = self.apply(True, return_lse, *args)
+        if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
+            return self._through_dispatcher(*args)
+        if (torch.is_grad_enabled() and self._requires_grad(args)) or in_forward_ad(q, k, v):
+            results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        out, lse = self.host_forward(*args)
-        return out, lse
+        return self.host_forward(*args, shapes)  # type: ignore[return-value]
+
+    def _requires_grad(self, args: tuple[Any, ...]) -> bool:
+        learned = self.signature.learned
+        return args[0].requires_grad or args[1].requires_grad or args[2].requires_grad or any(args[3 + i].requires_grad for i in learned)
+
+    def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""
+        dtype = args[0].dtype
+        if self.interpreted and dtype == torch.bfloat16:
+            args = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
+        out, lse = self.forward(*args)
+        return out.to(dtype), lse
 
     # ------------------------------------------------------------------ what the dispatcher calls
 
@@ -156,7 +161,7 @@ class Operators:
 
             backward = staticmethod(_second_derivatives)
 
-        for op, record in ((self.forward, lambda *args: self.recorded.apply(False, True, *args)), (self.backward, Gradients.apply)):
+        for op, record in ((self.forward, lambda *args: self.recorded.apply(None, True, *args)), (self.backward, Gradients.apply)):
             self.library.impl(op, _where_recorded(op, record), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -198,13 +203,13 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
-    """The function that autograd records: (direct, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
+    """The function that autograd records: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, direct: bool, return_lse: bool, *args: Any) -> Any:
-            if direct:
-                out, lse = operators.host_forward(*args)
+        def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
+            if shapes:
+                out, lse = operators.host_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:
