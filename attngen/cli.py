@@ -397,7 +397,8 @@ def profile(
     attngen profile specs/causal_fa1.yaml --seq 4096,16384 --tiles 32,64,128 --direction forward --out docs/io
     """
     from attngen.analysis.roofline import Problem
-    from attngen.bench.profile import ORDERS, ratio, run, write
+    from attngen.bench.profile import run, write
+    from attngen.bench.profile_results import ORDERS, ratio
     from attngen.ir.interface import DIRECTIONS
     from attngen.spec import load_spec
 
@@ -648,7 +649,7 @@ def tune(
         int | None, typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
     ] = None,
     results: Annotated[Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")] = None,
-    table: Annotated[Path | None, typer.Option(metavar="FILE", help="the table [default: the device's, in attngen/tune]")] = None,
+    table: Annotated[Path | None, typer.Option(metavar="FILE", help="the table [default: the device's, in attngen/schedules]")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
 ) -> None:
     """Measure the schedules that the model left, and keep the fastest.
@@ -664,10 +665,10 @@ def tune(
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
     from attngen.emit.files import write_file
+    from attngen.schedules.classes import RANGES
+    from attngen.schedules.table import Table, path_of, read_table
     from attngen.spec import load_spec
     from attngen.tune import run, summary
-    from attngen.tune.classes import RANGES
-    from attngen.tune.table import Table, path_of, read_table
 
     loaded = [(path, load_spec(path)) for path in _given(specs, every, "tune")]
     sources = {spec.name: path for path, spec in loaded}
