@@ -521,7 +521,9 @@ def test(
 @app.command()
 def bench(
     specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
-    grid: Annotated[list[str] | None, typer.Option(metavar="NAME|FILE", help="paper, fa3 or a YAML file instead of SPECS")] = None,
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|FILE", help="paper, fa3, flex, variants or a YAML file instead of SPECS")
+    ] = None,
     only: Annotated[
         str | None, typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096: one word of each kind")
     ] = None,
@@ -539,6 +541,7 @@ def bench(
     jobs: Annotated[int | None, typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")] = None,
     limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
     host: Annotated[bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")] = False,
+    masks: Annotated[bool, typer.Option("--masks", help="what preparing masks takes, too: plans, block masks")] = False,
 ) -> None:
     """Measure modules beside their peers on this GPU, in one run.
 
@@ -548,8 +551,11 @@ def bench(
     backends), flex (FlexAttention, written from the spec), fa4 (FlashAttention-4, where it is installed), naive. Dropout is off, masks
     and plans are made before. A peer that fails or hangs loses its own figures alone.
 
+    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and variants (what dropout
+    costs, and what block sparsity saves). The last two have tables of their own, as Markdown.
+
     With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
-    CUDA graph.
+    CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and those of a call that does it too.
 
     With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
     got slower or was lost. With --compare alone, the cells and peers are those of its file.
@@ -558,6 +564,7 @@ def bench(
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
     attngen bench --grid fa3 --only D128,causal --out bench
     attngen bench specs/causal_mqa.yaml --n 512 --batch 4 --host
+    attngen bench --grid flex --jobs 1
     attngen bench --grid paper --grid fa3 --list
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
@@ -573,7 +580,7 @@ def bench(
     if from_ is not None and (specs or grid or only or dry):
         raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
     old = read_results(compare) if compare else None
-    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host)
+    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host, masks)
     if from_ is not None:
         results = read_results(from_)
     else:
@@ -612,7 +619,8 @@ def bench(
 def _show_bench(results: Results, out_dir: Path) -> None:
     """Print the table of a run, and write its files."""
     from attngen.bench import plots
-    from attngen.bench.results import HEADINGS, HOST_HEADINGS, host_rows, ratios, rows
+    from attngen.bench.reports import reports
+    from attngen.bench.results import HEADINGS, HOST_HEADINGS, MASK_HEADINGS, host_rows, mask_rows, ratios, rows
     from attngen.emit.files import write_file
 
     m = results.machine
@@ -621,9 +629,14 @@ def _show_bench(results: Results, out_dir: Path) -> None:
     _print_rows(HEADINGS, rows(results))
     if hosts := list(host_rows(results)):
         _print_rows(HOST_HEADINGS, hosts)
+    if masks := list(mask_rows(results)):
+        _print_rows(MASK_HEADINGS, masks)
     for line in ratios(results):
         print(line)
-    files = {"results.json": results.text(), "results.csv": results.csv(), **(plots.plots(results) if plots.available() else {})}
+    tables = reports(results)
+    for text in tables.values():
+        print(f"\n{text}")
+    files = {"results.json": results.text(), "results.csv": results.csv(), **tables, **(plots.plots(results) if plots.available() else {})}
     for name, text in files.items():
         write_file(out_dir / name, text)
     print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}")
