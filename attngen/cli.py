@@ -472,35 +472,82 @@ def dump(
 
 @app.command()
 def test(
-    spec: SpecPath,
+    specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="every spec in specs/")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the random inputs")] = 0,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="run many more cases, and write all errors to this page")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="processes, of a report")] = 8,
 ) -> None:
-    """Test a spec's module against naive attention.
+    """Test modules of specs against naive attention.
 
     It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors are relative, against fp64. A
     case passes if none is above twice what naive attention has in the same dtype.
 
+    With --report every layout and, on CUDA, up to 32k queries and keys, in every element type; a second run must give the same bits.
+
     \b
     attngen test specs/causal_mqa.yaml
     attngen test specs/causal_mqa.yaml --seed 7
+    attngen test --all --report docs/gpu-verification.md
     """
-    import tempfile
+    from attngen.spec import load_spec
+
+    loaded = [(path, load_spec(path)) for path in _given(specs, every, "test")]
+    if report is not None:
+        _test_report(loaded, seed, report, jobs)
+        return
+    failed = [_test_one(path, spec, seed) for path, spec in loaded]
+    if wrong := [reason for reason in failed if reason]:
+        raise AttngenError("\n".join(wrong))
+
+
+def _interpret_without_cuda() -> bool:
+    """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before triton is imported."""
     import warnings
+
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ["TRITON_INTERPRET"] = "1"
+        warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+    return cuda
+
+
+def _test_report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: int) -> None:
+    """Run all cases of specs, and write the page of their errors."""
+    import tempfile
+
+    from attngen.emit.files import write_file, write_module
+
+    with tempfile.TemporaryDirectory() as folder:
+        for module, files in _modules(loaded, Path(folder)):
+            write_module(files, Path(folder) / module.name)
+        cuda = _interpret_without_cuda()
+        from attngen import sweep
+
+        device = "cuda" if cuda else "cpu"
+        found = sweep.run(sweep.jobs(loaded, Path(folder), device), device, seed, jobs)
+    write_file(report, sweep.page(found, device))
+    wrong = sweep.failures(found)
+    print(f"{report}: {_count(sum(len(table.lines) for table in found), 'case')}, {len(wrong)} above the bar")
+    if wrong:
+        raise AttngenError("\n".join(wrong))
+
+
+def _test_one(path: Path, loaded: Spec, seed: int) -> str:
+    """Run the small cases of a spec, and print their errors; what went wrong, or nothing."""
+    import tempfile
 
     from attngen.emit.files import write_module
     from attngen.emit.render import render
-    from attngen.spec import load_spec
 
-    loaded = load_spec(spec)
-    module = _lower(spec, loaded)
+    module = _lower(path, loaded)
     failed = 0
     with err.status("importing torch") as status, tempfile.TemporaryDirectory() as folder:
         import torch
 
-        cuda = torch.cuda.is_available()
-        if not cuda:
-            os.environ["TRITON_INTERPRET"] = "1"
-            warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+        cuda = _interpret_without_cuda()
         from attngen.testing import KEYS, cli_cases, load_module, run_case
 
         write_module(render(module), Path(folder) / loaded.name)
@@ -514,8 +561,7 @@ def test(
             errors = "".join(f"{result.ours[key]:<9.1e}" for key in KEYS)
             ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"
             print(f"{case!s:<28}{dtype:<7}{errors}{ratio:<14}{'ok' if result.ok else 'FAILED'}", flush=True)
-    if failed:
-        raise AttngenError(f"{_count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error")
+    return f"{_count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error" if failed else ""
 
 
 @app.command()

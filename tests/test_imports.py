@@ -26,7 +26,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_no_file_needs_itself() -> None:
-    graph = networkx.DiGraph()
+    graph: networkx.DiGraph[str] = networkx.DiGraph()
     for path in (ROOT / "attngen").rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         graph.add_edges_from((name, other) for other in imported(path))

@@ -120,7 +120,8 @@ def _late(problem: Problem) -> Call:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
             return grad
 
-    return Call(lambda x: Late.apply(right(x)))
+    late: Callable[[torch.Tensor], torch.Tensor] = Late.apply
+    return Call(lambda x: late(right(x)))
 
 
 def _awkward(problem: Problem) -> Call:

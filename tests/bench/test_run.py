@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bench.grids import Cell, cell
+from attngen.bench.grids import cell
 from attngen.bench.results import FIGURES, HOST, MASKS, Line, Results
-from attngen.bench.run import Setup, progress, run
+from attngen.bench.run import Setup, Work, progress, run
 from attngen.spec import make_spec
 from tests.helpers import ROOT
 
@@ -20,7 +20,7 @@ DIFFERENCES = [name for name in FIGURES if name.endswith("differs")]
 SPEC = make_spec({"name": "small", "heads": {"sharing": "gqa"}, "head_dim": 16, "dtype": "fp32", "mask": "causal"})
 
 
-def measured(cells: dict[Cell, tuple[str, ...]], folder: Path, setup: Setup = SETUP) -> tuple[Results, list[str]]:
+def measured(cells: Work, folder: Path, setup: Setup = SETUP) -> tuple[Results, list[str]]:
     results = Results({"matmul_tflops": 0.5, "copy_tb_s": 0.5})
     watched: list[str] = []
     for lines in run(cells, setup, folder, results, watched.append):
