@@ -129,7 +129,7 @@ class Sample:
     def _further(self) -> list[Picture]:
         """An excerpt off the diagonal in which about half is visible; none where the mask has no number as large as the first picture."""
         blocks = self.spec.mask.blocks()
-        reach = max([abs(int(i)) for i in self.spec.mask.expression().atoms(sympy.Integer)] + [2 * blocks.size if blocks else 0], default=0)
+        reach = max([abs(int(i)) for i in self.spec.mask.expression().atoms(sympy.Integer)] + [8 * blocks.size if blocks else 0], default=0)
         n = 1 << (reach + SIDE).bit_length()
         if reach < SIDE or n > LARGEST:
             return []
