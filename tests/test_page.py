@@ -261,7 +261,25 @@ def test_samples_of_blocks_count_what_is_visible() -> None:
     assert Sample(DATA).blocks(300, 128) == [
         [int(by_hand(300)[i : i + 128, j : j + 128].sum()) for j in range(0, 300, 128)] for i in range(0, 300, 128)
     ]
-    assert Sample(DATA).mask(Sizes(2, 4, 2, 24, 24)).shape == (2, 1, 24, 24)
+    assert Sample(DATA).mask(Sizes(2, 4, 2, 24, 24)).shape == (2, 4, 24, 24)
+
+
+@pytest.mark.parametrize("mask", ["{expr: kv_idx < n, params: {n: {scalar: int}}}", "{expr: 'q_idx - kv_idx < 3 * (h + 1)'}"])
+def test_masks_of_fewer_dimensions_are_drawn(mask: str) -> None:
+    sample = Sample(parse_spec(f"name: x\nhead_dim: 64\nmask: {mask}\n"))
+    (picture,) = sample.pictures
+    q, k = np.mgrid[:SIDE, :SIDE]
+    n = next((int(remark[len("Sample: n = ") : -1]) for remark in picture.remarks if remark.startswith("Sample: n = ")), None)
+    assert np.array_equal(picture.seen, q - k < 3 if n is None else k < n)
+    assert ("The first head of the first sequence; other heads differ." in picture.remarks) == (n is None)
+
+
+def test_edges_too_far_away_are_said_not_to_be_drawn() -> None:
+    (picture,) = Sample(spec("chunked_gqa")).pictures
+    assert "The mask has numbers up to 8192; edges so far away are not drawn." in picture.remarks
+    _, dilated = Sample(spec("dilated_mha")).pictures
+    q, k = np.mgrid[dilated.q0 : dilated.q0 + SIDE, dilated.k0 : dilated.k0 + SIDE]
+    assert np.array_equal(dilated.seen, (k <= q) & (q - k <= 2048) & ((q - k) % 4 == 0)) and (q - k > 2048).any()
 
 
 # ---------------------------------------------------------------------------------------------- how it is called

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 SIDE = 24  # queries and keys of a picture
-LARGEST = 4096  # rows in which a second picture is looked for
+LARGEST = 4096  # rows, at most, of the mask from which a second picture is cut
 STRIPES = {"i32": 5, "b1": 8}  # of what an expression reads along the rows
 SEQUENCES, HEADS = 2, 4  # of the sample
 
@@ -68,16 +68,17 @@ class Sample:
         return found
 
     def mask(self, sizes: Sizes, inputs: dict[str, Any] | None = None) -> torch.Tensor:
-        """The reference's mask, bool; one sequence or head where all are alike."""
+        """The reference's mask, bool [B, Hq, Nq, Nk]."""
         import torch
 
-        return self.spec.mask.reference(sizes, torch.device("cpu"), self.inputs(sizes) if inputs is None else inputs)
+        found = self.spec.mask.reference(sizes, torch.device("cpu"), self.inputs(sizes) if inputs is None else inputs)
+        return found.expand(sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv)
 
     def blocks(self, n: int, size: int) -> list[list[int]]:
         """How many elements of each block of the first head of n queries and keys are visible."""
         import torch
 
-        mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0].expand(n, n)
+        mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
         side = -(-n // size)
         padded = torch.nn.functional.pad(mask.int(), (0, side * size - n, 0, side * size - n))
         counts: list[list[int]] = padded.view(side, size, side, size).sum((1, 3)).tolist()
@@ -96,7 +97,7 @@ class Sample:
             return []
         sizes = Sizes(SEQUENCES, HEADS, {"mha": HEADS, "mqa": 1, "gqa": HEADS // 2}[self.spec.heads.sharing], SIDE, SIDE)
         inputs = self.inputs(sizes)
-        mask = self.mask(sizes, inputs).expand(-1, -1, SIDE, SIDE)
+        mask = self.mask(sizes, inputs)
         remarks = [f"{SIDE} queries and {SIDE} keys; dark elements are visible."]
         differs = [what for what, axis in (("sequences", 0), ("heads", 1)) if not bool((mask == mask.narrow(axis, 0, 1)).all())]
         remarks.append(
@@ -105,42 +106,48 @@ class Sample:
         if self.spec.heads.sharing != "mha":
             remarks.append("Query heads that share a K/V head see through this mask each by itself.")
         remarks += [f"Sample: {value}." for value in self._values(inputs)]
+        reach = self._reach()
+        if reach > LARGEST - SIDE:
+            remarks.append(f"The mask has numbers up to {reach}; edges so far away are not drawn.")
         first = Picture("the first elements", 0, 0, mask[0, 0].tolist(), remarks)
-        return [first, *self._further()]
+        return [first, *(self._further(reach) if SIDE <= reach <= LARGEST - SIDE else [])]
+
+    def _reach(self) -> int:
+        """The largest number of the mask; where it has blocks, rows of several of them."""
+        blocks = self.spec.mask.blocks()
+        numbers = [abs(int(i)) for i in self.spec.mask.expression().atoms(sympy.Integer)]
+        return max([*numbers, 8 * blocks.size if blocks else 0])
 
     def _values(self, inputs: dict[str, Any]) -> Iterator[str]:
         """What the mask reads of the first sequence and head: values where they stand in a line, else how they were made."""
         striped = {i.name for part in _written(self.spec.mask) for i in part.inputs() if _is_striped(i)}
         for i in self.spec.mask.inputs():
             value, first = inputs[i.name], 0
-            while first < len(i.shape) and i.shape[first] in ("B", "H", "Hkv"):
+            while first < len(i.shape) and i.shape[first] in ("B", "Hq", "Hkv"):
                 value, first = value[0], first + 1
             name = f"{i.name}[{', '.join('0' * first)}]" if first else i.name
             if not hasattr(value, "dim") or value.dim() == 0:
                 yield f"{name} = {float(value):g}"
             elif value.dim() == 1:
-                yield f"{name} = {' '.join(f'{float(x):g}' for x in value)}"
+                yield f"{name} = {' '.join(f'{float(x):.4g}' for x in value)}"
             elif i.name in striped:
                 stripes = " + ".join(f"{letter} * {STRIPES[i.dtype]} // {SIDE}" for letter in "qk")
                 yield f"{name}[q, k] = {f'({stripes}) % 4 != 3' if i.dtype == 'b1' else stripes}"
             else:
                 yield f"{name} is random"
 
-    def _further(self) -> list[Picture]:
-        """An excerpt off the diagonal in which about half is visible; none where the mask has no number as large as the first picture."""
-        blocks = self.spec.mask.blocks()
-        reach = max([abs(int(i)) for i in self.spec.mask.expression().atoms(sympy.Integer)] + [8 * blocks.size if blocks else 0], default=0)
+    def _further(self, reach: int) -> list[Picture]:
+        """An excerpt off the diagonal, of that many rows and more, across the sharpest edge; none where there is no edge."""
         n = 1 << (reach + SIDE).bit_length()
-        if reach < SIDE or n > LARGEST:
-            return []
-        mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0].expand(n, n)
+        mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
         step = SIDE // 2
-        shares = mask.unfold(0, SIDE, step).unfold(1, SIDE, step).float().mean((2, 3))
+        quarters = mask.unfold(0, step, step).unfold(1, step, step).float().mean((2, 3)).unfold(0, 2, 1).unfold(1, 2, 1)
+        edges = quarters.amax((2, 3)) - quarters.amin((2, 3))
         found = [
-            (abs(share - 0.5), q * step, k * step)
-            for q, row in enumerate(shares.tolist())
-            for k, share in enumerate(row)
-            if 0 < share < 1 and abs(q - k) * step >= SIDE
+            (-edge, q * step, k * step)
+            for q, row in enumerate(edges.tolist())
+            for k, edge in enumerate(row)
+            if edge > 0 and abs(q - k) * step >= SIDE
         ]
         if not found:
             return []
