@@ -46,8 +46,8 @@ test: $(READY)
 	$(PYTHON) -m pytest -n auto
 
 lint: $(READY)
-	$(PYTHON) -m ruff check attngen tests examples benchmarks generated
-	$(PYTHON) -m ruff format --check attngen tests examples benchmarks
+	$(PYTHON) -m ruff check attngen tests examples generated
+	$(PYTHON) -m ruff format --check attngen tests examples
 	$(PYTHON) -m mypy
 
 regen: $(READY)
@@ -56,4 +56,4 @@ regen: $(READY)
 gpu-test: $(READY)
 	$(PYTHON) -m attngen build --all
 	$(PYTHON) -m pytest -m gpu -n 8
-	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/verify.py --out docs/gpu-verification.md
+	$(PYTHON) -m attngen test --all --report docs/gpu-verification.md

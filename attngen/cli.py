@@ -397,7 +397,8 @@ def profile(
     attngen profile specs/causal_fa1.yaml --seq 4096,16384 --tiles 32,64,128 --direction forward --out docs/io
     """
     from attngen.analysis.roofline import Problem
-    from attngen.bench.profile import ORDERS, ratio, run, write
+    from attngen.bench.profile import run, write
+    from attngen.bench.profile_results import ORDERS, ratio
     from attngen.ir.interface import DIRECTIONS
     from attngen.spec import load_spec
 
@@ -471,35 +472,82 @@ def dump(
 
 @app.command()
 def test(
-    spec: SpecPath,
+    specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="every spec in specs/")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the random inputs")] = 0,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="run many more cases, and write all errors to this page")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="processes, of a report")] = 8,
 ) -> None:
-    """Test a spec's module against naive attention.
+    """Test modules of specs against naive attention.
 
     It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors are relative, against fp64. A
     case passes if none is above twice what naive attention has in the same dtype.
 
+    With --report every layout and, on CUDA, up to 32k queries and keys, in every element type; a second run must give the same bits.
+
     \b
     attngen test specs/causal_mqa.yaml
     attngen test specs/causal_mqa.yaml --seed 7
+    attngen test --all --report docs/gpu-verification.md
     """
-    import tempfile
+    from attngen.spec import load_spec
+
+    loaded = [(path, load_spec(path)) for path in _given(specs, every, "test")]
+    if report is not None:
+        _test_report(loaded, seed, report, jobs)
+        return
+    failed = [_test_one(path, spec, seed) for path, spec in loaded]
+    if wrong := [reason for reason in failed if reason]:
+        raise AttngenError("\n".join(wrong))
+
+
+def _interpret_without_cuda() -> bool:
+    """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before triton is imported."""
     import warnings
+
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ["TRITON_INTERPRET"] = "1"
+        warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+    return cuda
+
+
+def _test_report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: int) -> None:
+    """Run all cases of specs, and write the page of their errors."""
+    import tempfile
+
+    from attngen.emit.files import write_file, write_module
+
+    with tempfile.TemporaryDirectory() as folder:
+        for module, files in _modules(loaded, Path(folder)):
+            write_module(files, Path(folder) / module.name)
+        cuda = _interpret_without_cuda()
+        from attngen import sweep
+
+        device = "cuda" if cuda else "cpu"
+        found = sweep.run(sweep.jobs(loaded, Path(folder), device), device, seed, jobs)
+    write_file(report, sweep.page(found, device))
+    wrong = sweep.failures(found)
+    print(f"{report}: {_count(sum(len(table.lines) for table in found), 'case')}, {len(wrong)} above the bar")
+    if wrong:
+        raise AttngenError("\n".join(wrong))
+
+
+def _test_one(path: Path, loaded: Spec, seed: int) -> str:
+    """Run the small cases of a spec, and print their errors; what went wrong, or nothing."""
+    import tempfile
 
     from attngen.emit.files import write_module
     from attngen.emit.render import render
-    from attngen.spec import load_spec
 
-    loaded = load_spec(spec)
-    module = _lower(spec, loaded)
+    module = _lower(path, loaded)
     failed = 0
     with err.status("importing torch") as status, tempfile.TemporaryDirectory() as folder:
         import torch
 
-        cuda = torch.cuda.is_available()
-        if not cuda:
-            os.environ["TRITON_INTERPRET"] = "1"
-            warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+        cuda = _interpret_without_cuda()
         from attngen.testing import KEYS, cli_cases, load_module, run_case
 
         write_module(render(module), Path(folder) / loaded.name)
@@ -513,14 +561,15 @@ def test(
             errors = "".join(f"{result.ours[key]:<9.1e}" for key in KEYS)
             ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"
             print(f"{case!s:<28}{dtype:<7}{errors}{ratio:<14}{'ok' if result.ok else 'FAILED'}", flush=True)
-    if failed:
-        raise AttngenError(f"{_count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error")
+    return f"{_count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error" if failed else ""
 
 
 @app.command()
 def bench(
     specs: Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)] = None,
-    grid: Annotated[list[str] | None, typer.Option(metavar="NAME|FILE", help="paper, fa3 or a YAML file instead of SPECS")] = None,
+    grid: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|FILE", help="paper, fa3, flex, variants or a YAML file instead of SPECS")
+    ] = None,
     only: Annotated[
         str | None, typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096: one word of each kind")
     ] = None,
@@ -538,6 +587,7 @@ def bench(
     jobs: Annotated[int | None, typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")] = None,
     limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
     host: Annotated[bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")] = False,
+    masks: Annotated[bool, typer.Option("--masks", help="what preparing masks takes, too: plans, block masks")] = False,
 ) -> None:
     """Measure modules beside their peers on this GPU, in one run.
 
@@ -547,8 +597,11 @@ def bench(
     backends), flex (FlexAttention, written from the spec), fa4 (FlashAttention-4, where it is installed), naive. Dropout is off, masks
     and plans are made before. A peer that fails or hangs loses its own figures alone.
 
+    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and variants (what dropout
+    costs, and what block sparsity saves). The last two have tables of their own, as Markdown.
+
     With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
-    CUDA graph.
+    CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and those of a call that does it too.
 
     With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
     got slower or was lost. With --compare alone, the cells and peers are those of its file.
@@ -557,6 +610,7 @@ def bench(
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
     attngen bench --grid fa3 --only D128,causal --out bench
     attngen bench specs/causal_mqa.yaml --n 512 --batch 4 --host
+    attngen bench --grid flex --jobs 1
     attngen bench --grid paper --grid fa3 --list
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
@@ -572,7 +626,7 @@ def bench(
     if from_ is not None and (specs or grid or only or dry):
         raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
     old = read_results(compare) if compare else None
-    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host)
+    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host, masks)
     if from_ is not None:
         results = read_results(from_)
     else:
@@ -611,7 +665,8 @@ def bench(
 def _show_bench(results: Results, out_dir: Path) -> None:
     """Print the table of a run, and write its files."""
     from attngen.bench import plots
-    from attngen.bench.results import HEADINGS, HOST_HEADINGS, host_rows, ratios, rows
+    from attngen.bench.reports import reports
+    from attngen.bench.results import HEADINGS, HOST_HEADINGS, MASK_HEADINGS, host_rows, mask_rows, ratios, rows
     from attngen.emit.files import write_file
 
     m = results.machine
@@ -620,9 +675,14 @@ def _show_bench(results: Results, out_dir: Path) -> None:
     _print_rows(HEADINGS, rows(results))
     if hosts := list(host_rows(results)):
         _print_rows(HOST_HEADINGS, hosts)
+    if masks := list(mask_rows(results)):
+        _print_rows(MASK_HEADINGS, masks)
     for line in ratios(results):
         print(line)
-    files = {"results.json": results.text(), "results.csv": results.csv(), **(plots.plots(results) if plots.available() else {})}
+    tables = reports(results)
+    for text in tables.values():
+        print(f"\n{text}")
+    files = {"results.json": results.text(), "results.csv": results.csv(), **tables, **(plots.plots(results) if plots.available() else {})}
     for name, text in files.items():
         write_file(out_dir / name, text)
     print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}")
@@ -648,7 +708,7 @@ def tune(
         int | None, typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
     ] = None,
     results: Annotated[Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")] = None,
-    table: Annotated[Path | None, typer.Option(metavar="FILE", help="the table [default: the device's, in attngen/tune]")] = None,
+    table: Annotated[Path | None, typer.Option(metavar="FILE", help="the table [default: the device's, in attngen/schedules]")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
 ) -> None:
     """Measure the schedules that the model left, and keep the fastest.
@@ -664,10 +724,10 @@ def tune(
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
     from attngen.emit.files import write_file
+    from attngen.schedules.classes import RANGES
+    from attngen.schedules.table import Table, path_of, read_table
     from attngen.spec import load_spec
     from attngen.tune import run, summary
-    from attngen.tune.classes import RANGES
-    from attngen.tune.table import Table, path_of, read_table
 
     loaded = [(path, load_spec(path)) for path in _given(specs, every, "tune")]
     sources = {spec.name: path for path, spec in loaded}

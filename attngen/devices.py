@@ -31,7 +31,7 @@ class DeviceClass:
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
     shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
-    tuned_on: str = ""  # the device whose measured schedules (attngen/tune) the class takes, where there are any
+    tuned_on: str = ""  # the device whose measured schedules (attngen/schedules) the class takes, where there are any
     source: str
 
     @property

@@ -168,6 +168,6 @@ kernel @fwd grid(h in Hq)
 
 def changes(step: Pass, before: Module) -> list[str]:
     """What a pass makes of a module that stays verified: lines taken away with `-`, lines put in with `+`."""
-    texts = [print_module(m).splitlines() for m in (before, verify(step.run(before)))]
-    found = (" ".join(line.split()) for line in difflib.ndiff(*texts) if line[:2] in ("- ", "+ "))
+    old, new = (print_module(m).splitlines() for m in (before, verify(step.run(before))))
+    found = (" ".join(line.split()) for line in difflib.ndiff(old, new) if line[:2] in ("- ", "+ "))
     return [line for line in found if line not in ("-", "+") and line[2:7] != "phase"]

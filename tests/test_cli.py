@@ -358,9 +358,9 @@ def test_tune_without_a_gpu_says_what_it_needs(project: Path, attngen: Cli) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tune_makes_the_table_of_results_without_a_gpu(project: Path, attngen: Cli) -> None:
+    from attngen.schedules.table import read_table
     from attngen.spec import load_spec
     from attngen.tune.run import read_results
-    from attngen.tune.table import read_table
     from attngen.tune.tuner import Outcome, Tried, plan
 
     plans = [plan(load_spec(project / "specs" / "good.yaml"), "sm90")]

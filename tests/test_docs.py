@@ -74,4 +74,6 @@ def test_the_workflow_runs_what_there_is() -> None:
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     assert commands == {"cpu": [".ci/run"], "gpu": ["make gpu-test VENV=system", "git diff --exit-code generated"]}
     recipe = (ROOT / "Makefile").read_text().partition("\ngpu-test:")[2]
-    assert "attngen build --all" in recipe and "pytest -m gpu" in recipe and "verify.py" in recipe
+    assert (
+        "attngen build --all" in recipe and "pytest -m gpu" in recipe and "attngen test --all --report docs/gpu-verification.md" in recipe
+    )

@@ -1,6 +1,6 @@
 """Every committed module against naive attention: forward, all gradients, layouts, empty rows, edge sizes.
 
-The same tests run on CUDA and, with smaller shapes, in Triton's interpreter; benchmarks/verify.py adds the largest. The bar is
+The same tests run on CUDA and, with smaller shapes, in Triton's interpreter; `attngen test --report` adds the largest. The bar is
 `Result.ok`: no error above twice naive attention's in the same dtype, both against fp64.
 """
 

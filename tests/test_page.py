@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sympy
 
@@ -18,14 +20,20 @@ from attngen.analysis.tiles import count_tiles
 from attngen.certify.certificate import keep
 from attngen.cli import main
 from attngen.emit.charts import PLOT
+from attngen.emit.elements import SIDE, Sample
 from attngen.emit.mathml import MathML
 from attngen.emit.page import page
 from attngen.emit.render import render
+from attngen.emit.signature import signatures
 from attngen.emit.tilemap import TileMap, draw_tiles, tile_maps
 from attngen.ir.expr import parse, symbol
-from attngen.ir.graph import Blocks, Module
+from attngen.ir.graph import Module
 from attngen.ir.ops import Loop
-from tests.helpers import ROOT, lowered, spec, target
+from attngen.ir.text import print_module
+from attngen.parts import Sizes
+from attngen.passes.pipeline import lower, stages
+from attngen.spec import parse_spec
+from tests.helpers import ROOT, built, lowered, spec, target
 
 NAMES = ("causal_mqa", "local_global_dropout_mha", "causal_padding_gqa")
 
@@ -81,7 +89,13 @@ def test_it_holds_the_spec_every_pass_and_the_code(name: str) -> None:
     files = render(target(name))
     for file in ("__init__.py", "kernels.py", "schedule.ir"):
         assert listed[file] == files[file]
-    assert [label for label in listed if label.startswith("The IR after ")] == [f"The IR after {step}" for step in lowered(name)]
+    modules = list(lowered(name).items())
+    changed = [modules[0][0]] + [
+        step for (_, before), (step, after) in zip(modules, modules[1:]) if print_module(before) != print_module(after)
+    ]
+    assert [label for label in listed if label.startswith("The IR after ")] == [f"The IR after {step}" for step in changed]
+    assert [label for label in listed if label.startswith("Changes by ")] == [f"Changes by {step}" for step in changed[1:]]
+    assert len(changed) < len(modules)
     assert listed["The IR after legalize-triton"] == files["schedule.ir"]
     assert "-     %masked = mask %score where(" in html("causal_mqa") and "+     %masked = mask %s where(" in html("causal_mqa")
 
@@ -91,7 +105,9 @@ def test_texts_are_escaped() -> None:
     steps = [(name, replace(module, mask=nasty)) for name, module in lowered("causal_mqa").items()]
     text = page(spec("causal_mqa"), f"# {nasty}\n", steps, render(target("causal_mqa")), Problem())
     assert "<script" not in text
-    assert words(ET.fromstring(text)).count(nasty) == 2 + len(steps)
+    printed = [print_module(module) for _, module in steps]
+    changed = 1 + sum(before != after for before, after in zip(printed, printed[1:]))
+    assert words(ET.fromstring(text)).count(nasty) == 2 + changed
 
 
 # ---------------------------------------------------------------------------------------------- tiles
@@ -100,7 +116,7 @@ def test_texts_are_escaped() -> None:
 @pytest.mark.parametrize("name", ["window_gqa", "causal_padding_gqa"])
 def test_tiles_drawn_are_tiles_counted(name: str) -> None:
     module = target(name)
-    found = dict(tile_maps(module, Problem()))
+    found = dict(tile_maps(Sample(spec(name)), module, Problem()))
     assert found.keys() == {k.name for k in module.kernels} - {"delta", "packed"}
     for kernel, drawn in found.items():
         assert isinstance(drawn, TileMap)
@@ -115,24 +131,78 @@ def test_tiles_drawn_are_tiles_counted(name: str) -> None:
 
 
 def test_ranges_are_listed_and_the_last_tile_is_cut() -> None:
-    drawn = draw_tiles(target("window_gqa"), target("window_gqa").kernel("fwd"), Problem(n_q=300, n_kv=300))
+    drawn = draw_tiles(Sample(spec("window_gqa")), target("window_gqa"), target("window_gqa").kernel("fwd"), Problem(n_q=300, n_kv=300))
     assert list(drawn.programs())[3:] == [["3", "192 .. 256", "0 .. 3", "3 .. 4", "4"], ["4", "256 .. 300", "0 .. 4", "4 .. 5", "5"]]
     last = drawn.drawing.shapes[-2]
     assert (last.hint, last.attributes["width"]) == ("program 4: partial 4 .. 5", "44")
 
 
 def test_a_pattern_of_blocks_is_drawn() -> None:
-    for kernel, drawn in tile_maps(target("local_global_dropout_mha"), Problem()):
+    for kernel, drawn in tile_maps(Sample(spec("local_global_dropout_mha")), target("local_global_dropout_mha"), Problem()):
         assert isinstance(drawn, TileMap), kernel
         side = drawn.n // 64
         listed = sum(abs(i - j) <= 2 or i < 1 or j < 1 for i in range(side) for j in range(side))
         assert drawn.count("full") == listed * 64 * 64 // (drawn.block_q * drawn.block_kv)
 
 
-def test_what_only_a_call_knows_is_said() -> None:
-    given = replace(target("local_global_dropout_mha"), blocks=Blocks(64))
-    assert {why for _, why in tile_maps(given, Problem())} == {"Which blocks of scores count is known at the call: block_mask= says it."}
-    (_, drawn), *_ = tile_maps(target("causal_padding_gqa"), Problem())
+DATA = parse_spec("""
+name: data
+heads: {sharing: gqa}
+head_dim: 64
+dtype: bf16
+mask:
+  all_of:
+    - causal
+    - expr: "ids[b, q_idx] == ids[b, kv_idx] or allowed[b, q_idx, kv_idx]"
+      params: {ids: {tensor: [B, Nk], dtype: int32}, allowed: {tensor: [B, Nq, Nk], dtype: bool}}
+""")
+
+
+@cache
+def data() -> Module:
+    return lower(DATA)
+
+
+def by_hand(n: int) -> np.ndarray:
+    """The mask of DATA on the sample that the page describes."""
+    q, k = np.mgrid[:n, :n]
+    return (k <= q) & ((q * 5 // n == k * 5 // n) | ((q * 8 // n + k * 8 // n) % 4 != 3))
+
+
+def test_masks_of_data_are_drawn_with_sample_data() -> None:
+    """The tiles in static ranges are those of causal; those of blocks with nothing visible are pale, those that are all visible full."""
+    maps = dict(tile_maps(Sample(DATA), data(), Problem()))
+    assert list(maps) == ["fwd", "dq", "dkdv", "blocks"]
+    for kernel in ("fwd", "dq", "dkdv"):
+        drawn = maps[kernel]
+        assert isinstance(drawn, TileMap)
+        blocks = by_hand(drawn.n).reshape(drawn.n // 128, 128, drawn.n // 128, 128).sum((1, 3))
+        wanted = {"full": 0, "partial": 0, "unlisted": 0, "empty": 0}
+        for i, q in enumerate(range(0, drawn.n, drawn.block_q)):
+            for j, k in enumerate(range(0, drawn.n, drawn.block_kv)):
+                count = blocks[q // 128, k // 128]
+                hidden = k > q + drawn.block_q - 1
+                cls = "empty" if hidden else "unlisted" if not count else "full" if count == 128**2 else "partial"
+                wanted[cls] += 1
+                assert (drawn.cells[i][j] if drawn.own == "q" else drawn.cells[j][i]) == cls
+        assert {cls: drawn.count(cls) for cls in wanted} == wanted and min(wanted.values()) > 0
+        assert sum(int(row[-1]) for row in drawn.programs()) == wanted["full"] + wanted["partial"]
+        assert any("The ranges are static" in remark for remark in drawn.remarks)
+    found = maps["blocks"]
+    assert isinstance(found, TileMap) and found.count("unlisted") == 0
+    assert any(remark.startswith("It finds out which blocks of scores count") for remark in found.remarks)
+
+
+def test_a_block_mask_of_a_call_is_drawn_from_a_sample() -> None:
+    sample = Sample(spec("block_sparse_mha"))
+    for _, drawn in tile_maps(sample, target("block_sparse_mha"), Problem()):
+        assert isinstance(drawn, TileMap)
+        listed = sum(map(sum, sample.listed(drawn.n, 128))) * 128 * 128 // (drawn.block_q * drawn.block_kv)
+        assert drawn.count("full") == listed and drawn.count("unlisted") == drawn.n**2 // (drawn.block_q * drawn.block_kv) - listed > 0
+
+
+def test_what_only_a_call_bounds_is_said() -> None:
+    (_, drawn), *_ = tile_maps(Sample(spec("causal_padding_gqa")), target("causal_padding_gqa"), Problem())
     assert isinstance(drawn, TileMap)
     assert "Drawn for a call that hides nothing by kv_lengths; others visit fewer tiles." in drawn.remarks
 
@@ -146,11 +216,117 @@ def test_a_bound_that_cannot_be_told_leaves_the_map_out(end: str, why: str) -> N
         ranges = ((sympy.Integer(0), parse(end)),)
         return module.map_kernels(lambda k: k.rewrite(lambda _, op: [replace(op, ranges=ranges) if isinstance(op, Loop) else op]))
 
-    for _, drawn in tile_maps(longer(target("causal_mqa")), Problem()):
+    for _, drawn in tile_maps(Sample(spec("causal_mqa")), longer(target("causal_mqa")), Problem()):
         assert not isinstance(drawn, TileMap) and drawn.startswith(why)
 
 
+# ---------------------------------------------------------------------------------------------- the mask by elements
+
+
+def test_elements_are_those_of_formulas_by_hand() -> None:
+    q, k = np.mgrid[:SIDE, :SIDE]
+    (causal,) = Sample(spec("causal_mqa")).pictures
+    assert np.array_equal(causal.seen, k <= q) and "All heads are alike." in causal.remarks
+    (found,) = Sample(DATA).pictures
+    assert np.array_equal(found.seen, by_hand(SIDE))
+    assert "Sample: ids[0] = 0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 4 4 4 4." in found.remarks
+    assert "Sample: allowed[0][q, k] = (q * 8 // 24 + k * 8 // 24) % 4 != 3." in found.remarks
+    assert Sample(spec("full_mha")).pictures == []
+    (lengths,) = Sample(spec("causal_padding_gqa")).pictures
+    (shown,) = (int(remark.rpartition(" = ")[2][:-1]) for remark in lengths.remarks if remark.startswith("Sample: kv_lengths[0]"))
+    assert np.array_equal(lengths.seen, (k <= q) & (k < shown))
+    assert "The first head of the first sequence; other sequences differ." in lengths.remarks
+
+
+def test_elements_further_on_show_an_edge_that_is_too_far_away() -> None:
+    first, window = Sample(spec("window_gqa")).pictures
+    q, k = np.mgrid[window.q0 : window.q0 + SIDE, window.k0 : window.k0 + SIDE]
+    assert np.array_equal(window.seen, (k <= q) & (q - k <= 1023)) and 0 < np.sum(window.seen) < SIDE**2
+    assert list(first.rows())[3] == ["3", "0 .. 3"] and list(window.rows())[0][0] == str(window.q0)
+    (_, blocks) = Sample(spec("local_global_dropout_mha")).pictures
+    q, k = np.mgrid[blocks.q0 : blocks.q0 + SIDE, blocks.k0 : blocks.k0 + SIDE] // 64
+    assert np.array_equal(blocks.seen, (abs(q - k) <= 2) | (q < 1) | (k < 1)) and 0 < np.sum(blocks.seen) < SIDE**2
+
+
+def test_elements_drawn_are_those_seen() -> None:
+    for picture in Sample(DATA).pictures:
+        drawn = [s.attributes for s in picture.drawing.shapes if s.attributes["class"] == "full"]
+        area = sum(float(a["width"]) * float(a["height"]) for a in drawn) * SIDE**2 / PLOT**2
+        assert area == pytest.approx(np.sum(picture.seen), rel=1e-3)
+    chart = next(e for e in tree("causal_mqa").iter("svg") if e.get("aria-labelledby", "").startswith("mask-1"))
+    assert chart[1].text == f"{SIDE} queries from 0 by {SIDE} keys from 0: {SIDE * (SIDE + 1) // 2} elements visible"
+
+
+def test_samples_of_blocks_count_what_is_visible() -> None:
+    assert Sample(DATA).blocks(300, 128) == [
+        [int(by_hand(300)[i : i + 128, j : j + 128].sum()) for j in range(0, 300, 128)] for i in range(0, 300, 128)
+    ]
+    assert Sample(DATA).mask(Sizes(2, 4, 2, 24, 24)).shape == (2, 4, 24, 24)
+
+
+@pytest.mark.parametrize("mask", ["{expr: kv_idx < n, params: {n: {scalar: int}}}", "{expr: 'q_idx - kv_idx < 3 * (h + 1)'}"])
+def test_masks_of_fewer_dimensions_are_drawn(mask: str) -> None:
+    sample = Sample(parse_spec(f"name: x\nhead_dim: 64\nmask: {mask}\n"))
+    (picture,) = sample.pictures
+    q, k = np.mgrid[:SIDE, :SIDE]
+    n = next((int(remark[len("Sample: n = ") : -1]) for remark in picture.remarks if remark.startswith("Sample: n = ")), None)
+    assert np.array_equal(picture.seen, q - k < 3 if n is None else k < n)
+    assert ("The first head of the first sequence; other heads differ." in picture.remarks) == (n is None)
+
+
+def test_edges_too_far_away_are_said_not_to_be_drawn() -> None:
+    (picture,) = Sample(spec("chunked_gqa")).pictures
+    assert "The mask has numbers up to 8192; edges so far away are not drawn." in picture.remarks
+    _, dilated = Sample(spec("dilated_mha")).pictures
+    q, k = np.mgrid[dilated.q0 : dilated.q0 + SIDE, dilated.k0 : dilated.k0 + SIDE]
+    assert np.array_equal(dilated.seen, (k <= q) & (q - k <= 2048) & ((q - k) % 4 == 0)) and (q - k > 2048).any()
+
+
+# ---------------------------------------------------------------------------------------------- how it is called
+
+
+@pytest.mark.parametrize("name", ["causal_dropout_mqa", "document_gqa", "block_sparse_mha"])
+def test_signatures_are_those_of_the_module(name: str) -> None:
+    module = built(name)
+    found = {s.name: s for s in signatures((ROOT / "generated" / name / "__init__.py").read_text())}
+    own = [f"attention.{key}" for key, value in vars(module.attention).items() if getattr(value, "__module__", "") == module.__name__]
+    assert sorted(found) == sorted(["attention", *own])
+    for shown, s in found.items():
+        real = inspect.signature(module.attention if shown == "attention" else getattr(module.attention, shown.partition(".")[2]))
+        assert [a.split(":")[0] for a in s.code.splitlines()[1:-1] if a.strip() != "*,"] == [f"    {p}" for p in real.parameters]
+        assert all(meaning for *_, meaning in s.args) and [row[0] for row in s.args] in ([], list(real.parameters))
+        assert s.says and s.code.startswith(f"{shown}(\n") and f") -> {real.return_annotation}" in s.code
+    assert found["attention"].args[-1][:3] == ["return_lse", "bool", "False"] and found["attention"].returns.startswith("[B, Hq, Nq, ")
+
+
+def test_the_page_has_the_arguments() -> None:
+    (section,) = (e for e in tree("causal_padding_gqa").iter("section") if e.get("id") == "call")
+    assert "number of keys of each sequence that count, from the first" in words(section)
+    assert "    kv_lengths: torch.Tensor,\n" in words(section) and "    scale: float | None = None,\n" in words(section)
+
+
+def test_kernels_beside_the_directions_are_explained() -> None:
+    sentence = "@packed takes the place of @fwd in calls of few queries"
+    assert html("causal_mqa").count(sentence) == 2 and sentence not in html("local_global_dropout_mha")
+    files = keep(render(data()), ROOT / "generated" / "none")
+    text = page(DATA, "name: data\n", list(stages(DATA)), files, Problem())
+    assert text.count("@blocks runs once before the others") == 2 and "No map." not in text
+    assert "hidden by the sample data alone" in text and "hidden by the sample data alone" not in html("causal_mqa")
+
+
 # ---------------------------------------------------------------------------------------------- formulas
+
+
+def test_nothing_is_too_wide_to_be_read() -> None:
+    """Lines may break between <math> elements, which are short; the specs' lines are wrapped."""
+    for name in ("window_gqa", "chunked_gqa", "causal_padding_gqa"):
+        text = tree(name)
+        parts = [words(e).replace(" ", "") for e in text.iter("math") if e.find(".//mtable") is None]
+        assert max(map(len, parts)) <= 45, max(parts, key=len)
+    wrapped = [e.get("aria-label") for e in tree("window_gqa").iter("pre") if e.get("class") == "prose"]
+    assert wrapped[:2] == ["The spec as written", "The spec with every default"]
+    (style,) = tree("window_gqa").iter("style")
+    assert "pre.prose { max-height: none; white-space: pre-wrap;" in words(style)
 
 
 @pytest.mark.parametrize(

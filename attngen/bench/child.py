@@ -2,8 +2,8 @@
 
 It reads a job as a line of JSON, imports what it needs, and waits for a line. Then come, on that line, the first calls of the peers
 that compile; after a second line, when no other process uses the GPU, everything else: the other peers' first calls, memory, results
-beside the first peer's, times, host times. Whatever it finds it says at once, a message of JSON a line, and before each step whose turn
-it is, so that of a process that dies or hangs the one peer is known whose step it was.
+beside the first peer's, times, host times, what preparing the mask takes. Whatever it finds it says at once, a message of JSON a line,
+and before each step whose turn it is, so that of a process that dies or hangs the one peer is known whose step it was.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,18 @@ from typing import Any
 import torch
 
 from attngen.bench.grids import Cell
-from attngen.bench.peers import Call, Peer
+from attngen.bench.peers import Call, Forward, Peer
 from attngen.bench.problem import Inputs, Problem
-from attngen.bench.results import DIFFERS, sentence
+from attngen.bench.results import DIFFERS, RESULTS, sentence
 from attngen.reference import relative_error
 from attngen.spec import make_spec
 
 SETS = 3  # of inputs, at most, that calls take in turn
 HEAVY = 1 / 16  # of the free memory: a peer that keeps more for its backward has that timed alone
 HOST_MS = 100.0  # of device time for a round of host times
-RESULTS = ("out", "dq", "dk", "dv")
 NAN = 1e9  # stands for a difference that is no number, which JSON does not have
 
 Tell = Callable[..., None]
-Forward = Callable[[Inputs], torch.Tensor]
 
 
 def _channel() -> Tell:
@@ -56,9 +55,10 @@ class Bench:
     """The peers of one cell."""
 
     def __init__(self, job: dict[str, Any], known: dict[str, Peer], clock: Any, tell: Tell) -> None:
-        self.problem = Problem(Cell("", make_spec(job["spec"]), *job["sizes"]), job["device"], Path(job["folder"]))
+        cell = replace(Cell("", make_spec(job["spec"]), *job["sizes"]), call=tuple(job["call"].items()))
+        self.problem = Problem(cell, job["device"], Path(job["folder"]))
         self.peers = {name: known[name] for name in job["peers"]}
-        self.rounds, self.host, self.clock, self.tell = job["rounds"], job["host"], clock, tell
+        self.rounds, self.host, self.masks, self.clock, self.tell = job["rounds"], job["host"], job["masks"], clock, tell
         self.calls: dict[str, Call] = {}  # of the peers that work, those that compile first
         self.no_backward: set[str] = set()
 
@@ -77,6 +77,8 @@ class Bench:
             self.memory(name)
         held = self.check()
         self.times(held)
+        if self.masks:
+            self.mask_times()
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -149,11 +151,10 @@ class Bench:
                 self.tell(peer=name, allocated_mib=allocated / 2**20, reserved_mib=reserved / 2**20)
 
     def check(self) -> dict[str, int]:
-        """Results beside those of the first peer; gives the bytes that each peer keeps for its backward."""
+        """Results beside those of the first peer, unless dropout makes them random; gives the bytes that each keeps for its backward."""
         inputs, held = self.problem.draw(0), {}
         reference: tuple[torch.Tensor, ...] | None = None
-        first = ""
-        labels = (*RESULTS, *(f"d{i.name}" for i in self.problem.cell.spec.inputs() if i.grad))
+        first, random = "", bool(self.problem.cell.asked("dropout_p"))
         for name in list(self.calls):
             found: tuple[torch.Tensor, ...] = ()
             with self.step(name, "results"):
@@ -168,12 +169,22 @@ class Bench:
                 if reference is None:
                     reference, first = found, name
                     continue
-                errors = {label: relative_error(x, ref) for label, x, ref in zip(labels, found, reference)}
-                worst = max(errors, key=lambda label: (errors[label] != errors[label], errors[label]))
-                self.tell(peer=name, differs=min(errors[worst], NAN) if errors[worst] == errors[worst] else NAN)
-                if not errors[worst] <= DIFFERS:
-                    self.tell(peer=name, why=f"{worst} differs from that of {first} by {errors[worst]:.1e}")
+                if not random:
+                    self.differences(name, first, found, reference)
         return held
+
+    def differences(self, name: str, first: str, found: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]) -> None:
+        """Tell how far a peer's results are from the first's: all of them, and the furthest."""
+        labels = (*RESULTS[:4], *(f"d{i.name}" for i in self.problem.cell.spec.inputs() if i.grad))
+        errors = {label: relative_error(x, ref) for label, x, ref in zip(labels, found, reference)}
+        numbers = {label: min(error, NAN) if error == error else NAN for label, error in errors.items()}
+        worst = max(numbers, key=lambda label: numbers[label])
+        figures = {f"{label}_differs": numbers[label] for label in RESULTS if label in numbers}
+        if learned := [numbers[label] for label in labels[4:] if label in numbers]:
+            figures["learned_differs"] = max(learned)
+        self.tell(peer=name, differs=numbers[worst], **figures)
+        if not numbers[worst] <= DIFFERS:
+            self.tell(peer=name, why=f"{worst} differs from that of {first} by {errors[worst]:.1e}")
 
     def times(self, held: dict[str, int]) -> None:
         """The three times, peers in turn; of the backward of those that keep much for it, one peer at a time."""
@@ -218,6 +229,30 @@ class Bench:
                     us = self.clock.host_us(prepare(self.calls[name].forward, sets), max(3, min(50, turns)))
                     self.tell(peer=name, **{figure: us})
 
+    def mask_times(self) -> None:
+        """What preparing the mask takes, of peers that do: wall time, memory; and calls that do it too, their time and their memory."""
+        wholes: dict[str, Forward] = {}
+        for name in [name for name in self.calls if self.calls[name].masks]:
+            call = self.calls[name]
+            for figure, make in call.masks.items():
+                with self.step(name, "preparing the mask", loses=False):
+                    self.tell(peer=name, **{figure: self.clock.wall_ms(make)})
+            with self.step(name, "memory of the mask", loses=False):
+                self.tell(peer=name, mask_mib=self.clock.peak_bytes(call.masks["mask_ms"])[0] / 2**20)
+            with self.step(name, "a call that prepares the mask", loses=False):
+                assert call.whole
+                whole = call.whole()
+                self.whole(whole)
+                self.tell(peer=name, whole_mib=self.clock.peak_bytes(partial(self.whole, whole))[0] / 2**20)
+                wholes[name] = whole
+        inputs = self.problem.draw(0)
+        self.timed("whole_fwd", {name: partial(_first, whole, inputs) for name, whole in wholes.items()})
+
+    def whole(self, forward: Forward) -> None:
+        """One forward and backward of fresh inputs."""
+        inputs = self.problem.draw(0)
+        torch.autograd.grad(forward(inputs), inputs.leaves, inputs.grad)
+
     def eager(self, forward: Forward, sets: list[Inputs]) -> Callable[[int], object]:
         return lambda number: forward(sets[number % len(sets)])
 
@@ -251,6 +286,10 @@ class Bench:
                 self.tell(peer=name, **{f"{direction}_ms": times.median, f"{direction}_spread": times.spread})
             return {name: times.median for name, times in found.items()}
         return {}
+
+
+def _first(forward: Forward, inputs: Inputs, number: int) -> object:
+    return forward(inputs)
 
 
 def _backward(pairs: list[tuple[Inputs, torch.Tensor]], number: int) -> object:

@@ -1,4 +1,4 @@
-"""Which problems are measured: cells, the grids that come with attngen, and grids in YAML.
+"""Which problems are measured: cells, grids of them, and grids in YAML. Those that come with attngen are in catalog.py.
 
 A grid's file holds blocks of cells, each the product of its lists (SPEC files are relative to the current folder):
 
@@ -14,24 +14,28 @@ A grid's file holds blocks of cells, each the product of its lists (SPEC files a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attngen.document import read_document, shown
 from attngen.errors import AttngenError, suggest
-from attngen.spec import Spec, load_spec, make_spec
+from attngen.spec import Spec, load_spec
 
 TOKENS, HEADS = 16384, 16  # where nothing else is said: rows of all sequences together, query heads
-ROWS = (512, 1024, 2048, 4096, 8192, 16384)
 _KEYS = ("specs", "n", "tokens", "batch", "heads", "kv_heads", "dtype")
 _MOST = 2**24
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One problem: a spec in one element type, with its sizes. `grid` names the plot that it belongs to."""
+    """One problem: a spec in one element type, with its sizes. `grid` names the plot or the tables that it belongs to.
+
+    `call` says how its calls differ from a common user's: `dropout_p`, the probability of dropout; `document`, the rows of each document,
+    where the spec reads numbers of documents; `share`, one of so many blocks counts, where it reads a mask of blocks.
+    """
 
     grid: str
     spec: Spec
@@ -41,11 +45,16 @@ class Cell:
     kv_heads: int
     n_q: int
     n_kv: int
+    call: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         rows = f"N{self.n_q}" if self.n_q == self.n_kv else f"Nq{self.n_q} Nk{self.n_kv}"
-        return f"{self.spec.name} {self.dtype} B{self.batch} H{heads} {rows}"
+        return " ".join([self.spec.name, self.dtype, f"B{self.batch}", f"H{heads}", rows, *(f"{k}={x:g}" for k, x in self.call)])
+
+    def asked(self, name: str) -> float:
+        """What `call` says of a name; 0 if nothing."""
+        return dict(self.call).get(name, 0)
 
     @property
     def score(self) -> str:
@@ -74,7 +83,7 @@ class Grid:
 
 
 def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, batch: int | None = None, heads: int = HEADS,
-         kv_heads: int | None = None, dtype: str | None = None) -> Cell:  # fmt: skip
+         kv_heads: int | None = None, dtype: str | None = None, call: Mapping[str, float] = MappingProxyType({})) -> Cell:  # fmt: skip
     """A cell, with defaults for what is not said; AttngenError where the spec and the sizes do not go together."""
     sharing = spec.heads.sharing
     shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]
@@ -84,42 +93,7 @@ def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, ba
         raise AttngenError(f"{spec.name}: {heads} query heads are not a multiple of {shared} K/V heads")
     if dtype is not None and dtype not in spec.dtype:
         raise AttngenError(f"{spec.name} is not built for {dtype}; expected {' or '.join(spec.dtype)}")
-    return Cell(grid, spec, dtype or spec.dtype[0], batch or max(1, tokens // n_kv), heads, shared, n_q, n_kv)
-
-
-# ---------------------------------------------------------------------------------------------- grids that come with attngen
-
-
-def _spec(mask: str, sharing: str, dim: int) -> Spec:
-    name = f"{'full' if mask == 'none' else mask}_{sharing}_d{dim}"
-    return make_spec({"name": name, "heads": {"sharing": sharing}, "head_dim": dim, "mask": mask})
-
-
-def paper() -> Grid:
-    """The seed study's: 4 sequences, 16 heads, D = 64, fp16, causal and not, MHA and MQA, forward and backward, naive too."""
-    specs = [_spec(mask, sharing, 64) for mask in ("causal", "none") for sharing in ("mha", "mqa")]
-    cells = tuple(cell("paper", s, n, n, batch=4, dtype="fp16") for s in specs for n in ROWS)
-    return Grid("paper", cells, ("ours", "flash", "naive"))
-
-
-def fa3() -> Grid:
-    """FlashAttention-3's: 16k rows in all, hidden size 2048, D in {64, 128, 256}, bf16, causal and not."""
-    specs = [_spec(mask, "mha", dim) for dim in (64, 128, 256) for mask in ("causal", "none")]
-    cells = tuple(cell("fa3", s, n, n, heads=2048 // s.head_dim.qk, dtype="bf16") for s in specs for n in ROWS)
-    return Grid("fa3", cells, ("ours", "flash", "cudnn", "flex", "fa4"))
-
-
-GRIDS = {"paper": paper, "fa3": fa3}
-
-
-def find_grid(name: str) -> Grid:
-    """A grid by its name, or from its file."""
-    if name in GRIDS:
-        return GRIDS[name]()
-    if not Path(name).is_file():
-        hint = suggest(name, GRIDS)
-        raise AttngenError(f"--grid {shown(name)} is no grid of attngen and no file; {hint}")
-    return read_grid(Path(name))
+    return Cell(grid, spec, dtype or spec.dtype[0], batch or max(1, tokens // n_kv), heads, shared, n_q, n_kv, tuple(call.items()))
 
 
 # ---------------------------------------------------------------------------------------------- grids in YAML
@@ -164,7 +138,9 @@ class _Reader:
         self.known(data, _KEYS, place)
         if "tokens" in data and "batch" in data:
             raise self.error((*place, "batch"), "stands beside `tokens`; expected one of them")
-        sizes = {key: self.whole(data[key], (*place, key)) for key in ("tokens", "batch", "heads", "kv_heads") if key in data}
+        sizes: dict[str, Any] = {
+            key: self.whole(data[key], (*place, key)) for key in ("tokens", "batch", "heads", "kv_heads") if key in data
+        }
         dtype = data.get("dtype")
         if dtype not in (None, "bf16", "fp16", "fp32"):
             raise self.error((*place, "dtype"), f"is `{shown(dtype)}`; expected bf16, fp16 or fp32")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attngen.bench.flex import cannot
@@ -27,12 +28,21 @@ if TYPE_CHECKING:
     from attngen.bench.problem import Inputs, Problem
 
 
-class Call(NamedTuple):
-    """A peer ready for a problem: its forward, what has to be around it (the choice of a backend, say), and a remark for the reader."""
+Forward = Callable[["Inputs"], "torch.Tensor"]
 
-    forward: Callable[[Inputs], torch.Tensor]
+
+class Call(NamedTuple):
+    """A peer ready for a problem: its forward, what has to be around it (the choice of a backend, say), and a remark for the reader.
+
+    Of a peer that prepares the mask before its calls: `masks`, functions that prepare it anew, by the name of the figure that their time
+    is; `whole` makes a forward that prepares the mask itself, and is called once nothing else is measured any more.
+    """
+
+    forward: Forward
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     note: str = ""
+    masks: Mapping[str, Callable[[], object]] = MappingProxyType({})
+    whole: Callable[[], Forward] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,25 +63,45 @@ def _ours(problem: Problem) -> Call:
     from attngen.testing import load_module
 
     attention = load_module(problem.folder).attention
-    given = dict(problem.given)
-    if hasattr(attention, "plan"):
-        wanted = inspect.signature(attention.plan).parameters
-        if "block_mask" in wanted:
-            if "block_mask" in given:
-                given["block_mask"] = attention.plan(given["block_mask"])
-        else:
-            one = problem.draw(0)
-            have = {**given, "q": one.q, "k": one.k, "n_q": problem.cell.n_q, "n_kv": problem.cell.n_kv}
-            plan = attention.plan(**{name: have[name] for name in wanted})
-            defaults = inspect.signature(attention).parameters
-            given = {name: x for name, x in given.items() if defaults[name].default is inspect.Parameter.empty}  # the plan has the others
-            given["plan"] = plan
-    fixed = {name: x for name, x in given.items() if not getattr(x, "requires_grad", False)}
     learned = [i.name for i in problem.cell.spec.inputs() if i.grad]
-    return Call(lambda x: attention(x.q, x.k, x.v, **fixed, **dict(zip(learned, x.learned))))
+    p = problem.cell.asked("dropout_p")
+    dropout = {"dropout_p": p} if p else {}
+
+    def forward(given: Mapping[str, Any]) -> Forward:
+        fixed = {name: x for name, x in given.items() if not getattr(x, "requires_grad", False)} | dropout
+        return lambda x: attention(x.q, x.k, x.v, **fixed, **dict(zip(learned, x.learned)))
+
+    make = _planner(attention, problem)
+    if make is None:
+        return Call(forward(problem.given))
+    planned = dict(problem.given)
+    if "block_mask" in planned:
+        planned["block_mask"] = make()
+    else:
+        defaults = inspect.signature(attention).parameters
+        planned = {name: x for name, x in planned.items() if defaults[name].default is inspect.Parameter.empty}  # the plan has the others
+        planned["plan"] = make()
+    return Call(forward(planned), masks={"mask_ms": make}, whole=lambda: forward(problem.given))
+
+
+def _planner(attention: Any, problem: Problem) -> Callable[[], object] | None:
+    """What makes the plan of a problem anew; None where nothing can be planned of it."""
+    if not hasattr(attention, "plan"):
+        return None
+    wanted = inspect.signature(attention.plan).parameters
+    if "block_mask" in wanted:
+        return partial(attention.plan, problem.given["block_mask"]) if "block_mask" in problem.given else None
+    one = problem.draw(0)
+    have = {**problem.given, "q": one.q, "k": one.k, "n_q": problem.cell.n_q, "n_kv": problem.cell.n_kv}
+    return partial(attention.plan, **{name: have[name] for name in wanted})
 
 
 # ---------------------------------------------------------------------------------------------- torch
+
+
+def _undropped(cannot: Callable[[Cell], str], cell: Cell) -> str:
+    """Of a peer that cannot drop."""
+    return "no dropout" if cell.asked("dropout_p") else cannot(cell)
 
 
 def _sdpa_cannot(cell: Cell, single: bool = False) -> str:
@@ -95,17 +125,19 @@ def _sdpa(backend: str, problem: Problem) -> Call:
     usable = {"flash": can_use_flash_attention, "cudnn": can_use_cudnn_attention, "efficient": can_use_efficient_attention}
     kind = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}[backend]
     causal, group = isinstance(problem.cell.spec.mask, Causal), problem.cell.heads // problem.cell.kv_heads
+    p = problem.cell.asked("dropout_p")
     around = partial(sdpa_kernel, getattr(SDPBackend, kind))
     one = problem.draw(0)
     with around():
-        expands = group > 1 and backend != "math" and not usable[backend](SDPAParams(one.q, one.k, one.v, None, 0.0, causal, True))
+        expands = group > 1 and backend != "math" and not usable[backend](SDPAParams(one.q, one.k, one.v, None, p, causal, True))
 
     def repeated(x: torch.Tensor) -> torch.Tensor:
         return x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
 
     def forward(x: Inputs) -> torch.Tensor:
         k, v = (repeated(x.k), repeated(x.v)) if expands else (x.k, x.v)
-        return torch.nn.functional.scaled_dot_product_attention(x.q, k, v, is_causal=causal, enable_gqa=group > 1 and not expands)
+        gqa = group > 1 and not expands
+        return torch.nn.functional.scaled_dot_product_attention(x.q, k, v, dropout_p=p, is_causal=causal, enable_gqa=gqa)
 
     with around(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -126,21 +158,40 @@ EAGER_SCORES = 2**30  # up to so many, FlexAttention's block mask is made withou
 
 
 def _flex(problem: Problem) -> Call:
-    """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is made before."""
+    """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is made before.
+
+    With a learned bias its backward gets two stages: its default of three needs more shared memory than an H200 has.
+    """
     import torch
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # else no backward can run twice on one graph
     made, c = problem.mods, problem.cell
-    block_mask = None
-    if made.mask is not None:
-        sizes = (c.batch if made.by_batch else None, c.heads if made.by_head else None, c.n_q, c.n_kv)
-        make = torch.compile(create_block_mask) if c.n_q * c.n_kv > EAGER_SCORES else create_block_mask
-        block_mask = make(made.mask, *sizes, device=problem.device)
+    options: dict[str, Any] = {"score_mod": made.score, "enable_gqa": c.heads != c.kv_heads}
+    if any(i.grad for i in c.spec.inputs()):
+        options["kernel_options"] = {"bwd_num_stages": 2}
     compiled: Any = torch.compile(flex_attention, dynamic=False)
-    options = {"score_mod": made.score, "block_mask": block_mask, "enable_gqa": c.heads != c.kv_heads}
-    return Call(lambda x: compiled(x.q, x.k, x.v, **options))
+    if made.mask is None:
+        return Call(lambda x: compiled(x.q, x.k, x.v, **options))
+    sizes = (c.batch if made.by_batch else None, c.heads if made.by_head else None, c.n_q, c.n_kv)
+    eager: Any = partial(create_block_mask, made.mask, *sizes, device=problem.device)
+    quick: Any = partial(torch.compile(create_block_mask), made.mask, *sizes, device=problem.device)
+    large = c.n_q * c.n_kv > EAGER_SCORES
+    block_mask = quick() if large else eager()
+    masks = {"mask_ms": quick} if large else {"mask_ms": quick, "mask_eager_ms": eager}
+
+    def whole() -> Forward:
+        torch.compiler.reset()  # what was compiled above keeps its buffers for a second backward
+
+        def forward(x: Inputs) -> torch.Tensor:
+            with torch._functorch.config.patch(donated_buffer=True):
+                out: torch.Tensor = compiled(x.q, x.k, x.v, block_mask=quick(), **options)
+            return out
+
+        return forward
+
+    return Call(lambda x: compiled(x.q, x.k, x.v, block_mask=block_mask, **options), masks=masks, whole=whole)
 
 
 def _naive(problem: Problem) -> Call:
@@ -219,7 +270,7 @@ PEERS = {  # ours first: the others' results are held against the first's
     "cudnn": Peer("SDPA CUDNN", _sdpa_cannot, partial(_sdpa, "cudnn")),
     "efficient": Peer("SDPA EFFICIENT", partial(_sdpa_cannot, single=True), partial(_sdpa, "efficient")),
     "math": Peer("SDPA MATH", partial(_sdpa_cannot, single=True), partial(_sdpa, "math")),
-    "flex": Peer("FlexAttention", lambda cell: cannot(cell.spec), _flex, compiles=True),
-    "fa4": Peer("FlashAttention-4", _fa4_cannot, _fa4, compiles=True),
-    "naive": Peer("naive", lambda cell: "", _naive),
+    "flex": Peer("FlexAttention", partial(_undropped, lambda cell: cannot(cell.spec)), _flex, compiles=True),
+    "fa4": Peer("FlashAttention-4", partial(_undropped, _fa4_cannot), _fa4, compiles=True),
+    "naive": Peer("naive", partial(_undropped, lambda cell: ""), _naive),
 }

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from attngen.bench.catalog import TABLED
 from attngen.bench.grids import Cell
 from attngen.bench.peers import PEERS
 from attngen.bench.results import Line, Results
@@ -37,9 +38,9 @@ def available() -> bool:
 
 
 def plots(results: Results) -> dict[str, str]:
-    """SVG texts by file name: two for each grid of the run."""
+    """SVG texts by file name: two for each grid of the run that has no tables of its own."""
     found = {}
-    for grid in dict.fromkeys(line.cell.grid for line in results.lines):
+    for grid in dict.fromkeys(line.cell.grid for line in results.lines if line.cell.grid not in TABLED):
         panels = _panels(line for line in results.lines if line.cell.grid == grid)
         found[f"{grid}-tflops.svg"] = _tflops(panels, results)
         found[f"{grid}-memory.svg"] = _memory(panels, results)

@@ -55,10 +55,23 @@ class Problem:
     @cached_property
     def given(self) -> dict[str, Any]:
         """The inputs of mask and modifiers, by name: one for all sets of q, k and v."""
-        found = make_workload(self.cell.spec, self.sizes, self.dtype, self.device)
+        found = make_workload(self.cell.spec, self.sizes, self.dtype, self.device) | self._asked()
         for i in self.cell.spec.inputs():
             if i.grad:
                 found[i.name].requires_grad_()
+        return found
+
+    def _asked(self) -> dict[str, torch.Tensor]:
+        """The inputs for which the cell's `call` says what they are."""
+        c, found = self.cell, {}
+        if rows := int(c.asked("document")):
+            for i in c.spec.inputs():
+                if i.dtype == "i32":
+                    found[i.name] = (torch.arange(c.n_kv, device=self.device, dtype=torch.int32) // rows).repeat(c.batch, 1)
+        blocks = c.spec.mask.blocks()
+        if blocks and (share := int(c.asked("share"))):
+            rows_q, rows_kv = (torch.arange(-(-n // blocks.size), device=self.device) for n in (c.n_q, c.n_kv))
+            found["block_mask"] = (rows_q[:, None] + rows_kv) % share == 0
         return found
 
     @cached_property

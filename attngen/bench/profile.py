@@ -18,6 +18,8 @@ from attngen.analysis.io import Traffic, dram_bytes, l2_bytes, left_in_cache, st
 from attngen.analysis.roofline import Problem, chip, row_for, values
 from attngen.analysis.tiles import evaluate
 from attngen.bench.counters import Bytes, Launch, find_ncu, profile
+from attngen.bench.profile_plot import plot
+from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line, rows
 from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
 from attngen.emit.files import write_file, write_module
 from attngen.emit.render import render
@@ -27,8 +29,6 @@ from attngen.passes.pipeline import lower
 from attngen.spec import Spec
 
 MARK = "call_starts"  # the kernel by which `profiled` marks the start of a call
-ORDERS = {"q_outer": "FlashAttention-2", "kv_outer": "FlashAttention-1"}
-NAIVE = "naive"
 STREAMED = 32  # rows of the tiles that pass by one that stays on chip
 MOST_SCORES = 2**32  # elements of the score matrices of naive attention: 8 GiB each, at 2 bytes
 
@@ -45,33 +45,6 @@ class Call:
     @property
     def name(self) -> str:
         return f"{self.order}{f' {self.tile}' if self.tile else ''} N={self.n} {self.direction}"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A kernel of a call: what was predicted, and what was measured; the sum of its launches. Naive attention is one line."""
-
-    order: str
-    tile: int | None
-    n: int
-    direction: str
-    kernel: str
-    tiles: str  # queries x keys
-    predicted: Bytes | None
-    measured: Bytes
-
-
-@dataclass(frozen=True)
-class Found:
-    """All lines, the sizes and the device that they are of, and sentences on what could not be profiled."""
-
-    device: str
-    spec: str
-    batch: int
-    heads: int
-    kv_heads: int
-    lines: tuple[Line, ...]
-    failed: tuple[str, ...]
 
 
 def device_here() -> Device:
@@ -232,28 +205,8 @@ def _sum(launches: Iterable[Launch]) -> Bytes:
     return total
 
 
-def rows(found: Found) -> list[dict[str, object]]:
-    """The lines as flat data, for CSV: bytes, and measured over predicted."""
-    made = []
-    for line in found.lines:
-        flat = {k: v for k, v in asdict(line).items() if k not in ("predicted", "measured")}
-        for what, moved in (("predicted", line.predicted), ("measured", line.measured)):
-            flat |= {f"{what}_{name}": None if moved is None else round(getattr(moved, name)) for name in Bytes.__dataclass_fields__}
-        made.append({**flat, "dram_ratio": ratio(line, "dram"), "l2_ratio": ratio(line, "l2")})
-    return made
-
-
-def ratio(line: Line, level: str) -> float | None:
-    """Measured over predicted bytes of `dram` or `l2`."""
-    if line.predicted is None or not getattr(line.predicted, level):
-        return None
-    return round(getattr(line.measured, level) / getattr(line.predicted, level), 4)
-
-
 def write(found: Found, folder: Path) -> list[Path]:
     """profile.csv, profile.json and, of the forward, profile.svg; AttngenError without matplotlib, the others written."""
-    from attngen.bench.profile_plot import plot
-
     flat, table = rows(found), io.StringIO()
     writer = csv.DictWriter(table, list(flat[0]) if flat else [])
     writer.writeheader()

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from attngen.bench.plots import MISSING, available
-from attngen.bench.profile import NAIVE, ORDERS, Found, Line
+from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line
 from attngen.errors import AttngenError
 
 COLORS = {"kv_outer": "#c2410c", "q_outer": "#1d4ed8", NAIVE: "#6b7280"}

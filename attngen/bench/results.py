@@ -1,7 +1,7 @@
 """What was measured: lines of figures, one for each cell and peer; as JSON, CSV and tables, and beside an older run.
 
-JSON is one line for each cell and peer, so that two runs can be read as a diff. Keys of a line: those of FIGURES where there is a
-figure, `why` where one is missing or the results differ, `note` for a remark.
+JSON is one line for each cell and peer, so that two runs can be read as a diff. Keys of a line: `call` where a cell has one, those of
+FIGURES where there is a figure, `why` where one is missing or the results differ, `note` for a remark.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from attngen.spec import make_spec
 DIRECTIONS = ("fwd", "bwd", "both")
 WORK = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # FLOPs over those of the forward, as FlashAttention's papers count them
 HOST = ("host_us", "host_nograd_us", "host_compiled_us", "host_compiled_nograd_us", "host_graph_us")
+MASKS = ("mask_ms", "mask_eager_ms", "mask_mib", "whole_fwd_ms", "whole_fwd_spread", "whole_mib")
+RESULTS = ("out", "dq", "dk", "dv", "learned")  # whose differences are figures of their own; `learned`: the largest of learned inputs
 FIGURES = (
     *(f"{d}_{figure}" for d in DIRECTIONS for figure in ("ms", "spread", "tflops", "roof")),
     "allocated_mib",
@@ -32,7 +34,10 @@ FIGURES = (
     *HOST,
     "first_fwd_s",
     "first_s",
+    "visible",
+    *MASKS,
     "differs",
+    *(f"{result}_differs" for result in RESULTS),
 )
 KEYS = ("grid", "spec", "dtype", "batch", "heads", "kv_heads", "n_q", "n_kv", "peer")
 FLOOR = 0.02  # of a cell's time: what moved less has not moved
@@ -42,7 +47,10 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class Line:
-    """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of a roof, MiB, microseconds, seconds."""
+    """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of a roof, MiB, microseconds, seconds.
+
+    `visible` is the share of scores that the mask lets through. `mask_*` are of preparing the mask, `whole_*` of calls that do it too.
+    """
 
     cell: Cell
     peer: str
@@ -55,14 +63,15 @@ class Line:
         """What the same line has in another run."""
         c, dim = self.cell, self.cell.spec.head_dim
         means = (c.spec.mask.describe(), c.score, dim.qk, dim.v)
-        return (c.spec.name, *means, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, self.peer)
+        return (c.spec.name, *means, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, c.call, self.peer)
 
     def data(self) -> dict[str, Any]:
         """As JSON and CSV have it."""
         c = self.cell
         keys = (c.grid, c.spec.name, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, self.peer)
         words = {name: text for name, text in (("why", self.why), ("note", self.note)) if text}
-        return {**dict(zip(KEYS, keys)), **{name: self.figures[name] for name in FIGURES if name in self.figures}, **words}
+        call = {"call": dict(c.call)} if c.call else {}
+        return {**dict(zip(KEYS, keys)), **call, **{name: self.figures[name] for name in FIGURES if name in self.figures}, **words}
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Results:
 
     def csv(self) -> str:
         made = io.StringIO()
-        writer = csv.DictWriter(made, [*KEYS, *FIGURES, "why", "note"], lineterminator="\n")
+        writer = csv.DictWriter(made, [*KEYS, "call", *FIGURES, "why", "note"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(line.data() for line in self.lines)
         return made.getvalue()
@@ -115,7 +124,7 @@ def read_results(path: Path) -> Results:
         cells: dict[tuple[Any, ...], Cell] = {}
         lines = []
         for line in data["lines"]:
-            at = tuple(line[key] for key in KEYS[:-1])
+            at = (*(line[key] for key in KEYS[:-1]), tuple(line.get("call", {}).items()))
             cell = cells.setdefault(at, Cell(at[0], specs[at[1]], *at[2:]))
             figures = {name: float(line[name]) for name in FIGURES if name in line}
             lines.append(Line(cell, line["peer"], figures, line.get("why", ""), line.get("note", "")))
@@ -195,6 +204,20 @@ def host_rows(results: Results) -> Iterator[tuple[str, ...]]:
     for line in results.lines:
         if any(name in line.figures for name in HOST[1:]):
             yield (str(line.cell) if line.cell is not before else "", line.peer, *(_number(line.figures, name, ".1f") for name in HOST))
+            before = line.cell
+
+
+MASK_HEADINGS = ("what the mask takes", "peer", "ms", "eager ms", "MiB", "fwd ms with it", "MiB with it")
+
+
+def mask_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """The table under MASK_HEADINGS, of lines that have one of these figures."""
+    before: Cell | None = None
+    forms = {"mask_ms": ".3f", "mask_eager_ms": ".3f", "mask_mib": ".1f", "whole_fwd_ms": ".3f", "whole_mib": ".0f"}
+    for line in results.lines:
+        if any(name in line.figures for name in forms):
+            figures = (_number(line.figures, name, form) for name, form in forms.items())
+            yield (str(line.cell) if line.cell is not before else "", line.peer, *figures)
             before = line.cell
 
 

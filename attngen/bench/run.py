@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attngen.bench.catalog import TABLED
 from attngen.bench.grids import Cell
-from attngen.bench.results import FIGURES, Line, Results, rates, sentence
+from attngen.bench.results import DIRECTIONS, FIGURES, Line, Results, rates, sentence
 from attngen.errors import AttngenError
 from attngen.spec import Spec
 
@@ -50,6 +51,7 @@ class Setup:
     jobs: int = 1
     limit_s: float = 120.0  # for one step: a first call, one turn of a peer
     host: bool = False  # host times of all kinds
+    masks: bool = False  # what preparing masks takes; always measured of grids that have tables of it
     device: str = "cuda"
     peers_from: str = "attngen.bench.peers"
     clock: str = "attngen.bench.timing"
@@ -86,8 +88,10 @@ class Attempt:
         found = []
         for name in asked:
             figures = {key: _rounded(key, x) for key, x in self.figures.get(name, {}).items()}
-            for key in [key for key in figures if key.endswith("_ms")]:
-                figures |= rates(self.cell, machine, self.pairs, key.removesuffix("_ms"), figures[key])
+            for direction in (d for d in DIRECTIONS if f"{d}_ms" in figures):
+                figures |= rates(self.cell, machine, self.pairs, direction, figures[f"{direction}_ms"])
+            if figures:
+                figures["visible"] = float(f"{self.pairs / (self.cell.batch * self.cell.heads * self.cell.n_q * self.cell.n_kv):.5g}")
             why = setup.cannot(self.cell, name) or self.lost.get(name) or "; ".join(dict.fromkeys(self.whys.get(name, [])))
             found.append(Line(self.cell, name, {key: figures[key] for key in FIGURES if key in figures}, why, self.notes.get(name, "")))
         return found
@@ -129,9 +133,9 @@ class Child:
         job: dict[str, Any] = {"clock": setup.clock, "peers_from": setup.peers_from, "spec": None}
         if attempt:
             c = attempt.cell
-            job |= {"spec": c.spec.canonical(), "sizes": [c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv]}
+            job |= {"spec": c.spec.canonical(), "sizes": [c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv], "call": dict(c.call)}
             job |= {"device": setup.device, "folder": str(module), "peers": attempt.peers, "rounds": setup.rounds}
-            job["host"] = setup.host
+            job |= {"host": setup.host, "masks": setup.masks or c.grid in TABLED}
         self.send(json.dumps(job))
 
     def send(self, line: str) -> None:

@@ -57,6 +57,18 @@ def host_us(call: Call, turns: int = 50, rounds: int = 5) -> float:
     return min(found)
 
 
+def wall_ms(function: Callable[[], object], turns: int = 20) -> float:
+    """Milliseconds of a call between synchronisations: the median of some turns, after three that warm it up."""
+    found = []
+    for _ in range(turns + 3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(found[3:])
+
+
 def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """It under torch.compile, as one graph of constant sizes, without CUDA graphs; no other compiled function is left in memory."""
     torch.compiler.reset()  # else guards of those before it would be tried first

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attngen.bench.grids import Cell, cell, find_grid, only
+from attngen.bench.catalog import find_grid
+from attngen.bench.grids import Cell, cell, only
 from attngen.bench.peers import PEERS
 from attngen.bench.results import Results
 from attngen.bench.run import Setup, Work

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 PLOT = 300  # of a tile map's side
 WIDTH, NARROW = 380, 340  # of other charts
+UNLISTED = "unlisted"  # the class of tiles that the sample data hides, though nothing else does
 LINE, HEADING = 38, 26  # of a bar and the text above it, of text alone
 
 
@@ -82,9 +83,32 @@ def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[
     lines = [f"M{_n(left + at(i, across))} {top}v{PLOT}" for i in range(-(-n // across) + 1)]
     lines += [f"M{left} {_n(top + at(i, down))}h{PLOT}" for i in range(-(-n // down) + 1)]
     shapes.append(Shape("path", {"class": "grid", "d": "".join(lines)}))
-    counts = {cls: sum(row.count(cls) for row in cells) for cls in ("full", "partial", "empty")}
-    says = f"{-(-n // down)} by {-(-n // across)} tiles: " + ", ".join(f"{count} {cls}" for cls, count in counts.items())
+    counts = {cls: sum(row.count(cls) for row in cells) for cls in ("full", "partial", UNLISTED, "empty")}
+    says = f"{-(-n // down)} by {-(-n // across)} tiles: " + ", ".join(
+        f"{count} {cls}" for cls, count in counts.items() if count or cls != UNLISTED
+    )
     return Drawing(left + PLOT + 2, top + PLOT + 2, f"Tiles of the score matrix that {name} visits", says, shapes)
+
+
+def element_map(name: str, seen: list[list[bool]], q0: int, k0: int) -> Drawing:
+    """Elements of the score matrix, queries down from q0 and keys across from k0; those that are visible are dark."""
+    left, top = 44, 34
+    side = PLOT / max(len(seen), len(seen[0]))
+    shapes = [_text(left + PLOT, 12, "keys →", "faint", "end"), _text(0, 12, "queries ↓", "faint")]
+    shapes += [_text(left + side * (i + 0.5), top - 5, str(k0 + i), anchor="middle") for i in range(0, len(seen[0]), 4)]
+    shapes += [_text(left - 5, top + side * (i + 0.5) + 4, str(q0 + i), anchor="end") for i in range(0, len(seen), 4)]
+    shapes.append(_rect(left, top, side * len(seen[0]), side * len(seen), "empty"))
+    for i, row in enumerate(seen):
+        for cls, j, count in _runs(["full" if x else "empty" for x in row]):
+            if cls == "full":
+                hint = f"query {q0 + i} sees keys {k0 + j} .. {k0 + j + count - 1}"
+                shapes.append(_rect(left + side * j, top + side * i, side * count, side, cls, hint))
+    lines = [f"M{_n(left + side * i)} {top}v{_n(side * len(seen))}" for i in range(len(seen[0]) + 1)]
+    lines += [f"M{left} {_n(top + side * i)}h{_n(side * len(seen[0]))}" for i in range(len(seen) + 1)]
+    shapes.append(Shape("path", {"class": "grid", "d": "".join(lines)}))
+    count = sum(map(sum, seen))
+    says = f"{len(seen)} queries from {q0} by {len(seen[0])} keys from {k0}: {count} elements visible"
+    return Drawing(left + PLOT + 2, top + PLOT + 2, f"The mask, {name}", says, shapes)
 
 
 def _runs(row: list[str]) -> Iterable[tuple[str, int, int]]:

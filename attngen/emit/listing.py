@@ -33,7 +33,7 @@ class Step(NamedTuple):
     added: int
     removed: int
     diff: list[Line]
-    ir: Markup
+    ir: Markup  # empty where the pass changed nothing
 
 
 def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
@@ -45,7 +45,15 @@ def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
         diff = list(_diff(before, text.splitlines())) if i else []
         kinds = [line.cls for line in diff]
         sentence = says.get(name, "what is computed, before anything is decided.")
-        yield Step(name, sentence, module.phase, kinds.count("added"), kinds.count("removed"), diff, highlight(text, "ir"))
+        yield Step(
+            name,
+            sentence,
+            module.phase,
+            kinds.count("added"),
+            kinds.count("removed"),
+            diff,
+            highlight(text, "ir") if diff or not i else Markup(""),
+        )
         before = text.splitlines()
 
 

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.printer import Printer
 
-from attngen.ir.expr import Bool, Expr
+from attngen.ir.expr import Bool, Expr, cdiv, floordiv
 from attngen.ir.ops import AXIS_DIM
 
 # How symbols that every kernel has are written, as (letter, index), and what they stand for.
@@ -73,6 +73,12 @@ def _fenced(*children: str, left: str = "(", right: str = ")") -> Markup:
     return _row(_operator(left), *children, _operator(right))
 
 
+def _around(left: Markup, parts: list[Markup], right: Markup) -> list[Markup]:
+    """Parts in brackets that do not leave the first and the last of them."""
+    first, *rest = [*parts[:-1], _row(parts[-1], right)]
+    return [_row(left, first), *rest]
+
+
 def _indexed(letter: str, index: str) -> Markup:
     base = element("mi", letter)
     return element("msub", base, element("mn" if index.isdigit() else "mi", index)) if index else base
@@ -86,14 +92,39 @@ class MathML(Printer):
         self.met: set[str] = set()
 
     def math(self, e: Any) -> Markup:
-        """The expression as <math> elements, one for each term of a sum or a condition, between which lines may break."""
+        """The expression as <math> elements, between which lines may break: before the terms of sums and conditions, after commas."""
+        return Markup(" ").join(element("math", part, displaystyle="true") for part in self._pieces(e))
+
+    def _pieces(self, e: Any) -> list[Markup]:
+        """The expression in parts that stand beside one another, or below."""
         if isinstance(e, sympy.Add):
-            parts = [self._term(t, i > 0) for i, t in enumerate(_terms(e))]
-        elif isinstance(e, (sympy.And, sympy.Or)):
-            parts = [self._joined(c, e, i > 0) for i, c in enumerate(_sorted(e))]
-        else:
-            parts = [self._print(e)]
-        return Markup(" ").join(element("math", part, displaystyle="true") for part in parts)
+            return [part for i, t in enumerate(_terms(e)) for part in self._term_pieces(t, i > 0)]
+        if isinstance(e, (sympy.And, sympy.Or)):
+            return [self._joined(c, e, i > 0) for i, c in enumerate(_sorted(e))]
+        if isinstance(e, (sympy.Min, sympy.Max)):
+            *most, last = (self._pieces(a) for a in _sorted(e))
+            parts = [part for pieces in most for part in (*pieces[:-1], _row(pieces[-1], _operator(",")))]
+            name = element("mi", "max" if isinstance(e, sympy.Max) else "min")
+            return _around(_row(name, _operator("(")), [*parts, *last], _operator(")"))
+        if isinstance(e, (floordiv, cdiv)):
+            left, right = "⌊⌋" if isinstance(e, floordiv) else "⌈⌉"
+            above, below = e.args
+            inner = self._pieces(above)
+            if precedence(above) < PRECEDENCE["Mul"]:
+                inner = _around(_operator("("), inner, _operator(")"))
+            end = _row(_infix("/"), self._wrapped(below, PRECEDENCE["Atom"]), _operator(right))
+            return _around(_operator(left), inner, end)
+        return [self._print(e)]
+
+    def _term_pieces(self, term: Expr, follows: bool) -> list[Markup]:
+        """The parts of a term of a sum, the first with its sign; a product is one part."""
+        minus = term.could_extract_minus_sign()
+        positive = -term if minus else term
+        if not isinstance(positive, (sympy.Min, sympy.Max, floordiv, cdiv)):
+            return [self._term(term, follows)]
+        first, *rest = self._pieces(positive)
+        sign = (_infix if follows else _operator)("−") if minus else _infix("+") if follows else Markup("")
+        return [_row(sign, first), *rest]
 
     def between(self, lo: Expr, name: str, hi: Expr) -> Markup:
         """lo ≤ name < hi."""
@@ -108,7 +139,10 @@ class MathML(Printer):
         under = _row(first, _operator("="), element("mn", "0"), comma, step, comma, element("mn", "2"), step, comma, _operator("…"))
         sign = element("munderover", element("mo", "∑", **{"class": "large"}), under, _row(first, _operator("<"), end))
         head = [part for f in factors for part in (self._print(f), _SPACE)]
-        return element("math", _row(*head, sign, self._wrapped(turns, PRECEDENCE["Mul"])), displaystyle="true")
+        pieces = self._pieces(turns)
+        if precedence(turns) < PRECEDENCE["Mul"]:
+            pieces = _around(_operator("("), pieces, _operator(")"))
+        return Markup(" ").join(element("math", part, displaystyle="true") for part in (_row(*head, sign), *pieces))
 
     def _wrapped(self, e: Any, level: int) -> Markup:
         text: Markup = self._print(e)

@@ -20,12 +20,14 @@ from attngen.analysis.roofline import Estimate, Problem, estimate, standard_tota
 from attngen.analysis.sram import row_formula, sram_bytes
 from attngen.analysis.tiles import extent, heads, tile_loops
 from attngen.devices import CLASSES, DEVICES, Device
-from attngen.emit.charts import NARROW, Bar, Drawing, Point, bars, roofline
+from attngen.emit.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
+from attngen.emit.elements import Sample
 from attngen.emit.explain import bounds
 from attngen.emit.listing import changes, highlight
 from attngen.emit.mathml import SYMBOLS, MathML
 from attngen.emit.render import templates_dir
-from attngen.emit.tilemap import chosen, tile_maps
+from attngen.emit.signature import signatures
+from attngen.emit.tilemap import TileMap, chosen, tile_maps
 from attngen.errors import AttngenError
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import Kernel, Module
@@ -59,7 +61,7 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
     )
     module = steps[-1][1]
     typeset = MathML()
-    report = json.loads(files["report.json"])
+    report, sample = json.loads(files["report.json"]), Sample(spec)
     context = {
         "module": module,
         "size": f"B = {problem.batch}, Hq = {problem.q_heads}, Hkv = {problem.kv_heads}, Nq = {problem.n_q}, Nk = {problem.n_kv}",
@@ -67,7 +69,11 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "canonical": yaml.safe_dump(spec.canonical(), sort_keys=False, allow_unicode=True),
         "general": _general(steps[0][1], module, typeset),
         "kernels": [_kernel(module, kernel, problem, typeset) for kernel in module.kernels],
-        "maps": tile_maps(module, problem),
+        "signatures": list(signatures(files["__init__.py"])),
+        "pictures": sample.pictures,
+        "maps": (maps := tile_maps(sample, module, problem)),
+        "unlisted": any(isinstance(m, TileMap) and m.count(UNLISTED) for _, m in maps),
+        "apart": [sentence for kernel in module.kernels if (sentence := _apart(module, kernel))],
         "tight": f"{TIGHT:.0%}",
         "fits": [_fit(module, cls, problem, report) for cls in CLASSES],
         "devices": [_device(module, device, problem) for device in DEVICES.values()],
@@ -277,6 +283,19 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
         charts.append(bars(f"Bytes moved on {device.name}", moved, max(bar.value or 0.0 for bar in moved)))
     headings = ["kernel", "tile", "work", "loaded", "/ standard", "HBM", "FLOP / B", "roof", "time at the roof"]
     return Panel(f"{device.name} ({device.cls})", charts, Table(f"Work, bytes and time on {device.name}", headings, rows), remarks)
+
+
+def _apart(module: Module, kernel: Kernel) -> str:
+    """Why a kernel is not among those of a direction, whose bytes and time are shown."""
+    if any(kernel in kernels_of(module, direction) for direction in DIRECTIONS):
+        return ""
+    if kernel.packs:
+        return (
+            f"@{kernel.name} takes the place of @fwd in calls of few queries, whose time is that of reading the keys: each of its programs "
+            "owns the queries of all heads that share a K/V head, and visits the tiles that @fwd would visit for them. It has no map "
+            "and no point under the roofs."
+        )
+    return f"@{kernel.name} runs once before the others, to find out what the mask's data hides. It has no point under the roofs."
 
 
 def _si(value: float, unit: str) -> str:

@@ -11,7 +11,8 @@ import sympy
 from attngen.analysis.roofline import Problem, row_of
 from attngen.analysis.tiles import evaluate, tile_loops, unbounded
 from attngen.devices import CLASSES
-from attngen.emit.charts import Drawing, tile_map
+from attngen.emit.charts import UNLISTED, Drawing, tile_map
+from attngen.emit.elements import Sample
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Blocks, Kernel, Module, Row
 from attngen.ir.ops import Loop
@@ -53,12 +54,17 @@ class TileMap:
         """Tiles of a class, of one head."""
         return sum(row.count(cls) for row in self.cells)
 
+    @property
+    def counts(self) -> str:
+        """How many tiles there are of each class, in words."""
+        return ", ".join(f"{self.count(cls)} {cls}" for cls in ("full", "partial", UNLISTED, "empty") if self.count(cls) or cls != UNLISTED)
+
     def programs(self) -> Iterator[list[str]]:
         """Rows of a table: the program, the rows it owns, the ranges of its loops, how many tiles it visits."""
         block = self.blocks[0]
         for p, (row, ranges) in enumerate(zip(self.cells, self.ranges)):
             rows = f"{p * block} .. {min(self.n, (p + 1) * block)}"
-            yield [str(p), rows, *ranges, str(len(row) - row.count("empty"))]
+            yield [str(p), rows, *ranges, str(len(row) - row.count("empty") - row.count(UNLISTED))]
 
 
 def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | None:
@@ -66,18 +72,21 @@ def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | 
     return row_of(module, kernel, cls, problem.n_q if kernel.own_axis == "q" else problem.n_kv)
 
 
-def tile_maps(module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
-    """Each kernel that loops over tiles with its map, or with why there is none; not `packed`, which owns few queries of many heads."""
+def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
+    """Each kernel that loops over tiles with its map, or with why there is none; not `packed`, which owns few queries of many heads.
+
+    `sample` says which blocks count where the data of a call does.
+    """
     found: list[tuple[str, TileMap | str]] = []
     for kernel in (k for k in module.kernels if tile_loops(k) and not k.packs):
         try:
-            found.append((kernel.name, draw_tiles(module, kernel, problem)))
+            found.append((kernel.name, draw_tiles(sample, module, kernel, problem)))
         except Unknown as reason:
             found.append((kernel.name, str(reason)))
     return found
 
 
-def draw_tiles(module: Module, kernel: Kernel, problem: Problem) -> TileMap:
+def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem) -> TileMap:
     """The tile map of a kernel; Unknown if its tiles depend on what only a call knows."""
     row = next((r for cls in (DRAWN_ON, *CLASSES) if (r := chosen(module, kernel, cls, problem))), None)
     if row is None:
@@ -104,9 +113,13 @@ def draw_tiles(module: Module, kernel: Kernel, problem: Problem) -> TileMap:
             for lo, hi in spans:
                 cells[-1][lo:hi] = [loop.cls] * (hi - lo)
             ranges[-1].append(", ".join(f"{lo} .. {hi}" for lo, hi in spans if lo < hi) or "none")
-    if module.blocks:
-        _keep_listed(module.blocks, kernel, cells, own, other)
-        remarks.append(f"Of these ranges, programs visit the tiles of blocks that {module.blocks.pattern} lists.")
+    if module.blocks and any(loop.listed for loop in tile_loops(kernel)):
+        _keep_listed(module.blocks, sample, n, kernel, cells, (own, other))
+        remarks.append(_on_lists(module.blocks))
+    elif module.blocks:
+        remarks.append(
+            "It finds out which blocks of scores count, before the other kernels run: it visits all that the mask's bounds leave."
+        )
     headings = [loop.cls for loop in tile_loops(kernel)]
     return TileMap(kernel.name, kernel.own_axis, n, block_q, block_kv, remarks, headings, cells, ranges)
 
@@ -145,19 +158,37 @@ def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> li
     return found
 
 
-def _keep_listed(blocks: Blocks, kernel: Kernel, cells: list[list[str]], own: int, other: int) -> None:
-    """Empty the tiles of blocks that the pattern does not list; Unknown if only a call says which they are."""
-    if not blocks.pattern:
-        said = "what the mask reads says it" if blocks.data else "block_mask= says it"
-        raise Unknown(f"Which blocks of scores count is known at the call: {said}.")
-    import torch
+def _on_lists(blocks: Blocks) -> str:
+    """What decides which tiles of the ranges are visited."""
+    if blocks.pattern:
+        return f"Of these ranges, programs visit the tiles of blocks that {blocks.pattern} lists."
+    if blocks.data:
+        what = f"the sample data, whose blocks of {blocks.size} by {blocks.size} scores hold something visible or do not"
+    else:
+        what = f"a sample of `block_mask=`, which keeps about 60% of the blocks of {blocks.size} by {blocks.size} scores"
+    return f"The ranges are static: all tiles but empty ones are in them. Which of them are visited follows {what}; pale ones are not."
 
-    side = -(-len(cells) * own // blocks.size)
-    declared = next(f for mask in registry().values() for f in mask.functions if f.__name__ == blocks.pattern)
-    pattern = FunctionType(declared.__code__, {"torch": torch})  # torch is all that it has in a generated module
-    counts = pattern(side, side, torch.device("cpu"), **dict(blocks.params)).tolist()
+
+def _keep_listed(blocks: Blocks, sample: Sample, n: int, kernel: Kernel, cells: list[list[str]], rows: tuple[int, int]) -> None:
+    """Mark the tiles of blocks that are not listed; where data lists them, a block that is all visible has full tiles."""
+    counts = _pattern(blocks, -(-n // blocks.size)) if blocks.pattern else None
+    if counts is None:
+        counts = sample.blocks(n, blocks.size) if blocks.data else [[int(x) for x in row] for row in sample.listed(n, blocks.size)]
     for p, row in enumerate(cells):
         for j in range(len(row)):
-            mine, theirs = p * own // blocks.size, j * other // blocks.size
-            if not (counts[mine][theirs] if kernel.own_axis == "q" else counts[theirs][mine]):
-                row[j] = "empty"
+            mine, theirs = p * rows[0] // blocks.size, j * rows[1] // blocks.size
+            count = counts[mine][theirs] if kernel.own_axis == "q" else counts[theirs][mine]
+            if row[j] == "empty" or not count:
+                row[j] = "empty" if row[j] == "empty" or blocks.pattern else UNLISTED
+            elif blocks.data:
+                row[j] = "full" if count == blocks.size**2 else "partial"
+
+
+def _pattern(blocks: Blocks, side: int) -> list[list[int]]:
+    """Which blocks a pattern lists, by the function that a generated module has."""
+    import torch
+
+    declared = next(f for mask in registry().values() for f in mask.functions if f.__name__ == blocks.pattern)
+    pattern = FunctionType(declared.__code__, {"torch": torch})  # torch is all that it has in a generated module
+    found: list[list[int]] = pattern(side, side, torch.device("cpu"), **dict(blocks.params)).tolist()
+    return found

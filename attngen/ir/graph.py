@@ -260,7 +260,7 @@ class Blocks:
 class Row:
     """One line of a kernel's schedule table: for a device class, element size and number of rows on the tiled axis.
 
-    The cost model chose it, or it was `measured` to be the fastest (attngen/tune).
+    The cost model chose it, or it was `measured` to be the fastest (attngen/schedules).
     """
 
     device: str

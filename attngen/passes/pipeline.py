@@ -24,8 +24,8 @@ from attngen.passes.select_tiles import SelectTiles
 from attngen.passes.simplify import Simplify
 from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
+from attngen.schedules.table import Table, committed
 from attngen.spec import Spec
-from attngen.tune.table import Table, committed
 
 
 def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:

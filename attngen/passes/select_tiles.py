@@ -5,7 +5,7 @@ after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
                                               grid(q in cdiv(Nq, BLOCK_Q) descending abreast(8), ...)
 
-The schedule that was measured to be the fastest for such kernels (attngen/tune), as in `... num_stages=3 measured`; without one, of the
+The schedule that was measured to be the fastest for such kernels (attngen/schedules), as in `... measured`; without one, of the
 candidates that fit, the one that the cost model finds cheapest; where none fits, a line that says why, as in
 `gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. What the spec asks for comes before all. Programs with the most tiles start
 first, of ABREAST heads at a time, so that the last to finish are short.
@@ -27,8 +27,8 @@ from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.ir.interface import FEW_QUERIES, STRIP
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
-from attngen.tune.classes import RANGES, SHORT_ROWS
-from attngen.tune.table import Table, committed
+from attngen.schedules.classes import RANGES, SHORT_ROWS
+from attngen.schedules.table import Table, committed
 
 BLOCKS = (16, 32, 64, 128)
 WARPS = (4, 8)

@@ -1,1 +1,1 @@
-"""Tuning: schedules that the model left are measured, and the fastest kept in a table, one file per GPU, that select-tiles asks."""
+"""Tuning: schedules that the model left are measured, and the fastest kept in the tables of attngen/schedules, which select-tiles reads."""

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from attngen.ir.graph import Row
-from attngen.tune.classes import SHORT_ROWS
-from attngen.tune.table import schedule_of, shown
+from attngen.schedules.classes import SHORT_ROWS
+from attngen.schedules.table import schedule_of, shown
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried
 
 WIDTHS = (26, 7, 7, 7, 15, 9, 15, 9, 8, 6)

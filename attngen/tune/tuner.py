@@ -14,10 +14,10 @@ from attngen.analysis.cost import cost
 from attngen.analysis.sram import elem_sizes
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.pipeline import stages
+from attngen.schedules.classes import RANGES, SHORT_ROWS, Key, key
+from attngen.schedules.table import Entry, schedule_of, usable
 from attngen.spec import Schedule, Spec
 from attngen.tune.candidates import Search, runs, search
-from attngen.tune.classes import RANGES, SHORT_ROWS, Key, key
-from attngen.tune.table import Entry, schedule_of, usable
 from attngen.tune.workers import Lost
 
 NO_LIMIT = 2**30  # rows

@@ -94,8 +94,11 @@ class Walk:
         found: list[Any] = []
         for i in index:
             axis = str(i)
-            rows = at.get(f"{axis}_start", 0) + np.arange(at[AXIS_DIM[axis]]) if axis in AXIS_DIM else int(self.number(i, at))
-            found.append(rows[rows < at[AXIS_EXTENT[axis]]] if axis in AXIS_DIM else rows)
+            if axis in AXIS_DIM:
+                rows = at.get(f"{axis}_start", 0) + np.arange(at[AXIS_DIM[axis]])
+                found.append(rows[rows < at[AXIS_EXTENT[axis]]])
+            else:
+                found.append(int(self.number(i, at)))
         return self.tensors[name], found
 
     def count(self, t: Type, at: Values) -> None:

@@ -45,6 +45,11 @@ def host_us(call: Callable[[int], object], turns: int) -> float:
     return 10.0 + turns
 
 
+def wall_ms(function: Callable[[], object]) -> float:
+    function()
+    return 0.25
+
+
 def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     torch.compiler.reset()
     return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
@@ -115,7 +120,8 @@ def _late(problem: Problem) -> Call:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
             return grad
 
-    return Call(lambda x: Late.apply(right(x)))
+    late: Callable[[torch.Tensor], torch.Tensor] = Late.apply
+    return Call(lambda x: late(right(x)))
 
 
 def _awkward(problem: Problem) -> Call:
@@ -131,6 +137,21 @@ def _awkward(problem: Problem) -> Call:
     return Call(forward)
 
 
+def _prepares(problem: Problem) -> Call:
+    """It prepares the mask before; of two ways to do so, one fails."""
+    right = REAL["naive"].prepare(problem).forward
+    made: list[int] = []
+
+    def fails() -> object:
+        raise RuntimeError("no eager mask here")
+
+    def whole() -> Callable[[Inputs], torch.Tensor]:
+        assert made, "it is asked for last"
+        return right
+
+    return Call(right, masks={"mask_ms": lambda: made.append(1), "mask_eager_ms": fails}, whole=whole)
+
+
 def _said(cell: object) -> str:
     return ""
 
@@ -143,6 +164,7 @@ PEERS = {
     "dies": Peer("dies", _said, _dies),
     "late": Peer("late", _said, _late),
     "awkward": Peer("awkward", _said, _awkward),
+    "prepares": Peer("prepares", _said, _prepares),
     "refuses": Peer("refuses", lambda cell: "not today", _fails),
     "math": REAL["math"],
 }

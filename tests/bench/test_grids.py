@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bench.grids import cell, fa3, find_grid, only, paper, read_grid
+from attngen.bench.catalog import fa3, find_grid, paper
+from attngen.bench.grids import cell, only, read_grid
 from attngen.bench.peers import PEERS
 from attngen.bench.run import Setup
 from attngen.bench.work import listing, select

@@ -14,7 +14,8 @@ from attngen import cli
 from attngen.analysis.roofline import Problem
 from attngen.bench import profile as profiling
 from attngen.bench.counters import METRICS, Bytes, Launch, command, parse, profile
-from attngen.bench.profile import MARK, Call, Found, attribute, predicted, predicted_naive, rows, variants, write
+from attngen.bench.profile import MARK, Call, attribute, predicted, predicted_naive, variants, write
+from attngen.bench.profile_results import Found, Line, rows
 from attngen.devices import DEVICES
 from attngen.errors import AttngenError
 from attngen.spec import make_spec
@@ -256,8 +257,6 @@ def test_the_command_prints_a_table_and_writes_files(
 
 
 def test_the_plot_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
-    from attngen.bench.profile import Line
-
     moved = Bytes(1e9, 1e8, 1e10, 1e8)
     lines = [Line(o, t, n, "forward", "fwd", "", moved, moved) for o in ("q_outer", "kv_outer") for t in (32, 64) for n in (512, 1024)]
     found = Found("H200", "x", 8, 16, 16, tuple(lines), ())

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bench.grids import Cell, cell
-from attngen.bench.results import FIGURES, HOST, Line, Results
-from attngen.bench.run import Setup, progress, run
+from attngen.bench.grids import cell
+from attngen.bench.results import FIGURES, HOST, MASKS, Line, Results
+from attngen.bench.run import Setup, Work, progress, run
 from attngen.spec import make_spec
 from tests.helpers import ROOT
 
 SETUP = Setup(rounds=3, jobs=2, limit_s=4.0, device="cpu", peers_from="tests.bench.fakes", clock="tests.bench.fakes")
+REAL = "attngen.bench.peers"
+DIFFERENCES = [name for name in FIGURES if name.endswith("differs")]
 SPEC = make_spec({"name": "small", "heads": {"sharing": "gqa"}, "head_dim": 16, "dtype": "fp32", "mask": "causal"})
 
 
-def measured(cells: dict[Cell, tuple[str, ...]], folder: Path, setup: Setup = SETUP) -> tuple[Results, list[str]]:
+def measured(cells: Work, folder: Path, setup: Setup = SETUP) -> tuple[Results, list[str]]:
     results = Results({"matmul_tflops": 0.5, "copy_tb_s": 0.5})
     watched: list[str] = []
     for lines in run(cells, setup, folder, results, watched.append):
@@ -55,7 +57,8 @@ def test_lines_come_in_order(results: Results) -> None:
 def test_a_peer_that_works_has_every_figure(results: Results) -> None:
     for n in (24, 32):
         ours = line(results, "ours", n)
-        assert set(ours.figures) == set(FIGURES) - {"differs", *HOST[1:]} and ours.why == ""
+        assert set(ours.figures) == set(FIGURES) - {*DIFFERENCES, *HOST[1:], *MASKS} and ours.why == ""
+        assert ours.figures["visible"] == pytest.approx((n + 1) / (2 * n), rel=1e-4)
         assert (ours.figures["fwd_ms"], ours.figures["allocated_mib"], ours.figures["reserved_mib"]) == (1.51, 3.0, 4.0)
         assert ours.figures["fwd_spread"] == pytest.approx(0.02 / 1.51, rel=0.05)
         pairs = 2 * 4 * n * (n + 1) / 2
@@ -63,7 +66,9 @@ def test_a_peer_that_works_has_every_figure(results: Results) -> None:
         moved = 4 * 2 * (4 + 1) * n * 2 * 16 + 4 * 2 * 4 * n
         assert ours.figures["fwd_tflops"] == pytest.approx(4 * 16 * pairs / 1.51e9, abs=0.01)
         assert ours.figures["fwd_roof"] == pytest.approx(max(4 * 16 * pairs, moved) / 0.5e9 / 1.51, abs=1e-4)
-    assert line(results, "math").figures["differs"] < 1e-5 and line(results, "math").why == ""
+    found = line(results, "math")
+    assert max(found.figures[name] for name in DIFFERENCES[:-1]) == found.figures["differs"] < 1e-5 and found.why == ""
+    assert DIFFERENCES[-1] == "learned_differs" and DIFFERENCES[-1] not in found.figures  # this spec learns nothing
 
 
 def test_an_error_costs_the_peer_its_figures(results: Results) -> None:
@@ -98,8 +103,14 @@ def test_what_cannot_be_compiled_or_captured_loses_those_host_times(tmp_path: Pa
     work = {cell("specs", SPEC, 24, 24, batch=2, heads=4): ("ours", "awkward")}
     results, _ = measured(work, tmp_path, replace(SETUP, limit_s=60.0, host=True))
     ours, awkward = results.lines
-    assert set(ours.figures) == set(FIGURES) - {"differs"} and ours.why == ""
-    assert set(awkward.figures) == set(FIGURES) - {"host_compiled_us", "host_compiled_nograd_us", "host_graph_us"}
+    assert set(ours.figures) == set(FIGURES) - {*DIFFERENCES, *MASKS} and ours.why == ""
+    assert set(awkward.figures) == set(FIGURES) - {
+        "learned_differs",
+        *MASKS,
+        "host_compiled_us",
+        "host_compiled_nograd_us",
+        "host_graph_us",
+    }
     compiled, without, graph = awkward.why.split("; ")
     assert compiled.startswith("host time compiled: Unsupported: ") and without.startswith("host time compiled, without gradients: ")
     assert graph == "host time in a CUDA graph: operation not permitted when stream is capturing"
@@ -108,3 +119,41 @@ def test_what_cannot_be_compiled_or_captured_loses_those_host_times(tmp_path: Pa
 def test_what_a_peer_refuses_is_not_run(results: Results) -> None:
     for n in (24, 40):
         assert (line(results, "refuses", n).figures, line(results, "refuses", n).why) == ({}, "not today")
+
+
+@pytest.mark.parametrize("grid", ["specs", "flex"])
+def test_what_masks_take_is_measured_where_it_is_asked_for(grid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By --masks, and of the grids whose tables show it."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    work = {cell(grid, SPEC, 24, 24, batch=2, heads=4): ("math", "prepares")}
+    results, _ = measured(work, tmp_path, replace(SETUP, limit_s=60.0, masks=grid == "specs"))
+    math, prepares = results.lines
+    assert not set(math.figures) & set(MASKS)  # it prepares nothing
+    assert set(prepares.figures) & set(MASKS) == set(MASKS) - {"mask_eager_ms"}
+    assert prepares.why == "preparing the mask: no eager mask here"
+    assert {name: prepares.figures[name] for name in MASKS if name in prepares.figures} == {
+        "mask_ms": 0.25, "mask_mib": 3.0, "whole_fwd_ms": 1.51, "whole_fwd_spread": 0.013, "whole_mib": 3.0,
+    }  # fmt: skip
+
+
+def test_what_a_cell_asks_of_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and a peer that reads the same inputs agree; under dropout nothing is compared."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    below = {"head_dim": 16, "dtype": "fp32", "heads": {"sharing": "gqa"}}
+    ids = make_spec({"name": "ids", **below, "mask": {"all_of": ["causal", "document"]}})
+    blocks = make_spec({"name": "blocks", **below, "mask": {"block_sparse": {"block": 16}}})
+    drops = make_spec({"name": "drops", **below, "mask": "none", "dropout": True})
+    cells = [
+        cell("specs", ids, 24, 24, batch=1, heads=2, call={"document": 10}),
+        cell("specs", blocks, 32, 32, batch=1, heads=2, call={"share": 2}),
+        cell("specs", drops, 8, 8, batch=1, heads=2, call={"dropout_p": 0.5}),
+    ]
+    results, _ = measured(
+        dict.fromkeys(cells, ("ours", "flash", "naive")), tmp_path, replace(SETUP, rounds=1, limit_s=60.0, peers_from=REAL)
+    )
+    found = {(x.cell.spec.name, x.peer): x for x in results.lines}
+    assert found["ids", "ours"].figures["visible"] == pytest.approx((2 * 55 + 10) / 24**2, rel=1e-3)
+    assert found["blocks", "ours"].figures["visible"] == 0.5
+    for name in ("ids", "blocks"):
+        assert found[name, "naive"].figures["differs"] < 1e-5 and found[name, "naive"].why == ""
+    assert found["drops", "naive"].why == "no dropout" and "differs" not in found["drops", "ours"].figures

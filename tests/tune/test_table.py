@@ -19,9 +19,9 @@ from attngen.ir.verify import verify
 from attngen.passes.pipeline import lower
 from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.select_tiles import MODELLED, SelectTiles
+from attngen.schedules.classes import RANGES, SHORT_ROWS, Key, key, mask_class
+from attngen.schedules.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from attngen.spec import parse_spec
-from attngen.tune.classes import RANGES, SHORT_ROWS, Key, key, mask_class
-from attngen.tune.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from tests.helpers import ROOT, SPECS, lowered, target
 
 SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2, "tma": False}
@@ -253,7 +253,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, text):
 
 
 def test_the_committed_tables_are_of_their_class_and_as_written():
-    from attngen.tune.table import path_of
+    from attngen.schedules.table import path_of
 
     assert set(committed()) == {"sm90"}
     for name, known in committed().items():

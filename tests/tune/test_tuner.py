@@ -14,10 +14,10 @@ from attngen.analysis import cost as model
 from attngen.analysis.cost import cost, schedule_key, spills
 from attngen.analysis.sram import misfit
 from attngen.errors import AttngenError
+from attngen.schedules.classes import RANGES, SHORT_ROWS
+from attngen.schedules.table import Table, schedule_of, shown
 from attngen.tune import run, summary, tuner
 from attngen.tune.candidates import AXES, DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, search
-from attngen.tune.classes import RANGES, SHORT_ROWS
-from attngen.tune.table import Table, schedule_of, shown
 from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman
 from attngen.tune.workers import Lost
 from tests.helpers import spec

@@ -15,7 +15,7 @@ from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Load
-from attngen.tune.classes import Key, key
+from attngen.schedules.classes import Key, key
 
 FOLDER = Path(__file__).parent
 Schedule = dict[str, Any]  # a row's tile sizes and launch options, by their names

@@ -1,0 +1,121 @@
+"""The grids that come with attngen, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attngen.bench.grids import Cell, Grid, cell, read_grid
+from attngen.document import shown
+from attngen.errors import AttngenError, suggest
+from attngen.spec import Spec, make_spec
+
+ROWS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def _spec(mask: str, sharing: str, dim: int, **more: Any) -> Spec:
+    name = f"{'full' if mask == 'none' else mask}{'_dropout' if more.get('dropout') else ''}_{sharing}_d{dim}"
+    return make_spec({"name": name, "heads": {"sharing": sharing}, "head_dim": dim, "mask": mask, **more})
+
+
+def paper() -> Grid:
+    """The seed study's: 4 sequences, 16 heads, D = 64, fp16, causal and not, MHA and MQA, forward and backward, naive too."""
+    specs = [_spec(mask, sharing, 64) for mask in ("causal", "none") for sharing in ("mha", "mqa")]
+    cells = tuple(cell("paper", s, n, n, batch=4, dtype="fp16") for s in specs for n in ROWS)
+    return Grid("paper", cells, ("ours", "flash", "naive"))
+
+
+def fa3() -> Grid:
+    """FlashAttention-3's: 16k rows in all, hidden size 2048, D in {64, 128, 256}, bf16, causal and not."""
+    specs = [_spec(mask, "mha", dim) for dim in (64, 128, 256) for mask in ("causal", "none")]
+    cells = tuple(cell("fa3", s, n, n, heads=2048 // s.head_dim.qk, dtype="bf16") for s in specs for n in ROWS)
+    return Grid("fa3", cells, ("ours", "flash", "cudnn", "flex", "fa4"))
+
+
+# ---------------------------------------------------------------------------------------------- flex
+
+DOCUMENT = 1000  # rows of a document
+MEMORY_ROWS = 131072  # of the cell whose memory is shown
+DISTANCE = 128  # of the relative bias
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One attention of the grid `flex`: its title in the table, and what its spec says."""
+
+    title: str
+    mask: Any
+    score: tuple[Any, ...] = ()
+    deterministic: bool = True
+
+    def spec(self, name: str) -> Spec:
+        data = {"name": f"flex_{name}", "heads": {"sharing": "gqa"}, "head_dim": 128, "dtype": "bf16", "mask": self.mask}
+        unordered = {} if self.deterministic else {"backward": {"deterministic": False}}
+        return make_spec({**data, "score": list(self.score), **unordered} if self.score else data)
+
+
+_SAME = {"expr": "ids[b, q_idx] == ids[b, kv_idx]", "params": {"ids": {"tensor": ["B", "Nk"], "dtype": "int32"}}}
+_STREAM = {"any_of": [{"sliding_window": {"left": 1023}}, {"sink_tokens": {"count": 4}}]}
+_TABLE = ({"relative_bias": {"max_distance": DISTANCE}},)
+FLEX = {
+    "causal": Variant("GQA causal", "causal"),
+    "window": Variant("window 1024", {"sliding_window": {"left": 1023, "right": 0}}),
+    "documents": Variant(f"documents of {DOCUMENT}", {"all_of": ["causal", {"document": {"sorted": True}}]}),
+    "unsorted": Variant(f"documents of {DOCUMENT}, in any order", {"all_of": ["causal", "document"]}),
+    "data": Variant(f"documents of {DOCUMENT}, as an expression", {"all_of": ["causal", _SAME]}),
+    "softcap": Variant("softcap 30", "causal", ({"softcap": 30.0},)),
+    "alibi": Variant("ALiBi", "causal", ("alibi",)),
+    "prefix": Variant("prefix-LM 1024", {"prefix_lm": {"length": 1024}}),
+    "streaming": Variant("streaming 4 + 1024", {"all_of": ["causal", _STREAM]}),
+    "dilated": Variant("dilated 4, 2048 away at most", {"dilated": {"step": 4, "reach": 2048}}),
+    "relative": Variant(f"relative bias {DISTANCE}", "causal", _TABLE),
+    "atomic": Variant(f"relative bias {DISTANCE}, atomics", "causal", _TABLE, deterministic=False),
+}
+
+
+def flex() -> Grid:
+    """FlexAttention's variants: B = 2, 16 query heads over 4, N = 8192, D = 128, bf16; documents of 131,072 rows for their memory."""
+    cells = [_variant(name, 8192, 2) for name in FLEX]
+    return Grid("flex", (*cells, _variant("documents", MEMORY_ROWS, 1)), ("ours", "flex"))
+
+
+def _variant(name: str, rows: int, batch: int) -> Cell:
+    spec = FLEX[name].spec(name)
+    call = {"document": DOCUMENT} if any(i.dtype == "i32" for i in spec.inputs()) else {}
+    return cell("flex", spec, rows, rows, batch=batch, call=call)
+
+
+# ---------------------------------------------------------------------------------------------- variants
+
+DROPOUT_ROWS, DROPOUT_P = 4096, 0.1
+BLOCK_ROWS, BLOCK, SHARES = 16384, 128, (1, 2, 4, 8, 16)  # one block in so many
+
+
+def variants() -> Grid:
+    """What dropout costs (N = 4k, hidden size 2048, D in {128, 64}), and what block sparsity saves (N = 16k, D = 128, 16 heads)."""
+    cells = []
+    for dim in (128, 64):
+        for mask in ("causal", "none"):
+            plain, drops = _spec(mask, "mha", dim), _spec(mask, "mha", dim, dropout=True)
+            for spec, p in ((plain, 0.0), (drops, 0.0), (drops, DROPOUT_P)):
+                call = {"dropout_p": p} if p else {}
+                cells.append(cell("variants", spec, DROPOUT_ROWS, DROPOUT_ROWS, heads=2048 // dim, dtype="bf16", call=call))
+    sparse = make_spec({"name": "block_sparse_d128", "head_dim": 128, "mask": {"block_sparse": {"block": BLOCK}}})
+    cells.append(cell("variants", _spec("none", "mha", 128), BLOCK_ROWS, BLOCK_ROWS, batch=1, dtype="bf16"))
+    cells += [cell("variants", sparse, BLOCK_ROWS, BLOCK_ROWS, batch=1, dtype="bf16", call={"share": share}) for share in SHARES]
+    return Grid("variants", tuple(cells), ("ours", "flash"))
+
+
+GRIDS = {"paper": paper, "fa3": fa3, "flex": flex, "variants": variants}
+TABLED = ("flex", "variants")  # shown by tables of their own (reports.py), without plots
+
+
+def find_grid(name: str) -> Grid:
+    """A grid by its name, or from its file."""
+    if name in GRIDS:
+        return GRIDS[name]()
+    if not Path(name).is_file():
+        hint = suggest(name, GRIDS)
+        raise AttngenError(f"--grid {shown(name)} is no grid of attngen and no file; {hint}")
+    return read_grid(Path(name))

@@ -1,0 +1,55 @@
+"""What `attngen profile` found: the bytes of each kernel of each call, predicted and measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from attngen.bench.counters import Bytes
+
+ORDERS = {"q_outer": "FlashAttention-2", "kv_outer": "FlashAttention-1"}
+NAIVE = "naive"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A kernel of a call: what was predicted, and what was measured; the sum of its launches. Naive attention is one line."""
+
+    order: str
+    tile: int | None
+    n: int
+    direction: str
+    kernel: str
+    tiles: str  # queries x keys
+    predicted: Bytes | None
+    measured: Bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """All lines, the sizes and the device that they are of, and sentences on what could not be profiled."""
+
+    device: str
+    spec: str
+    batch: int
+    heads: int
+    kv_heads: int
+    lines: tuple[Line, ...]
+    failed: tuple[str, ...]
+
+
+def rows(found: Found) -> list[dict[str, object]]:
+    """The lines as flat data, for CSV: bytes, and measured over predicted."""
+    made = []
+    for line in found.lines:
+        flat = {k: v for k, v in asdict(line).items() if k not in ("predicted", "measured")}
+        for what, moved in (("predicted", line.predicted), ("measured", line.measured)):
+            flat |= {f"{what}_{name}": None if moved is None else round(getattr(moved, name)) for name in Bytes.__dataclass_fields__}
+        made.append({**flat, "dram_ratio": ratio(line, "dram"), "l2_ratio": ratio(line, "l2")})
+    return made
+
+
+def ratio(line: Line, level: str) -> float | None:
+    """Measured over predicted bytes of `dram` or `l2`."""
+    if line.predicted is None or not getattr(line.predicted, level):
+        return None
+    return round(getattr(line.measured, level) / getattr(line.predicted, level), 4)

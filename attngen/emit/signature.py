@@ -1,0 +1,64 @@
+"""How a generated module is called, read from its code: the signatures and the arguments of its functions."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A function of a module: how it is called, what it is for, and its arguments (name, type, default, meaning), if explained."""
+
+    name: str
+    code: str
+    says: str
+    args: list[list[str]]
+    returns: str
+
+
+def signatures(code: str) -> Iterator[Signature]:
+    """`attention`, and the functions that are its attributes, as `attention.plan`."""
+    tree = ast.parse(code)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    public = {"attention": "attention"}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and ast.unparse(node.targets[0]).startswith("attention."):
+            public[ast.unparse(node.targets[0])] = node.value.id
+    for shown, name in public.items():
+        if name in functions:
+            yield _signature(shown, functions[name])
+
+
+def _signature(shown: str, node: ast.FunctionDef) -> Signature:
+    parts = _parts(inspect.cleandoc(ast.get_docstring(node) or ""))
+    meanings = _meanings(parts.get("Args", ""))
+    own = node.args
+    defaults: list[ast.expr | None] = [None] * (len(own.args) - len(own.defaults)) + list(own.defaults)
+    named = [*zip(own.args, defaults), *zip(own.kwonlyargs, own.kw_defaults)]
+    rows = [
+        [a.arg, ast.unparse(a.annotation) if a.annotation else "", ast.unparse(default) if default else "", meanings.get(a.arg, "")]
+        for a, default in named
+    ]
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    lines = [f"{name}{f': {kind}' if kind else ''}{f' = {default}' if default else ''}" for name, kind, default, _ in rows]
+    star = ["*"] if own.kwonlyargs else []
+    listed = [*lines[: len(own.args)], *star, *lines[len(own.args) :]]
+    text = f"{shown}(\n" + "".join(f"    {line},\n" for line in listed) + f"){returns}"
+    return Signature(shown, text, parts[""], rows if meanings else [], " ".join(parts.get("Returns", "").split()))
+
+
+def _parts(doc: str) -> dict[str, str]:
+    """The sections of a docstring by their headings; what stands before them under an empty one, as one paragraph."""
+    head, *rest = re.split(r"^(Args|Returns|Raises):\n", doc, flags=re.MULTILINE)
+    return {"": " ".join(head.split()), **dict(zip(rest[::2], rest[1::2]))}
+
+
+def _meanings(text: str) -> dict[str, str]:
+    """`name: meaning` of each argument, whose further lines stand deeper."""
+    text = inspect.cleandoc("\n" + text)
+    found = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", text, flags=re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in found}

@@ -1,0 +1,133 @@
+"""Every case of every spec on a device, forward and backward, beside naive attention in the same dtype: `attngen test --report`.
+
+Errors are ||x - truth|| / ||truth|| against fp64. A case fails where ours is above twice naive's (which counts as at least what
+rounding alone gives, see attngen.testing.Result), where one row is far off, where anything is NaN, or where a second run differs in
+one bit. Specs run in processes of their own, because most of the time goes into compiling kernels; the largest cases take turns.
+TRITON_INTERPRET decides when triton is imported: set it before this file is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import repeat
+from multiprocessing.synchronize import Lock
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+
+from attngen.spec import Spec, load_spec
+from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
+
+RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
+LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
+MODIFIED = 16384  # rows up to which specs with score modifiers go: their oracle keeps every score, in fp64
+TURNS = 2**26  # scores of a case from which on it takes turns with others
+_turns: list[Lock] = []  # of this process: what a large case holds
+
+
+@dataclass(frozen=True)
+class Job:
+    """A spec's file, the folder of its module, and the dtype to run it in."""
+
+    spec: Path
+    folder: Path
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was found of one job: a line of the page for each case, and whether it is within the bars."""
+
+    heading: str
+    lines: tuple[tuple[str, bool], ...]
+
+
+def jobs(specs: Sequence[tuple[Path, Spec]], folder: Path, device: str) -> list[Job]:
+    """One for each spec and dtype; Triton's interpreter cannot multiply bf16. `folder` holds the modules, by name."""
+    return [Job(path, folder / s.name, dtype) for path, s in specs for dtype in s.dtype if device == "cuda" or dtype != "bf16"]
+
+
+def run(work: Sequence[Job], device: str, seed: int, workers: int) -> list[Table]:
+    """All of them, several at once; each case is said on stderr when it is done."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, max(1, len(work))), context, _turns.append, (context.Lock(),)) as pool:
+        return list(pool.map(run_job, work, repeat(device), repeat(seed)))
+
+
+def run_job(job: Job, device: str, seed: int) -> Table:
+    """Every case of one spec in one dtype."""
+    spec, module = load_spec(job.spec), load_module(job.folder)
+    lines = []
+    for case in cases(spec, device):
+        large = case.batch * case.q_heads * case.n_q * case.n_kv >= TURNS
+        with _turns[0] if large and _turns else nullcontext():
+            try:
+                result = run_case(module, spec, case, job.dtype, device, seed)
+                same = repeats(module, spec, case, job.dtype, device, seed)
+            finally:
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+        errors = " | ".join(f"{result.ours[k]:.1e} / {result.naive[k]:.1e}" for k in KEYS)
+        worst, row = (f"{k.removesuffix(' row')} {result.ratio(k):.2f}" for k in (result.worst, result.worst_row))
+        ok = result.ok and same
+        lines.append((f"| {case} | {errors} | {worst} | {row} | {'yes' if same else 'NO'} |", ok))
+        print(f"{spec.name} {job.dtype} {case}: {worst}, row {row}{'' if ok else '  FAILED'}", file=sys.stderr, flush=True)
+    return Table(f"{spec.name}, {job.dtype}", tuple(lines))
+
+
+def cases(spec: Spec, device: str) -> Iterator[Case]:
+    """Ragged and unequal sizes, other layouts, and N up to 32k, or MODIFIED."""
+    heads = heads_for(spec)
+    for n_q, n_kv in RAGGED if device == "cuda" else RAGGED[:4]:
+        yield Case(2, *heads, n_q, n_kv)
+    for layout in ("bnhd", "packed", "expanded", "island"):
+        yield Case(2, *heads, 127, 127, layout)
+    for n_q, n_kv in LARGE if device == "cuda" else []:
+        if spec.score and n_q > MODIFIED:
+            continue
+        yield Case(1, *heads_for(spec, 2), n_q, n_kv)
+
+
+def repeats(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int) -> bool:
+    """Whether two runs give the same bits, forward and backward."""
+    q, k, v, inputs = make_inputs(spec, case, TORCH_DTYPES[dtype], device, seed)
+    grads = make_gradients(spec, case, TORCH_DTYPES[dtype], device, seed)
+    runs = []
+    for _ in range(2):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        results = module.attention(*leaves, **inputs, return_lse=True)
+        runs.append([*results, *torch.autograd.grad(results, leaves, grads)])
+    return all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def failures(tables: Sequence[Table]) -> list[str]:
+    """The cases above a bar: the spec, the dtype, and the line."""
+    return [f"{table.heading}: {line}" for table in tables for line, ok in table.lines if not ok]
+
+
+def page(tables: Sequence[Table], device: str) -> str:
+    """The report as Markdown."""
+    where = torch.cuda.get_device_name() if device == "cuda" else "Triton's interpreter on the CPU"
+    text = [
+        "# Verification on a GPU",
+        "",
+        f"{where}, torch {torch.__version__}, triton {triton.__version__}. Written by `make gpu-test`.",
+        "",
+        "Relative errors ||x - truth|| / ||truth|| against fp64: ours / naive attention's in the same dtype. `worst` is the largest of",
+        "our errors over naive's, which counts as at least what rounding alone gives; the bar is 2. `worst row` is the same of the single",
+        "row that is furthest off; the bar is 4. `bits`: a second run gives the same bits. Loss on the output and on the LSE.",
+        "",
+        f"{sum(len(table.lines) for table in tables)} cases, {len(failures(tables))} above the bar.",
+    ]
+    columns = ("case", "out", "lse", "dq", "dk", "dv", "worst", "worst row", "bits")
+    for table in tables:
+        text += ["", f"## {table.heading}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+        text += [line for line, _ in table.lines]
+    return "\n".join(text) + "\n"

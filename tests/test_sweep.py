@@ -1,0 +1,108 @@
+"""`attngen test --report`: every case is on the page, and one that is wrong, or not the same twice, fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import pytest
+import torch
+
+from attngen import cli, sweep
+from attngen.spec import make_spec
+from attngen.sweep import Job, Table, cases, failures, page, run_job
+from attngen.testing import Case, load_module
+from tests.helpers import module_of, spec
+
+SPEC = "name: small\nhead_dim: 16\nmask: causal\ndtype: [fp16, bf16]\n"
+
+
+class Here:
+    """In place of ProcessPoolExecutor: the same calls, in this process."""
+
+    def __init__(self, workers: int, context: object, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> None:
+        self.workers = workers
+        initializer(*initargs)
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sweep._turns.clear()
+
+    def map(self, function: Callable[..., Table], work: Iterable[Job], *rest: Iterable[Any]) -> Iterator[Table]:
+        return map(function, work, *rest)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one spec, in which two cases are run, the second as a large one."""
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs" / "small.yaml").write_text(SPEC)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(sweep, "cases", lambda spec, device: [Case(1, 2, 2, 17, 17), Case(1, 2, 2, 33, 40, "bnhd")])
+    monkeypatch.setattr(sweep, "TURNS", 1000)
+    return tmp_path
+
+
+def test_a_page_of_all_cases(project: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["test", "--all", "--report", "docs/page.md"])
+    said = capsys.readouterr()
+    dtypes = ("bf16", "fp16") if device == "cuda" else ("fp16",)
+    assert caught.value.code == 0
+    assert said.out == f"docs/page.md: {2 * len(dtypes)} cases, 0 above the bar\n"
+    assert [line.partition(": ")[0] for line in said.err.splitlines() if line.startswith("small ")] == [
+        f"small {dtype} {case}" for dtype in dtypes[::-1] for case in ("B1 H2 Nq17 Nk17", "B1 H2 Nq33 Nk40 bnhd")
+    ]
+    text = (project / "docs" / "page.md").read_text()
+    assert (
+        text.count("\n## small, ") == len(dtypes)
+        and text.count("\n| B1 H2 ") == 2 * len(dtypes)
+        and text.count("| yes |\n") == 2 * len(dtypes)
+    )
+
+
+def test_a_wrong_module_fails(project: Path, monkeypatch: pytest.MonkeyPatch, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def spoiled(folder: Path) -> ModuleType:
+        module = load_module(folder)
+        right = module.attention
+        module.attention = lambda q, k, v, **given: right(q, 1.1 * k, v, **given)  # type: ignore[attr-defined]
+        return module
+
+    monkeypatch.setattr(sweep, "load_module", spoiled)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["test", "specs/small.yaml", "--report", "page.md"])
+    assert caught.value.code == 1
+    wrong = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: small, fp16: | B1 H2 Nq17 Nk17 | ")]
+    assert len(wrong) == 1 and "cases, 0 above" not in (project / "page.md").read_text()
+
+
+def test_other_bits_in_a_second_run_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    made = make_spec({"name": "small", "head_dim": 16, "dtype": "fp16"})
+    (tmp_path / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\n")
+    module = module_of(made, tmp_path / "small")
+    right, calls = module.attention, [0]
+
+    def shaky(*args: Any, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*args, **given)
+        calls[0] += 1
+        return out + torch.finfo(torch.float16).smallest_normal * (calls[0] % 2), lse
+
+    monkeypatch.setattr(module, "attention", shaky)
+    monkeypatch.setattr(sweep, "load_module", lambda folder: module)
+    monkeypatch.setattr(sweep, "cases", lambda spec, device: [Case(1, 2, 2, 17, 17)])
+    table = run_job(Job(tmp_path / "small.yaml", tmp_path / "small", "fp16"), device, 0)
+    ((line, ok),) = table.lines
+    assert line.endswith("| NO |") and not ok and failures([table]) == [f"small, fp16: {line}"]
+    assert "1 cases, 1 above the bar." in page([table], device)
+
+
+def test_which_cases_there_are() -> None:
+    """On CUDA up to 32k rows, and 16k where scores are modified: the oracle keeps them all."""
+    assert max(c.n_q for c in cases(spec("causal_mha"), "cuda")) == 32768 and max(c.n_q for c in cases(spec("alibi_mha"), "cuda")) == 16384
+    assert max(c.n_q for c in cases(spec("causal_mha"), "cpu")) == 129
+    assert {c.layout for c in cases(spec("causal_mha"), "cpu")} == {"bhnd", "bnhd", "packed", "expanded", "island"}
