@@ -287,7 +287,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
 
 def _apart(module: Module, kernel: Kernel) -> str:
     """Why a kernel is not among those of a direction, whose bytes and time are shown."""
-    if any(kernel in kernels_of(module, direction) for direction in DIRECTIONS):
+    if any(kernel in module.kernels_of(direction) for direction in DIRECTIONS):
         return ""
     if kernel.packs:
         return (
