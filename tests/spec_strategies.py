@@ -1,11 +1,13 @@
 """Hypothesis strategies of whole specs, as the plain data that YAML gives: a cross product of all that a spec can say.
 
 `spec_data()` draws from every feature at once: masks and combinations, modifiers, sharing, head dims, dtypes, dropout, orders of loops,
-overrides of the schedule, and where gradients are summed. Most of what it draws builds; some of it is refused.
+overrides of the schedule, and where gradients are summed. Half of what it draws builds; the rest is refused, each for a reason that a user
+can meet: a schedule that does not fit, a mask that hides everything, a gradient that has no fixed order.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +47,7 @@ BLOCKS: list[Any] = [
 # Conditions on tensors of the call: some bound the loops, others are data, which lists blocks.
 WRITTEN_MASKS: list[Any] = [
     {"expr": "seen[b, kv_idx]", "params": {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}}},
-    {"expr": "open[b, q_idx]", "params": {"open": {"tensor": ["B", "Nq"], "dtype": "bool"}}},
+    {"expr": "awake[b, q_idx]", "params": {"awake": {"tensor": ["B", "Nq"], "dtype": "bool"}}},
     {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
     {"expr": "allowed[b, h, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "H", "Nq", "Nk"], "dtype": "bool"}}},
     {"expr": "kv_idx < far and kv_idx <= q_idx", "params": {"far": {"scalar": "int"}}},
@@ -94,25 +96,32 @@ def _written(sample: lang_strategies.Sample) -> Data:
 
 
 def masks(depth: int = 2) -> st.SearchStrategy[Any]:
-    """Masks as a spec writes them: named, written, drawn expressions, and combinations of these."""
-    leaves = st.sampled_from(MASKS) | st.sampled_from(BLOCKS) | st.sampled_from(WRITTEN_MASKS) | lang_strategies.masks(1).map(_written)
-    several = masks(depth - 1) if depth else leaves
+    """Masks as a spec writes them: named, written, drawn expressions, and combinations of these, blocks among them."""
+    leaves = st.sampled_from(MASKS) | st.sampled_from(WRITTEN_MASKS) | lang_strategies.masks(1).map(_written)
     if not depth:
-        return st.sampled_from(MASKS) | leaves
-    lists = st.lists(several, min_size=1, max_size=3)
-    compound = (
-        lists.map(lambda found: {"all_of": found})
-        | lists.map(lambda found: {"any_of": found})
-        | st.sampled_from(BLOCKS).flatmap(lambda blocks: several.map(lambda mask: {"all_of": [blocks, mask]}))
-        | several.map(lambda mask: {"not": mask})
-    )
-    return masks(0) | compound
+        return leaves
+    several = masks(depth - 1)
+    lists = st.lists(several, min_size=1, max_size=3, unique_by=str)
+    combined = [
+        lists.map(lambda found: {"all_of": found}),
+        lists.map(lambda found: {"any_of": found}),
+        several.map(lambda mask: {"not": mask}),
+    ]
+    return leaves | st.one_of(combined) | _with_blocks(several)
+
+
+def _with_blocks(others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Masks of blocks, alone or beside another one; at times where a spec cannot have them."""
+    blocks = st.sampled_from(BLOCKS)
+    pairs = st.tuples(blocks, others).map(list)
+    return blocks | pairs.map(lambda pair: {"all_of": pair}) | pairs.map(lambda pair: {"any_of": pair})
 
 
 def scores() -> st.SearchStrategy[list[Any]]:
     """Lists of up to three modifiers, named, written, or of a drawn expression."""
-    one = st.sampled_from(SCORES) | st.sampled_from(WRITTEN_SCORES) | lang_strategies.scores(1).map(_written)
-    return st.lists(one, max_size=3)
+    drawn_scores = lang_strategies.scores(1).filter(lambda sample: re.search(r"\bs\b", sample.text)).map(_written)
+    one = st.sampled_from(SCORES) | st.sampled_from(WRITTEN_SCORES) | drawn_scores
+    return st.lists(one, max_size=3, unique_by=lambda score: str(score) if isinstance(score, str) else str(next(iter(score.items()))))
 
 
 def schedules() -> st.SearchStrategy[Data]:
@@ -129,6 +138,11 @@ def schedules() -> st.SearchStrategy[Data]:
     )
 
 
+def _precision(data: Data) -> Data:
+    """Says how fp32 products are computed only where there are any."""
+    return data if "fp32" in data["dtype"] else {key: value for key, value in data.items() if key != "fp32_precision"}
+
+
 def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st.SearchStrategy[Data]:
     """Specs as plain data, any feature beside any other. `replace` gives a key another strategy, as {"head_dim": st.just(16)}."""
     keys: dict[str, st.SearchStrategy[Any]] = {
@@ -136,14 +150,14 @@ def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st
         "head_dim": st.sampled_from(HEAD_DIMS),
         "heads": st.sampled_from(["mha", "mqa", "gqa"]).map(lambda sharing: {"sharing": sharing}),
         "dtype": st.lists(st.sampled_from(["bf16", "fp16", "fp32"]), min_size=1, max_size=2, unique=True),
-        "fp32_precision": st.sampled_from(["ieee", "ieee", "ieee", "tf32"]),
+        "fp32_precision": st.sampled_from(["ieee", "tf32"]),
         "mask": masks(),
         "score": scores(),
         "dropout": st.sampled_from([False, False, True]),
         "backward": st.booleans().map(lambda ordered: {"deterministic": ordered}),
         "schedule": schedules(),
     }
-    return st.fixed_dictionaries({**keys, **(replace or {})})
+    return st.fixed_dictionaries({**keys, **(replace or {})}).map(_precision)
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attngen.bench.results import Results
     from attngen.bench.run import Setup, Work
 
-Grids = Annotated["list[str] | None", typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3 or a YAML file instead of SPECS")]
+Grids = Annotated[list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3 or a YAML file instead of SPECS")]
 Words = typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096: one word of each kind")
 Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")
 Rows = typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attngen.spec import Spec
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False)]
-SpecPaths = Annotated["list[Path] | None", typer.Argument(metavar="SPECS", help="spec files", show_default=False)]
+SpecPaths = Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)]
 Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
 SPECS, GENERATED = Path("specs"), Path("generated")
 FEW = 4  # specs that one process compiles sooner than another would start

@@ -14,7 +14,7 @@ from attngen.errors import AttngenError, SpecError
 
 
 def list_specs() -> None:
-    """List the specs in specs/, and the masks and modifiers to name in one.
+    """List the specs in specs/, masks and score modifiers.
 
     \b
     attngen list
