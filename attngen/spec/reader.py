@@ -33,8 +33,8 @@ def load_spec(path: str | Path) -> Spec:
     except FileNotFoundError as error:
         if path.is_symlink():
             raise SpecError(f"{path}: is a link to {path.readlink()}, which does not exist; expected a YAML spec") from error
-        near = nearest(path.name, (p.name for p in path.parent.glob("*.yaml") if p.exists()))
-        hint = f"did you mean {path.with_name(near)}?" if near else "`attngen new NAME` writes a spec to start from"
+        near = nearest(path.stem, (p.stem for p in path.parent.glob("*.yaml") if p.exists()))
+        hint = f"did you mean {path.with_name(near + '.yaml')}?" if near else "`attngen new NAME` writes a spec to start from"
         raise SpecError(f"{path}: there is no such file; {hint}") from error
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a YAML spec") from error
