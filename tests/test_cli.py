@@ -477,9 +477,14 @@ main(["test", "specs/small.yaml"])
     heading, *cases = (line for line in done[0].stdout.splitlines() if line.startswith(("case", "B")))
     assert heading.split()[:9] == ["case", "dtype", "out", "lse", "dq", "dk", "dv", "dsink", "dtemperature"]
     assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) == 7 for line in cases)
-    assert done[1].returncode == 1 and done[1].stderr == (
-        "error: the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4: pip install 'numpy<2.4'\n"
+    sentence = "the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4: pip install 'numpy<2.4'"
+    assert done[1].returncode == 1 and done[1].stderr == f"error: {sentence}\n"
+    tests = code.replace("from attngen.cli import main\n", "import pytest\n").replace(
+        'main(["test", "specs/small.yaml"])', 'pytest.main(["--co"])'
     )
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    refused = subprocess.run([sys.executable, "-c", tests, "2.4.0"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert sentence in refused.stdout + refused.stderr and "test_" not in refused.stdout
 
 
 def test_build_does_not_import_torch(project: Path) -> None:
