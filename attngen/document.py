@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import yaml
 from yaml.constructor import SafeConstructor
 
-from attngen.errors import SpecError
+from attngen.errors import SpecError, dotted
 
 Path: TypeAlias = "tuple[str | int, ...]"  # keys and list positions from the root
 DEPTH = 20
@@ -78,10 +78,10 @@ def _plain(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> 
             lines[place] = key.start_mark.line + 1
             found[key.value] = _plain(value, place, lines, source)
         return found
-    return _scalar(node, source)
+    return _scalar(node, path, source)
 
 
-def _scalar(node: Any, source: str) -> Any:
+def _scalar(node: Any, path: Path, source: str) -> Any:
     """The value of a word; one in quotes is text."""
     if node.style is None and _REAL.fullmatch(node.value) and not node.tag.endswith((":int", ":float")):
         return float(node.value)
@@ -96,8 +96,14 @@ def _scalar(node: Any, source: str) -> Any:
     decimal = any(pattern.fullmatch(node.value) for pattern in (_INTEGER, _REAL, _NO_NUMBER))
     if type(value) is int and not _INTEGER.fullmatch(node.value) or type(value) is float and not decimal:
         where = f"{source}, line {node.start_mark.line + 1}"
-        raise SpecError(f"{where}: `{shown(node.value)}` is {shown(value)} to YAML; expected a decimal number, or quotes around text")
+        what = f"`{key_name(path)}` is `{shown(node.value)}`, which YAML reads as {shown(value)}"
+        raise SpecError(f"{where}: {what}; expected a decimal number, or quotes around text")
     return value
+
+
+def key_name(path: Path) -> str:
+    """The name of a key by its path, which a user wrote: `mask.all_of[1].key_padding`."""
+    return dotted(tuple(key if isinstance(key, int) else shown(key) for key in path))
 
 
 def shown(text: Any) -> str:

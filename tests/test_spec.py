@@ -170,7 +170,7 @@ def test_what_programs_that_walk_over_keys_cannot_do(more: str, key: str, what: 
 
 @pytest.mark.parametrize("number, value", [("1:04", 64), ("0100", 64), ("0x40", 64), ("0b1000000", 64), ("6_4", 64), ("1:04.5", 64.5)])
 def test_numbers_that_mean_others_to_yaml_are_refused(number: str, value: float) -> None:
-    sentence = f"line 3: `{number}` is {value} to YAML; expected a decimal number, or quotes around text"
+    sentence = f"line 3: `head_dim` is `{number}`, which YAML reads as {value}; expected a decimal number, or quotes around text"
     assert message(f"name: x\nmask: causal\nhead_dim: {number}") == sentence
     assert message(f'name: x\nhead_dim: "{number}"') == f"line 2: `head_dim` is the text `{number}`; {HEAD_DIM}"
 

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from attngen import document
-from attngen.document import read_document
+from attngen.document import key_name, read_document
 from attngen.errors import SpecError, nearest
 from attngen.spec.model import Spec, json_schema
-from attngen.spec.sentences import key_name, mistakes, said
+from attngen.spec.sentences import mistakes, said
 
 MAX_BYTES = 64 * 1024
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from attngen import document
 from attngen.document import shown
-from attngen.errors import dotted, nearest, suggest
+from attngen.errors import nearest, suggest
 
 
 class Mistakes(ValueError):
@@ -115,8 +115,3 @@ def said(value: Any) -> str:
         case str():
             return f"the text `{shown(value)}`"
     return f"{'a' if value else 'an empty'} {'list' if isinstance(value, list) else 'mapping'}"
-
-
-def key_name(path: document.Path) -> str:
-    """The name of a key by its path, which a user wrote: `mask.all_of[1].key_padding`."""
-    return dotted(tuple(key if isinstance(key, int) else shown(key) for key in path))
