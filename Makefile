@@ -1,10 +1,11 @@
 # make demo: build a spec, test its kernels, show what happened.    make test: the whole test suite.
-# Both set up .venv on a machine with Python alone. VENV=DIR reuses an environment that has a torch of its own;
-# VENV=system uses the python3 on the PATH as it is and installs nothing.
+# Both set up .venv on a machine with Python alone. TORCH_INDEX=URL is the package index that torch is taken from.
+# VENV=DIR reuses an environment that has a torch of its own; VENV=system uses the python3 on the PATH as it is and installs nothing.
 
 VENV ?= .venv
 PYTHON3 ?= python3
 SPEC ?= specs/causal_mqa.yaml
+TORCH_INDEX ?=
 
 ifeq ($(VENV),system)
 PYTHON := $(PYTHON3)
@@ -13,6 +14,9 @@ else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.attngen-ready
 endif
+
+INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+TORCH := $(shell grep '^torch==' requirements-cpu.txt)
 
 .PHONY: help demo test lint regen gpu-test
 
@@ -23,16 +27,17 @@ help:
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
+	@echo "TORCH_INDEX=URL takes torch from there, as from https://download.pytorch.org/whl/cpu: small, without CUDA's libraries"
 
-# An environment without torch gets the pinned versions; one that has torch keeps it, and gets what is missing.
+# An environment made here, or without torch, gets the pinned versions; another keeps its torch, and gets what is missing.
 $(READY): pyproject.toml requirements-cpu.txt
-	@test -x $(VENV)/bin/python || { echo "making $(VENV)"; $(PYTHON3) -m venv $(VENV); }
-	@if $(PYTHON) -c "import torch, triton" 2>/dev/null; then \
-	  echo "installing what $(VENV) lacks"; $(PYTHON) -m pip install --quiet --disable-pip-version-check -e ".[dev]"; \
+	@test -x $(VENV)/bin/python || { echo "making $(VENV)"; $(PYTHON3) -m venv $(VENV) && touch $(VENV)/.attngen-made; }
+	@if test ! -e $(VENV)/.attngen-made && $(PYTHON) -c "import torch" 2>/dev/null; then \
+	  echo "installing what $(VENV) lacks"; $(INSTALL) -e ".[dev]"; \
 	else \
 	  echo "installing torch, triton and the rest into $(VENV) (a minute or two)"; \
-	  $(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt && \
-	  $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; \
+	  $(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url $(TORCH_INDEX) $(TORCH) &&) \
+	  $(INSTALL) -r requirements-cpu.txt && $(INSTALL) --no-deps --no-build-isolation -e .; \
 	fi
 	@touch $@
 

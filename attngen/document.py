@@ -5,16 +5,21 @@ YAML's other features (several documents, anchors, tags, repeated keys) are erro
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeAlias
 
 import yaml
 from yaml.constructor import SafeConstructor
 
-from attngen.errors import SpecError
+from attngen.errors import SpecError, dotted
 
 Path: TypeAlias = "tuple[str | int, ...]"  # keys and list positions from the root
 DEPTH = 20
 _PLAIN = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
+# Numbers are decimal. YAML 1.1, which the parser reads, has others too (1:04 and 0100 are 64), and no 5e1, which YAML 1.2 has.
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_REAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NO_NUMBER = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def read_document(text: str, source: str) -> tuple[Any, dict[Path, int]]:
@@ -73,17 +78,32 @@ def _plain(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> 
             lines[place] = key.start_mark.line + 1
             found[key.value] = _plain(value, place, lines, source)
         return found
-    return _scalar(node)
+    return _scalar(node, path, source)
 
 
-def _scalar(node: yaml.Node) -> Any:
+def _scalar(node: Any, path: Path, source: str) -> Any:
+    """The value of a word; one in quotes is text."""
+    if node.style is None and _REAL.fullmatch(node.value) and not node.tag.endswith((":int", ":float")):
+        return float(node.value)
     if node.tag not in _PLAIN:
         return node.value
     try:
         value = SafeConstructor().construct_object(node)
     except ValueError:  # looks like a number, and is none: `0x_`, or thousands of digits
         return node.value
-    return node.value if isinstance(value, int) and value.bit_length() > 64 else value
+    if isinstance(value, int) and value.bit_length() > 64:
+        return node.value
+    decimal = any(pattern.fullmatch(node.value) for pattern in (_INTEGER, _REAL, _NO_NUMBER))
+    if type(value) is int and not _INTEGER.fullmatch(node.value) or type(value) is float and not decimal:
+        where = f"{source}, line {node.start_mark.line + 1}"
+        what = f"`{key_name(path)}` is `{shown(node.value)}`, which YAML reads as {shown(value)}"
+        raise SpecError(f"{where}: {what}; expected a decimal number, or quotes around text")
+    return value
+
+
+def key_name(path: Path) -> str:
+    """The name of a key by its path, which a user wrote: `mask.all_of[1].key_padding`."""
+    return dotted(tuple(key if isinstance(key, int) else shown(key) for key in path))
 
 
 def shown(text: Any) -> str:

@@ -29,12 +29,30 @@ class VerifyError(AttngenError):
         return VerifyError, (self.rule, self.reason, self.ir_text)  # to another process
 
 
-class FitError(AttngenError):
+class BuildError(SpecError):
+    """A spec that can be read and not built: the path of the spec's key, and the reason as a sentence that follows the key's name.
+
+    It names no file; whoever read the spec from one adds it, and the line of the key.
+    """
+
+    def __init__(self, path: tuple[str | int, ...], reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(path, reason)
+
+    def __str__(self) -> str:
+        return f"`{dotted(self.path)}` {self.reason}"
+
+
+class FitError(BuildError):
     """A kernel that no tile makes fit on a device: names the spec's key, the device, the bytes needed and had, and what to change."""
 
-    def __init__(self, key: str, reason: str) -> None:
-        self.key, self.reason = key, reason
-        super().__init__(f"`{key}` does not fit: {reason}")
+    def __str__(self) -> str:
+        return f"`{dotted(self.path)}` does not fit: {self.reason}"
+
+
+def dotted(path: tuple[str | int, ...]) -> str:
+    """A path in a document as one word: `mask.all_of[1].key_padding`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
 def last_line(error: Exception) -> str:

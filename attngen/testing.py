@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from attngen.errors import AttngenError
 from attngen.parts import Part, Sizes
 from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
 from attngen.spec import Spec
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KEYS = ("out", "lse", "dq", "dk", "dv")
+KEYS = ("out", "lse", "dq", "dk", "dv")  # results and gradients of every module
 LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
 TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
 BAR = 2.0  # our error over naive's, at most
@@ -101,6 +104,19 @@ def load_module(folder: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def check_interpreter() -> None:
+    """Triton's interpreter before 3.7 fails inside with numpy 2.4: AttngenError, with what to install, where these meet."""
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if os.environ.get("TRITON_INTERPRET") == "1" and triton < (3, 7) and numpy >= (2, 4):
+        found = f"the interpreter of Triton {version('triton')} does not work with numpy {version('numpy')}"
+        raise AttngenError(f"{found}; expected numpy below 2.4: pip install 'numpy<2.4'")
+
+
+def result_names(spec: Spec) -> tuple[str, ...]:
+    """The results and gradients of a spec's module: those of every module, and the gradients of learned inputs."""
+    return (*KEYS, *(f"d{i.name}" for i in spec.inputs() if i.grad))
 
 
 def heads_for(spec: Spec, q_heads: int = 4) -> tuple[int, int]:
@@ -236,7 +252,7 @@ def run_case(
         return naive_attention(q, k, v, mask, factor, weight, modify, sink)
 
     leaves = (q, k, v, *learned.values())
-    names = (*KEYS, *(f"d{name}" for name in learned))
+    names = result_names(spec)
     truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, whole=bool(spec.score))
     with _matmul_precision("high" if tf32 else "highest"):
         naive = _errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), leaves, grads, names), truth)

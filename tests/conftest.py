@@ -11,11 +11,18 @@ import os
 import pytest
 import torch
 
+from attngen.errors import AttngenError
+from attngen.testing import check_interpreter
+
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the other cores have workers of their own
+try:
+    check_interpreter()
+except AttngenError as error:
+    pytest.exit(str(error), returncode=4)
 
 
 @pytest.fixture(scope="session")

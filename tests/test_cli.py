@@ -139,6 +139,47 @@ def test_what_does_not_fit_names_the_file_and_the_key(project: Path, attngen: Cl
     assert error.endswith(f"; a smaller {what} needs less\n")
 
 
+WRONG = {  # of each a file, and what is said of it
+    "typo": ("name: typo\nhead_dim: 64\nmask: windw\n", "line 3: `mask` is `windw`, which is not a mask; did you mean `sliding_window`?"),
+    "grad": (
+        "name: grad\nhead_dim: 64\nscore:\n- softcap: 5.0\n- expr: s + t[kv_idx]\n  params: {t: {tensor: [Nk], grad: true}}\n",
+        "line 5: `score[1]` has `grad: true` for `t`, which is read at `kv_idx`; sums in a fixed order need b, h, hkv, q_idx, q_idx and "
+        "kv_idx, numbers, or a distance kv_idx - q_idx; `backward: {deterministic: false}` adds anywhere, in no fixed order",
+    ),
+    "outside": (
+        "name: outside\nhead_dim: 64\nscore: {expr: 's + t[7]', params: {t: {tensor: [4]}}}\n",
+        "line 3: `score` reads `t` at `7`, which is outside of it; expected places inside",
+    ),
+    "large": (
+        "name: large\nhead_dim: 64\nmask: {block_sparse: {block: 32}}\nschedule:\n  stages: 2\n  block_q: 64\n",
+        "line 6: `schedule.block_q` is 64, and the mask lists blocks of 32 x 32 scores (`block_sparse` says which count), which tiles "
+        "divide; expected 32 or less",
+    ),
+    "listed": (
+        "name: listed\nhead_dim: 64\nmask: {expr: 'seen[b, kv_idx]', params: {seen: {tensor: [B, Nk], dtype: bool}}}\n"
+        "schedule: {block_kv: 256}\n",
+        "line 4: `schedule.block_kv` is 256, and the mask lists blocks of 128 x 128 scores (its data says which count), which tiles "
+        "divide; expected 128 or less",
+    ),
+}
+
+
+def test_every_wrong_spec_is_named_and_nothing_is_written(project: Path, attngen: Cli) -> None:
+    for name, (text, _) in WRONG.items():
+        (project / "specs" / f"{name}.yaml").write_text(text)
+    expected = sorted(f"error: specs/{name}.yaml, {sentence}" for name, (_, sentence) in WRONG.items())
+    assert sorted(attngen("build", "--all", code=1).splitlines()) == expected
+    assert not (project / "generated").exists()
+
+
+def test_list_shows_the_good_specs_beside_the_wrong_ones(project: Path, attngen: Cli) -> None:
+    (project / "specs" / "typo.yaml").write_text(WRONG["typo"][0])
+    (project / "specs" / "worse.yaml").write_text("- a list\n")
+    errors = attngen("list", code=1).splitlines()
+    assert errors[0] == f"error: specs/typo.yaml, {WRONG['typo'][1]}" and errors[1].startswith("error: specs/worse.yaml: ")
+    assert len(errors) == 2 and "specs/good.yaml" in attngen.output and "softcap" in attngen.output
+
+
 def test_two_specs_of_one_name(project: Path, attngen: Cli) -> None:
     (project / "specs" / "twin.yaml").write_text(GOOD)
     assert "another spec of this build is named `good` too" in attngen("build", "--all", code=1)
@@ -199,6 +240,9 @@ def test_list_names_specs_and_masks(project: Path, attngen: Cli) -> None:
     lines = [line.split() for line in attngen("list").splitlines()]
     assert ["specs/good.yaml", "causal", "mha", "64", "bf16"] in lines
     assert {"causal", "key_padding", "none", "sliding_window"} <= {line[0] for line in lines if line}
+    assert ["softcap", "cap", "*", "tanh(s", "/", "cap)"] in [line[:6] for line in lines]
+    (project / "specs" / "capped.yaml").write_text("name: capped\nhead_dim: 64\nscore: [{softcap: 30.0}, sink]\n")
+    assert ["specs/capped.yaml", "none", "softcap(cap=30.0),", "sink", "mha"] in [line.split()[:5] for line in attngen("list").splitlines()]
 
 
 def test_schema_is_json(attngen: Cli) -> None:
@@ -268,6 +312,24 @@ def test_emit_refuses_what_is_not_target_ir(project: Path, attngen: Cli) -> None
     assert "cannot be read as text" in attngen("emit", "x.ir", "--out", "o", code=1)
     assert "cannot be read as text" in attngen("emit", "specs", "--out", "o", code=1)
     assert not (project / "o").exists()
+
+
+def test_what_emit_refuses_is_one_sentence_and_the_ir_where_it_is_asked_for(project: Path, attngen: Cli) -> None:
+    (project / "x.ir").write_text(attngen("dump", "specs/good.yaml").replace("num_warps=4", "num_warps=3"))
+    error = attngen("emit", "x.ir", "--out", "o", code=1)
+    assert error.startswith("error: x.ir: the IR breaks rule `powers-of-two`: kernel @") and error.count("\n") == 1
+    verbose = attngen("emit", "x.ir", "--out", "o", "--verbose", code=1)
+    assert "\nmodule @good\n" in verbose and verbose.endswith(f"\n{error}")
+
+
+@pytest.mark.parametrize("many", [[], ["--all"]])
+def test_verify_says_at_once_what_is_not_built(project: Path, attngen: Cli, many: list[str]) -> None:
+    rest = "; run `attngen build specs/good.yaml` first, or give --write\n"
+    error = "error: specs/good.yaml: not built: there is no generated/good/schedule.ir"
+    assert attngen("verify", *(many or ["specs/good.yaml"]), code=1) == error + rest
+    attngen("build", "specs/good.yaml")
+    (project / "specs" / "good.yaml").write_text(GOOD.replace("causal", "none"))
+    assert attngen("verify", "specs/good.yaml", code=1) == "error: specs/good.yaml: generated/good is of another spec" + rest
 
 
 def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None:
@@ -393,6 +455,36 @@ def test_test_shows_each_case(project: Path) -> None:
     cases = [line for line in done.stdout.splitlines() if line.startswith("B")]
     assert len(cases) >= 5 and all(line.endswith(" ok") for line in cases)
     assert "Warning" not in done.stderr
+
+
+def test_test_shows_each_gradient_and_what_the_interpreter_needs(project: Path) -> None:
+    (project / "specs" / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\nscore: [sink, temperature]\n")
+    code = """
+import sys
+from importlib import metadata
+from attngen.cli import main
+version = metadata.version
+metadata.version = lambda name: {"triton": "3.6.0", "numpy": sys.argv[1]}.get(name) or version(name)
+main(["test", "specs/small.yaml"])
+"""
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", code, numpy], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        for numpy in ("2.3.5", "2.4.0")
+    ]
+    assert done[0].returncode == 0, done[0].stderr
+    heading, *cases = (line for line in done[0].stdout.splitlines() if line.startswith(("case", "B")))
+    assert heading.split()[:9] == ["case", "dtype", "out", "lse", "dq", "dk", "dv", "dsink", "dtemperature"]
+    assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) == 7 for line in cases)
+    sentence = "the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4: pip install 'numpy<2.4'"
+    assert done[1].returncode == 1 and done[1].stderr == f"error: {sentence}\n"
+    tests = code.replace("from attngen.cli import main\n", "import pytest\n").replace(
+        'main(["test", "specs/small.yaml"])', 'pytest.main(["--co"])'
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    refused = subprocess.run([sys.executable, "-c", tests, "2.4.0"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert sentence in refused.stdout + refused.stderr and "test_" not in refused.stdout
 
 
 def test_build_does_not_import_torch(project: Path) -> None:

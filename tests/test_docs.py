@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,33 @@ def test_files_that_commands_name_exist(page: str) -> None:
 def test_yaml_in_the_readme_is_a_spec() -> None:
     for block in blocks("README.md", "yaml"):
         parse_spec(block)
+
+
+def test_the_mistakes_in_the_readme_are_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shown,) = (block for block in blocks("README.md", "text") if "$ cat specs/typo.yaml" in block)
+    found = re.fullmatch(r"\$ cat (specs/typo\.yaml)\n(.*)\$ attngen (build specs/typo\.yaml)\n(.*)", shown, re.DOTALL)
+    assert found
+    path, content, command, errors = found.groups()
+    (tmp_path / "specs").mkdir()
+    (tmp_path / path).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 1 and capsys.readouterr().err == errors
+
+
+def test_make_takes_torch_from_an_index_of_its_own() -> None:
+    def steps(*more: str) -> list[str]:
+        made = subprocess.run(["make", "-n", "VENV=/nowhere", "demo", *more], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return re.findall(r"-m pip install --quiet --disable-pip-version-check ([^;&]*[^;& ])", made)
+
+    torch = next(line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line.startswith("torch=="))
+    existing, plain, own = steps()
+    assert (existing, plain, own) == ('-e ".[dev]"', "-r requirements-cpu.txt", "--no-deps --no-build-isolation -e .")
+    assert steps("TORCH_INDEX=https://x/cpu") == [existing, f"--no-deps --index-url https://x/cpu {torch}", plain, own]
+    assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in text("README.md")
 
 
 def test_the_workflow_runs_what_there_is() -> None:

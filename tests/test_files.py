@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 from attngen.emit.files import diff_module, read_module, write_file, write_module
 from attngen.errors import AttngenError
+from tests.helpers import ROOT
 
 OLD = {"__init__.py": "old\n", "schedule.ir": "old\n"}
 NEW = {"__init__.py": "new\n", "kernels.py": "new\n", "schedule.ir": "new\n"}
@@ -88,6 +93,33 @@ def test_an_interrupt_midway_leaves_the_old_files(tmp_path: Path, monkeypatch: p
         write_module(NEW, folder)
     assert read_module(folder) == OLD
     assert tree(tmp_path) == ["x", "x/__init__.py", "x/schedule.ir"]
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_what_a_killed_build_leaves_is_removed_by_the_next(tmp_path: Path, renames: int) -> None:
+    """Killed before the old module is moved away, or before the new one is moved in; folders of others stay."""
+    write_module(OLD, tmp_path / "x")
+    others = [tmp_path / f".x-{platform.node()}-{os.getpid()}-a", tmp_path / ".x-elsewhere-1-a", tmp_path / f".y-{platform.node()}-1-a"]
+    for folder in others:
+        folder.mkdir()
+    code = f"""
+import os, signal
+from pathlib import Path
+from attngen.emit.files import write_module
+rename, left = os.rename, [{renames}]
+def killed(source, target):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    rename(source, target)
+os.rename = killed
+write_module({NEW!r}, Path({str(tmp_path / "x")!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".*"))) == len(others) + 1
+    assert write_module(NEW, tmp_path / "x")
+    assert sorted(tmp_path.glob(".*")) == sorted(others) and read_module(tmp_path / "x") == NEW
 
 
 def test_folders_that_attngen_did_not_write_are_left_alone(tmp_path: Path) -> None:

@@ -237,9 +237,12 @@ def test_what_is_easily_wrong(what: str, device: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        (scored("where(w[h] > 0, s, -s)", w=HEAD), "`w` has `grad: true`, and the score does not change with it but in steps; expected no"),
-        (scored("where(s > 0, 1, -1)"), "the score changes with `s` in steps alone"),
-        (scored("s * w[7]", w=tensor(4)), "`w` is read at `7`, which is outside of it; expected places inside"),
+        (
+            scored("where(w[h] > 0, s, -s)", w=HEAD),
+            "`score` has `grad: true` for `w`, and the score changes with it in steps alone; expected no",
+        ),
+        (scored("where(s > 0, 1, -1)"), "`score` changes with `s` in steps alone"),
+        (scored("s * w[7]", w=tensor(4)), "`score` reads `w` at `7`, which is outside of it; expected places inside"),
         (
             scored("s + t[where(s > 0, 1, 0)]", t=tensor(2)),
             "the index `where(s > 0, 1, 0)` of `t` depends on the score; expected positions",

@@ -27,6 +27,7 @@ MASK = (
     "or {not: mask}"
 )
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
+CAP = "expected a number from 0.001 to 1000000"
 KEYS = "known: backward, dropout, dtype, fp32_precision, head_dim, heads, mask, name, schedule, score"
 
 
@@ -117,6 +118,12 @@ MISTAKES = {
     BASE + "mask: {all_of: [causal, causal]}": f"line 3: `mask.all_of[1]` is `causal` again; {ONCE}",
     BASE + "mask: {all_of: [none, none]}": f"line 3: `mask.all_of[1]` is `none` again; {ONCE}",
     BASE + "mask: {all_of: [causal, {causal: {align: bottom_right}}]}": f"line 3: `mask.all_of[1]` is `causal` again; {ONCE}",
+    # scores
+    BASE + "score: {softcap: 0}": f"line 3: `score.softcap.cap` is the number 0; {CAP}",
+    BASE + "score: {softcap: .nan}": f"line 3: `score.softcap.cap` is the number nan; {CAP}",
+    BASE + "score:\n- softcap: {cap: -3.0}": f"line 4: `score[0].softcap.cap` is the number -3.0; {CAP}",
+    BASE + "score: softcap": f"line 3: `score.softcap.cap` is missing; {CAP}",
+    BASE + "score: {softcap: thirty}": f"line 3: `score.softcap` is the text `thirty`; {CAP}, or its parameters, {{cap: ...}}",
     # YAML
     "": "the file is empty; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
     "# nothing": "the file is empty; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start",
@@ -150,6 +157,7 @@ def test_text_that_is_no_yaml_is_one_sentence_with_its_line(text: str) -> None:
     [
         ("dropout: true", "dropout", "cannot drop weights"),
         ("mask: key_padding", "mask", "reads no `key_padding`"),
+        ("score: alibi", "score", "reads no `alibi_slopes`"),
         ("mask: {block_sparse: {block: 64}}", "mask", "visits no lists of blocks"),
         ("score: dense_bias", "score", "reads no `bias`"),
         ("head_dim: {qk: 192, v: 128}", "head_dim", "holds dK and dV of at most 256 columns together"),
@@ -158,6 +166,43 @@ def test_text_that_is_no_yaml_is_one_sentence_with_its_line(text: str) -> None:
 def test_what_programs_that_walk_over_keys_cannot_do(more: str, key: str, what: str) -> None:
     text = f"name: x\n{'' if key == 'head_dim' else 'head_dim: 64'}\nschedule: {{order: kv_outer}}\n{more}"
     assert message(text) == f"line 4: `{key}` asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"
+
+
+@pytest.mark.parametrize("number, value", [("1:04", 64), ("0100", 64), ("0x40", 64), ("0b1000000", 64), ("6_4", 64), ("1:04.5", 64.5)])
+def test_numbers_that_mean_others_to_yaml_are_refused(number: str, value: float) -> None:
+    sentence = f"line 3: `head_dim` is `{number}`, which YAML reads as {value}; expected a decimal number, or quotes around text"
+    assert message(f"name: x\nmask: causal\nhead_dim: {number}") == sentence
+    assert message(f'name: x\nhead_dim: "{number}"') == f"line 2: `head_dim` is the text `{number}`; {HEAD_DIM}"
+
+
+@pytest.mark.parametrize("number", ["5e1", "5E+1", "50", "50.", "+50.0", ".5e2", "5.0e+1"])
+def test_numbers_with_exponents_are_numbers(number: str) -> None:
+    assert parse_spec(BASE + f"score: {{softcap: {number}}}") == parse_spec(BASE + "score: {softcap: 50.0}")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "attngen", "json", "typing", "numpy"])
+def test_a_module_has_no_name_of_a_package(name: str) -> None:
+    sentence = f"is `{name}`, a package that its module would hide where both can be imported; expected another name"
+    assert message(f"name: {name}\nhead_dim: 64") == f"line 1: `name` {sentence}"
+
+
+@pytest.mark.parametrize(
+    "mask, gone",
+    [
+        ("{any_of: [key_padding, none]}", "key_padding"),
+        ('{any_of: [{expr: "kv_idx < sinks", params: {sinks: {scalar: int}}}, none]}', "sinks"),
+        ('{any_of: [{expr: "low[q_idx] < 3 or true", params: {low: {tensor: [Nq], dtype: int32}}}, causal]}', "low"),
+    ],
+)
+def test_inputs_that_a_mask_does_not_depend_on(mask: str, gone: str) -> None:
+    assert message(BASE + f"mask: {mask}").startswith(f"line 3: `mask` does not depend on `{gone}`, once simplified; expected it to, or")
+
+
+def test_reads_of_two_kinds_under_one_name() -> None:
+    two = "score:\n- expr: s + t[q_idx]\n  params: {t: {tensor: [9]}}\n- expr: s * t[kv_idx]\n  params: {t: {tensor: [9]}}"
+    assert (
+        message(BASE + two) == "line 6: `score[1]` reads `t` as `t`, which is read in another way too; expected another name in one of them"
+    )
 
 
 def test_the_usual_order_says_nothing() -> None:
@@ -208,6 +253,10 @@ def test_files_that_are_no_specs(tmp_path: Path) -> None:
     near = tmp_path / "causl.yaml"
     assert file_message(near) == f"{near}: there is no such file; did you mean {path}?"
     assert "larger" in file_message(Path("/dev/zero"))
+    link = tmp_path / "link.yaml"
+    link.symlink_to("gone.yaml")
+    assert file_message(link) == f"{link}: is a link to gone.yaml, which does not exist; expected a YAML spec"
+    assert file_message(tmp_path / "lnk.yaml").endswith("`attngen new NAME` writes a spec to start from")
 
 
 def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
@@ -315,7 +364,14 @@ def test_specs_conform_to_the_json_schema(name: str) -> None:
 
 
 # What a JSON schema leaves to attngen: no file at all, and rules that tie one key to another or to Python.
-BEYOND = ("fp32_precision: tf32", "name: class", "mask: sliding_window", "schedule: {warps: 4.0}", "{align: bottom_right}}]}")
+BEYOND = (
+    "fp32_precision: tf32",
+    "name: class",
+    "mask: sliding_window",
+    "score: softcap",
+    "schedule: {warps: 4.0}",
+    "{align: bottom_right}}]}",
+)
 
 
 @pytest.mark.parametrize("text", [t for t in MISTAKES if t.startswith("name: ") and not t.endswith(BEYOND) and "class" not in t])

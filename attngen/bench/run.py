@@ -27,7 +27,7 @@ from typing import Any
 from attngen.bench.catalog import TABLED
 from attngen.bench.grids import Cell
 from attngen.bench.results import DIRECTIONS, FIGURES, Line, Results, rates, sentence
-from attngen.errors import AttngenError
+from attngen.errors import AttngenError, BuildError, SpecError
 from attngen.spec import Spec
 
 Work = Mapping[Cell, Sequence[str]]  # the cells, and the peers that each is to be measured beside
@@ -229,7 +229,10 @@ def build(specs: Sequence[Spec], folder: Path) -> dict[str, Path]:
     from attngen.passes.pipeline import lower
 
     for spec in specs:
-        write_module(render(lower(spec)), folder / spec.name)
+        try:
+            write_module(render(lower(spec)), folder / spec.name)
+        except BuildError as error:
+            raise SpecError(f"the spec {spec.name}: {error}") from error
     return {spec.name: folder / spec.name for spec in specs}
 
 

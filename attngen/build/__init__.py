@@ -8,7 +8,8 @@ from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end, packs
 from attngen.build.host import build_hosts
 from attngen.build.semantics import listed_blocks
-from attngen.ir.graph import Module
+from attngen.errors import BuildError
+from attngen.ir.graph import Blocks, Module
 from attngen.spec import Spec
 
 
@@ -20,6 +21,7 @@ def build_module(spec: Spec) -> Module:
     after them finish what they have rewritten.
     """
     blocks = listed_blocks(spec)
+    _check_tiles(spec, blocks)
     builders = {
         "q_outer": (build_forward, build_dq, build_delta, build_dkdv),
         "kv_outer": (build_forward_by_key, build_forward_end, build_delta, build_dkdv, build_dq_end),
@@ -48,3 +50,12 @@ def build_module(spec: Spec) -> Module:
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
     )
     return build_hosts(module)
+
+
+def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:
+    """Tiles that the spec asks for divide the blocks that its mask lists; otherwise BuildError."""
+    for key, rows in (("block_q", spec.schedule.block_q), ("block_kv", spec.schedule.block_kv)):
+        if blocks and rows and rows > blocks.size:
+            why = "its data says which count" if blocks.data else "`block_sparse` says which count"
+            size = f"the mask lists blocks of {blocks.size} x {blocks.size} scores ({why}), which tiles divide"
+            raise BuildError(("schedule", key), f"is {rows}, and {size}; expected {blocks.size} or less")

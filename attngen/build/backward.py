@@ -12,7 +12,7 @@ import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, derivative, modified, singular, varies
-from attngen.errors import SpecError
+from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, clamp, exp2, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned
 from attngen.ir.interface import query_heads
@@ -65,9 +65,7 @@ def _statistics(b: KernelBuilder) -> None:
 def learned(spec: Spec) -> tuple[Learned, ...]:
     """The gradients of inputs that the dQ kernel sums, one for each way in which modifiers read the input."""
     if derivative(modified(spec), S) == 0:
-        raise SpecError(
-            f"{spec.name}: the score changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`"
-        )
+        raise BuildError(("score",), "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`")
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
     letters = {natural: {"q_idx": "q", "kv_idx": "kv"}.get(str(natural), str(natural)) for natural in NATURAL.values()}
     found = []
@@ -84,12 +82,11 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
             else:
                 index.append(letters.get(e, str(e)) if e == NATURAL.get(dim) else _by_distance(e))
         if derivative(modified(spec), symbol(read.name)) == 0:
-            raise SpecError(
-                f"{spec.name}: `{read.tensor}` has `grad: true`, and the score does not change with it but in steps; expected no `grad`"
-            )
+            steps = f"has `grad: true` for `{read.tensor}`, and the score changes with it in steps alone; expected no `grad`"
+            raise BuildError(spec.key_of(read.tensor), steps)
         if not _summed_in_order(index):
             if spec.backward.deterministic:
-                raise SpecError(f"{spec.name}: {_LEARNED.format(read.tensor, ', '.join(map(to_text, read.index)))}")
+                raise BuildError(spec.key_of(read.tensor), _LEARNED.format(read.tensor, ", ".join(map(to_text, read.index))))
             index = []
         found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))
     return tuple(found)
@@ -109,8 +106,8 @@ def _parts(read: Read) -> str:
 
 
 _LEARNED = (
-    "`{}` has `grad: true` and is read at `{}`; sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_idx, numbers, or a distance "
-    "kv_idx - q_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
+    "has `grad: true` for `{}`, which is read at `{}`; sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_idx, numbers, or a "
+    "distance kv_idx - q_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
-from attngen.errors import SpecError
+from attngen.errors import BuildError
 from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Learned
 from attngen.ir.interface import (
@@ -214,7 +214,8 @@ class KernelBuilder:
         where = sympy.And(*inside)
         if where == sympy.false:
             places = ", ".join(map(to_text, read.index))
-            raise SpecError(f"{self.spec.name}: `{read.tensor}` is read at `{places}`, which is outside of it; expected places inside")
+            outside = f"reads `{read.tensor}` at `{places}`, which is outside of it; expected places inside"
+            raise BuildError(self.spec.key_of(read.tensor), outside)
         return tuple(at), where
 
     def _uses(self, expressions: Iterable[Any]) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import platform
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from attngen.errors import AttngenError
@@ -19,13 +23,14 @@ def write_module(files: dict[str, str], folder: Path) -> bool:
     try:
         folder = folder.resolve() if folder.is_dir() else folder
         _refuse_strangers(files, folder)
+        _remove_leftovers(folder)
         if read_module(folder) == files:
             return False
         if folder.parent.exists() and not folder.parent.is_dir():
             raise AttngenError(f"{folder.parent} is not a folder; give another --out")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            fresh, old = Path(temporary) / "fresh", Path(temporary) / "old"
+        with _scratch(folder) as temporary:
+            fresh, old = temporary / "fresh", temporary / "old"
             fresh.mkdir()
             for name, text in files.items():
                 (fresh / name).write_text(text, encoding="utf-8", newline="\n")
@@ -43,12 +48,44 @@ def write_file(path: Path, text: str) -> None:
     try:
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
-            fresh = Path(temporary) / target.name
+        _remove_leftovers(target)
+        with _scratch(target) as temporary:
+            fresh = temporary / target.name
             fresh.write_text(text, encoding="utf-8", newline="\n")
             os.replace(fresh, target)
     except OSError as error:
         raise AttngenError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    """A hidden folder beside what is written, for the time of writing: its name says for what, on which machine, by which process."""
+    with tempfile.TemporaryDirectory(prefix=f"{_scratch_prefix(target)}{os.getpid()}-", dir=target.parent) as folder:
+        yield Path(folder)
+
+
+def _scratch_prefix(target: Path) -> str:
+    return f".{target.name}-{platform.node()}-"
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove the hidden folders for `target` whose processes, on this machine, were killed before they could."""
+    prefix = _scratch_prefix(target)
+    for folder in target.parent.glob(".*"):
+        pid = folder.name.removeprefix(prefix).partition("-")[0]
+        if folder.name.startswith(prefix) and pid.isdecimal() and not _runs(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process here."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _refuse_strangers(files: dict[str, str], folder: Path) -> None:

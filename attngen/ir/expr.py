@@ -401,7 +401,7 @@ def prove_le(a: Expr, b: Expr) -> bool:
     if isinstance(a, select) and isinstance(b, select) and a.args[0] == b.args[0]:
         return prove_le(a.args[1], b.args[1]) and prove_le(a.args[2], b.args[2])
     if isinstance(a, select) and isinstance(b, select) and _implies(a.args[0], b.args[0]):
-        return prove_le(a.args[1], b.args[1]) and all(prove_le(a.args[2], x) for x in b.args[1:])
+        return prove_le(a.args[1], _chosen(b.args[1], a.args[0])) and all(prove_le(a.args[2], x) for x in b.args[1:])
     if isinstance(a, select):
         return all(prove_le(x, b) for x in a.args[1:])
     if isinstance(b, select):
@@ -425,6 +425,13 @@ def _implies(first: Bool, second: Bool) -> bool:
     if not all(isinstance(c, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) for c in (first, second)):
         return bool(first == second)
     return prove_le(excess(second), excess(first))
+
+
+def _chosen(e: Expr, condition: Bool) -> Expr:
+    """What a choice gives where a condition holds that implies its own; any other expression as it is."""
+    while isinstance(e, select) and _implies(condition, e.args[0]):
+        e = e.args[1]
+    return e
 
 
 @cache

@@ -700,6 +700,7 @@ def _runs(tiles: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool:
     """Whether the pieces are chains, in rising order, that cover the runs: all in one chain, or each run in its own."""
+    pieces = [p for p in pieces if p[0] != p[1]]  # for programs whose tile has a row, the others are empty
     if any(len(c) == len(pieces) and prove_le(c[0][0], runs[0][0]) and prove_le(runs[-1][3], c[-1][1]) for c in _chains(pieces)):
         return True
     left: list[tuple[Any, Any]] = list(pieces)

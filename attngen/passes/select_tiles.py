@@ -118,10 +118,10 @@ class SelectTiles(Pass):
         least = replace(row, block_q=BLOCKS[0], block_kv=BLOCKS[0], num_stages=1)
         if misfit(module, kernel, least):
             change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
-            return FitError("head_dim", str(misfit(module, kernel, least, change)))
+            return FitError(("head_dim",), str(misfit(module, kernel, least, change)))
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
-        return FitError("schedule", str(misfit(module, kernel, row, change)))
+        return FitError(("schedule",), str(misfit(module, kernel, row, change)))
 
 
 def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:

@@ -565,6 +565,8 @@ HARD: list[Mask] = [
     {"expr": "kv_idx != where(7 < q_len, 4, 9) and (kv_idx <= q_idx or kv_idx > q_idx + 40 or kv_idx != q_len // 2)"},
     {"all_of": [{"expr": "q_len != kv_idx"}, {"not": {"sliding_window": {"left": 5, "right": 3}}}]},
     {"expr": "kv_len // -1 <= q_idx - kv_idx or q_idx >= q_idx + kv_len"},
+    {"expr": "h * -2 >= h and h <= 2"},
+    {"not": {"expr": "1 <= q_len and q_idx >= kv_idx"}},
 ]
 
 

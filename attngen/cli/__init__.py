@@ -1,0 +1,73 @@
+"""The command line: one file for each group of commands.
+
+Commands import heavy libraries themselves, so that the command line starts fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from attngen import __version__
+from attngen.cli.bench import bench
+from attngen.cli.build import build, dump, emit
+from attngen.cli.console import fail, out
+from attngen.cli.explain import explain
+from attngen.cli.profile import profile
+from attngen.cli.specs import list_specs, new, schema
+from attngen.cli.testing import test
+from attngen.cli.tune import tune
+from attngen.cli.verify import verify
+from attngen.errors import AttngenError
+
+UNLIMITED = 10_000  # columns, where nobody's terminal limits them
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "build": build,
+    "verify": verify,
+    "emit": emit,
+    "explain": explain,
+    "profile": profile,
+    "dump": dump,
+    "test": test,
+    "bench": bench,
+    "tune": tune,
+    "list": list_specs,
+    "new": new,
+    "schema": schema,
+}
+app = typer.Typer(
+    help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
+    "\b\nattngen new my_attention                  a spec to start from\nattngen build specs/my_attention.yaml     "
+    "compile it to generated/my_attention/\nattngen test specs/my_attention.yaml      compare it with naive attention\n\n"
+    "Then, in Python: from generated.my_attention import attention",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    if not out.is_terminal:
+        out.width = UNLIMITED
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point: an error that attngen raises on purpose is a line on stderr and exit code 1; usage errors exit with 2."""
+    try:
+        app(args, prog_name="attngen")
+    except AttngenError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))

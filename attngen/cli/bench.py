@@ -1,0 +1,163 @@
+"""The command `bench`: modules beside their peers on a GPU."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attngen.cli.common import SpecPaths
+from attngen.cli.console import count, err, print_rows
+from attngen.errors import AttngenError
+
+if TYPE_CHECKING:
+    from attngen.bench.results import Results
+    from attngen.bench.run import Setup, Work
+
+Grids = Annotated[list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants or a YAML file")]
+Words = typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096: one word of each kind")
+Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")
+Rows = typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")
+Compare = typer.Option(help="results.json of another run: show what moved, fail if ours got slower")
+Jobs = typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")
+
+
+def bench(
+    specs: SpecPaths = None,
+    grid: Grids = None,
+    only: Annotated[str | None, Words] = None,
+    peers: Annotated[str | None, Peers] = None,
+    n: Annotated[str, Rows] = "1024,4096,16384",
+    batch: Annotated[int | None, typer.Option(min=1, max=2**16, help="of SPECS: sequences [default: 16384 / rows]")] = None,
+    heads: Annotated[int, typer.Option(min=1, max=2**16, help="of SPECS: query heads")] = 16,
+    kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="of SPECS: K/V heads of gqa [default: heads / 4]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of SPECS: element type [default: the spec's first]")] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="folder for results.json, results.csv and plots")] = Path("bench"),
+    compare: Annotated[Path | None, Compare] = None,
+    from_: Annotated[Path | None, typer.Option("--from", help="measure nothing; show the results.json of a run")] = None,
+    dry: Annotated[bool, typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do")] = False,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="times are medians of so many rounds")] = 5,
+    jobs: Annotated[int | None, Jobs] = None,
+    limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
+    host: Annotated[bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")] = False,
+    masks: Annotated[bool, typer.Option("--masks", help="what preparing masks takes, too: plans, block masks")] = False,
+) -> None:
+    """Measure modules beside their peers on this GPU, in one run.
+
+    Forward, backward and both, of each cell (a spec and its sizes) in a process of its own, the peers in turn: milliseconds (medians of
+    rounds, the L2 flushed), TFLOP/s, the fraction of the roof that this run measured, the spread; peak memory of a forward and backward,
+    host time of a forward call, seconds to the first result with empty caches. Peers: ours, flash, cudnn, efficient, math (SDPA's
+    backends), flex (FlexAttention, written from the spec), fa4 (FlashAttention-4, where it is installed), naive. Dropout is off, masks
+    and plans are made before. A peer that fails or hangs loses its own figures alone.
+
+    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and variants (what dropout
+    costs, and what block sparsity saves). The last two have tables of their own, as Markdown.
+
+    With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
+    CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and those of a call that does it too.
+
+    With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
+    got slower or was lost. With --compare alone, the cells and peers are those of its file.
+
+    \b
+    attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
+    attngen bench --grid fa3 --only D128,causal --out bench
+    attngen bench specs/causal_mqa.yaml --n 512 --batch 4 --host
+    attngen bench --grid flex --jobs 1
+    attngen bench --grid paper --grid fa3 --list
+    attngen bench --compare docs/bench/h200.json
+    attngen bench --from bench/results.json --compare docs/bench/h200.json
+    """
+    if from_ is not None and (specs or grid or only or dry):
+        raise AttngenError("--from shows a run as it is; leave out SPECS, --grid, --only and --list")
+    from attngen.bench.results import read_results
+    from attngen.bench.run import Setup
+    from attngen.bench.work import select
+
+    old = read_results(compare) if compare else None
+    setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host, masks)
+    sizes = {"n": n, "batch": batch, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
+    if from_ is not None:
+        _show(read_results(from_), old, compare, out_dir)
+        return
+    work = select(specs or [], grid or [], old, only, peers, sizes)
+    if dry:
+        _show_work(work, setup)
+    else:
+        _show(_measured(work, setup, out_dir), old, compare, out_dir)
+
+
+def _show_work(work: Work, setup: Setup) -> None:
+    """Print the cells, and what peers cannot do."""
+    from attngen.bench.work import listing
+
+    print_rows(*listing(work, setup))
+
+
+def _measured(work: Work, setup: Setup, out_dir: Path) -> Results:
+    """Measure cells; results.json is written after each, so that a run that is ended early keeps what it has."""
+    from attngen.bench.results import Results
+    from attngen.bench.run import machine, progress, run
+    from attngen.emit.files import write_file
+
+    start = time.perf_counter()
+    with err.status("measuring the roofs") as status, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+
+        def watch(text: str, done: bool = False) -> None:
+            status.update(text)
+            if done or not err.is_terminal:
+                err.print(f"[{time.perf_counter() - start:.0f} s] {text}")
+
+        results = Results({**machine(setup, Path(folder)), "rounds": setup.rounds})
+        for i, lines in enumerate(run(work, setup, Path(folder), results, watch), 1):
+            write_file(out_dir / "results.json", results.text())
+            watch(f"{i}/{len(work)} {lines[0].cell}: {progress(lines)}", done=True)
+    return results
+
+
+def _show(results: Results, old: Results | None, compare: Path | None, out_dir: Path) -> None:
+    """Print the table of a run, and what moved since an older one; AttngenError if something failed or got slower."""
+    from attngen.bench.results import failures, moves, other_machine
+
+    _show_table(results, out_dir)
+    failed = [f"{line.cell} {line.peer}: {line.why}" for line in results.failed()]
+    if old:
+        if different := other_machine(results, old):
+            print(f"another machine: {different}")
+        moved = moves(results, old)
+        for move in moved:
+            print(move)
+        print(f"{count(len(moved), 'time')} moved; {count(results.shared(old), 'line')} in both runs")
+        failed += [f"slower than in {compare}: {move}" for move in failures(moved)]
+    if failed:
+        raise AttngenError("\n".join(failed))
+
+
+def _show_table(results: Results, out_dir: Path) -> None:
+    """Print the table of a run, and write its files."""
+    from attngen.bench import plots
+    from attngen.bench.reports import reports
+    from attngen.bench.results import HEADINGS, HOST_HEADINGS, MASK_HEADINGS, host_rows, mask_rows, ratios, rows
+    from attngen.emit.files import write_file
+
+    m = results.machine
+    print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
+    print(f"roofs: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
+    print_rows(HEADINGS, rows(results))
+    if hosts := list(host_rows(results)):
+        print_rows(HOST_HEADINGS, hosts)
+    if masks := list(mask_rows(results)):
+        print_rows(MASK_HEADINGS, masks)
+    for line in ratios(results):
+        print(line)
+    tables = reports(results)
+    for text in tables.values():
+        print(f"\n{text}")
+    files = {"results.json": results.text(), "results.csv": results.csv(), **tables, **(plots.plots(results) if plots.available() else {})}
+    for name, text in files.items():
+        write_file(out_dir / name, text)
+    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}")

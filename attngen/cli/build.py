@@ -1,0 +1,144 @@
+"""Commands that compile: `build` from specs, `emit` from the IR's text, `dump` up to a pass."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attngen.cli.common import GENERATED, Every, SpecPath, SpecPaths, given, lower, make_each, make_module, read_specs
+from attngen.cli.console import complain, count, head_dim, new_table, out
+from attngen.errors import AttngenError, SpecError, VerifyError
+
+if TYPE_CHECKING:
+    from attngen.ir.graph import Module
+
+
+def build(
+    specs: SpecPaths = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="folder that gets one folder per spec")] = GENERATED,
+    every: Every = False,
+    check: Annotated[bool, typer.Option("--check", help="write nothing; fail, with a diff, if files are not what the specs give")] = False,
+) -> None:
+    """Compile specs to Triton modules.
+
+    Each gets a folder with __init__.py, kernels.py, schedule.ir and report.json. All specs are compiled before anything is
+    written, so a wrong one leaves every file as it was; every wrong one is named.
+
+    \b
+    attngen build specs/causal_mqa.yaml               writes generated/causal_mqa/
+    attngen build specs/causal_mqa.yaml --out build   writes build/causal_mqa/
+    attngen build --all --check                       for CI: is generated/ what specs/ give?
+    """
+    loaded, unread = read_specs(given(specs, every, "build"))
+    complain("\n".join(unread))  # now: the others take a while
+    names = [spec.name for _, spec in loaded]
+    if twin := next((path for path, spec in loaded if names.count(spec.name) > 1), None):
+        raise SpecError(f"{twin}: another spec of this build is named `{dict(loaded)[twin].name}` too; names must differ")
+    modules, unbuilt = make_each(make_module, loaded, out_dir)
+    complain("\n".join(unbuilt))
+    if unread or unbuilt:
+        raise typer.Exit(1)
+    (_check if check else _write)(modules, out_dir, every)
+
+
+def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: bool) -> None:
+    """Fail, with a diff, if a folder does not hold these modules, or with `every` holds others."""
+    from attngen.emit.files import diff_module
+
+    names = {module.name for module, _ in modules}
+    diffs = [diff_module(files, out_dir / module.name) for module, files in modules]
+    stale = sorted(p.name for p in out_dir.iterdir() if (p / "schedule.ir").is_file()) if every and out_dir.is_dir() else []
+    diffs += [f"{out_dir / name} has no spec" for name in stale if name not in names]
+    if any(diffs):
+        print("\n".join(d for d in diffs if d))
+        raise AttngenError(f"{out_dir} is not what the specs give; run `attngen build` without --check")
+    print(f"{out_dir} is what {count(len(modules), 'spec')} give{'s' if len(modules) == 1 else ''}")
+
+
+def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool) -> None:
+    """Write modules, and print a table of them."""
+    from attngen.emit.files import write_module
+
+    table = new_table("module", "mask", "heads", "dim", "sm90 fwd", "dK dV", "dQ", "", folds="mask")
+    written = 0
+    for module, files in modules:
+        changed = write_module(files, out_dir / module.name)
+        written += changed
+        tiles = (_tiles(module, kernels) for kernels in (("fwd",), ("dkdv", "dk", "dv", "bwd"), ("dq",)))
+        dim = head_dim(module.head_dim_qk, module.head_dim_v)
+        table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
+    out.print(table)
+    print(f"{count(written, 'module')} written to {out_dir}, {len(modules) - written} unchanged")
+
+
+def _tiles(module: Module, kernels: tuple[str, ...]) -> str:
+    """The tiles on sm90 of those of the kernels that the module has."""
+    have = [kernel.name for kernel in module.kernels if kernel.name in kernels]
+    rows = [next((r for r in reversed(module.rows(name)) if r.device == "sm90"), None) for name in have]
+    return " ".join(f"{row.block_q}x{row.block_kv}" if row else "none" for row in rows)
+
+
+def emit(
+    ir: Annotated[
+        Path, typer.Argument(metavar="FILE", help="textual IR of the target phase, as in generated/NAME/schedule.ir", show_default=False)
+    ],
+    out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the module's folder", show_default=False)],
+    verbose: Annotated[bool, typer.Option("--verbose", help="print the IR too where it breaks a rule")] = False,
+) -> None:
+    """Render a module from its textual IR alone.
+
+    Edit tiles, stages or warps there by hand, and get the kernels that they give.
+
+    \b
+    attngen emit generated/causal_mqa/schedule.ir --out build     writes build/causal_mqa/
+    """
+    from attngen.certify.certificate import keep
+    from attngen.emit.files import write_module
+    from attngen.emit.render import render
+    from attngen.ir.text import parse_module
+    from attngen.ir.verify import verify
+
+    try:
+        text = ir.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise AttngenError(f"{ir}: cannot be read as text; expected a schedule.ir") from error
+    try:
+        module = parse_module(text, str(ir))
+        if module.phase != "target":
+            raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
+        files = keep(render(verify(module)), out_dir / module.name)
+    except VerifyError as error:
+        if verbose:
+            print(error.ir_text, file=sys.stderr)
+        raise AttngenError(f"{ir}: {error}") from error
+    write_module(files, out_dir / module.name)
+    print(out_dir / module.name)
+
+
+def dump(
+    spec: SpecPath,
+    after: Annotated[str | None, typer.Option(help="pass to stop after, `build` for the logical IR [default: the last]")] = None,
+    graph: Annotated[Path | None, typer.Option(help="write the kernels' graphs to a .dot or .svg file instead")] = None,
+) -> None:
+    """Print the IR after a pass, or draw it.
+
+    \b
+    attngen dump specs/causal_mqa.yaml                          the final IR
+    attngen dump specs/causal_mqa.yaml --after build            before the first pass
+    attngen dump specs/causal_mqa.yaml --after split-loops
+    attngen dump specs/causal_mqa.yaml --graph causal_mqa.dot   or .svg, with Graphviz
+    """
+    from attngen.ir.text import print_module
+    from attngen.spec import load_spec
+
+    module = lower(spec, load_spec(spec), after)
+    if graph is None:
+        print(print_module(module), end="")
+        return
+    from attngen.emit.graphviz import write_graph
+
+    write_graph(module, graph)
+    print(graph)

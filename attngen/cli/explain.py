@@ -1,0 +1,110 @@
+"""The command `explain`: what the compiler knows of a spec's module, on the terminal or as a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attngen.cli.common import GENERATED, SpecPath, lower, naming
+from attngen.cli.console import head_dim, out
+from attngen.errors import AttngenError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+    from attngen.analysis.models import Model
+    from attngen.analysis.roofline import Problem
+    from attngen.ir.graph import Module
+    from attngen.spec import Spec
+
+
+def explain(
+    spec: SpecPath,
+    n: Annotated[int, typer.Option("--seq", min=1, max=2**24, help="queries and keys")] = 16384,
+    batch: Annotated[int, typer.Option(min=1, max=2**16, help="sequences")] = 1,
+    heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="query heads [default: 16]")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")] = None,
+    theory: Annotated[bool, typer.Option("--theory", help="theorems instead: closed forms, orders, limits")] = False,
+    model: Annotated[str | None, typer.Option(help="with --theory, for a layer of this model, as in llama-70b")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="write a page to this .html file instead")] = None,
+) -> None:
+    """Show formulas, SRAM fit, bytes, FLOPs, roofline and tiles.
+
+    For every device that attngen knows, at the problem size that the options give. The page of --html has charts and maps of
+    tiles too, the IR after each pass, and the generated code; it is one file that loads nothing.
+
+    \b
+    attngen explain specs/causal_mqa.yaml
+    attngen explain specs/causal_gqa.yaml --seq 4096 --heads 32 --kv-heads 8
+    attngen explain specs/causal_gqa.yaml --theory --model llama-70b --seq 131072
+    attngen explain specs/causal_mqa.yaml --html causal_mqa.html
+    """
+    from attngen.analysis.models import find_model
+    from attngen.analysis.roofline import Problem
+    from attngen.emit.theory import explain_theory
+    from attngen.spec import load_spec
+
+    loaded = load_spec(spec)
+    if html is not None and theory:
+        raise AttngenError("--html is a page of what `explain` shows without --theory; expected one of them")
+    if model is not None and not theory:
+        raise AttngenError("--model is for the numbers of --theory; expected both or neither")
+    sizes = find_model(model) if model is not None else None
+    heads, shared = _head_counts(spec, loaded, heads, kv_heads, sizes)
+    problem = Problem(batch, heads, shared, n, n)
+    if html is not None:
+        _write_page(spec, loaded, problem, html)
+        return
+    module = lower(spec, loaded)
+    for part in explain_theory(module, problem, sizes) if theory else _explanation(module, problem):
+        out.print(part)
+
+
+def _head_counts(path: Path, spec: Spec, heads: int | None, kv_heads: int | None, model: Model | None) -> tuple[int, int]:
+    """How many query heads and K/V heads there are, by the options or the model; AttngenError if the spec has no such heads."""
+    sharing, dim = spec.heads.sharing, spec.head_dim
+    if kv_heads is not None and sharing != "gqa":
+        raise AttngenError(f"--kv-heads is for gqa; {path} says {sharing}, whose number of K/V heads is fixed")
+    if model is not None:
+        if heads is not None or kv_heads is not None:
+            raise AttngenError(f"--model {model.name} says how many heads there are; leave out --heads and --kv-heads")
+        if sharing not in (model.sharing, "gqa") or (dim.qk, dim.v) != (model.head_dim_qk, model.head_dim_v):
+            theirs = f"{model.sharing} with head dim {head_dim(model.head_dim_qk, model.head_dim_v)}"
+            ours = f"{sharing} with head dim {head_dim(dim.qk, dim.v)}"
+            raise AttngenError(f"--model {model.name} is {theirs}, and {path} is {ours}; expected a spec that agrees")
+        heads, kv_heads = model.q_heads, model.kv_heads
+    heads = heads or 16
+    shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]
+    if heads % shared:
+        raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
+    return heads, shared
+
+
+def _explanation(module: Module, problem: Problem) -> Iterator[RenderableType]:
+    """What is shown without --theory."""
+    from attngen.certify.certificate import keep
+    from attngen.emit.explain import explain as explanation
+    from attngen.emit.render import render
+
+    report = json.loads(keep(render(module), GENERATED / module.name)["report.json"])
+    return explanation(module, problem, report)
+
+
+def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
+    from attngen.certify.certificate import keep
+    from attngen.emit.files import write_file
+    from attngen.emit.page import check_path, page
+    from attngen.emit.render import render
+    from attngen.passes.pipeline import stages
+
+    check_path(html)
+    with naming(path):
+        steps = list(stages(spec))
+    files = keep(render(steps[-1][1]), GENERATED / spec.name)
+    write_file(html, page(spec, path.read_text(encoding="utf-8-sig"), steps, files, problem))
+    print(html)

@@ -1,0 +1,113 @@
+"""The command `test`: modules of specs beside naive attention."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attngen.cli.common import Every, SpecPaths, given, load_specs, lower, make_each, make_module
+from attngen.cli.console import count, err
+from attngen.errors import AttngenError
+
+if TYPE_CHECKING:
+    from attngen.spec import Spec
+
+Report = typer.Option(metavar="FILE", help="run many more cases, and write all errors to this page")
+
+
+def test(
+    specs: SpecPaths = None,
+    every: Every = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the random inputs")] = 0,
+    report: Annotated[Path | None, Report] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="processes, of a report")] = 8,
+) -> None:
+    """Test modules of specs against naive attention.
+
+    It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors of the results and of every gradient are
+    relative, against fp64. A case passes if none is above twice what naive attention has in the same dtype.
+
+    With --report every layout and, on CUDA, up to 32k queries and keys, in every element type; a second run must give the same bits.
+
+    \b
+    attngen test specs/causal_mqa.yaml
+    attngen test specs/causal_mqa.yaml --seed 7
+    attngen test --all --report docs/gpu-verification.md
+    """
+    loaded = load_specs(given(specs, every, "test"))
+    if report is not None:
+        _report(loaded, seed, report, jobs)
+        return
+    failed = [_test_one(path, spec, seed) for path, spec in loaded]
+    if wrong := [reason for reason in failed if reason]:
+        raise AttngenError("\n".join(wrong))
+
+
+def _interpret_without_cuda() -> bool:
+    """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before triton is imported."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ["TRITON_INTERPRET"] = "1"
+        warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+    return cuda
+
+
+def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: int) -> None:
+    """Run all cases of specs, and write the page of their errors."""
+    from attngen.emit.files import write_file, write_module
+
+    with tempfile.TemporaryDirectory() as folder:
+        made, wrong = make_each(make_module, loaded, Path(folder))
+        if wrong:
+            raise AttngenError("\n".join(wrong))
+        for module, files in made:
+            write_module(files, Path(folder) / module.name)
+        cuda = _interpret_without_cuda()
+        from attngen import sweep
+        from attngen.testing import check_interpreter
+
+        check_interpreter()
+        device = "cuda" if cuda else "cpu"
+        found = sweep.run(sweep.jobs(loaded, Path(folder), device), device, seed, jobs)
+    write_file(report, sweep.page(found, device))
+    failures = sweep.failures(found)
+    print(f"{report}: {count(sum(len(table.lines) for table in found), 'case')}, {len(failures)} above the bar")
+    if failures:
+        raise AttngenError("\n".join(failures))
+
+
+def _test_one(path: Path, loaded: Spec, seed: int) -> str:
+    """Run the small cases of a spec, and print their errors; what went wrong, or nothing."""
+    from attngen.emit.files import write_module
+    from attngen.emit.render import render
+
+    module = lower(path, loaded)
+    failed = 0
+    with err.status("importing torch") as status, tempfile.TemporaryDirectory() as folder:
+        import torch
+
+        cuda = _interpret_without_cuda()
+        from attngen.testing import check_interpreter, cli_cases, load_module, result_names, run_case
+
+        check_interpreter()
+        write_module(render(module), Path(folder) / loaded.name)
+        generated = load_module(Path(folder) / loaded.name)
+        print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")
+        widths = {name: max(8, len(name)) + 1 for name in result_names(loaded)}
+        print(f"{'case':<28}{'dtype':<7}{''.join(f'{name:<{width}}' for name, width in widths.items())}worst, over naive")
+        for case, dtype in cli_cases(loaded, cuda):
+            status.update(f"{case} {dtype}")
+            result = run_case(generated, loaded, case, dtype, "cuda" if cuda else "cpu", seed)
+            failed += not result.ok
+            errors = "".join(f"{result.ours[name]:<{width}.1e}" for name, width in widths.items())
+            ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"
+            print(f"{case!s:<28}{dtype:<7}{errors}{ratio:<14} {'ok' if result.ok else 'FAILED'}", flush=True)
+    return f"{count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error" if failed else ""

@@ -1,0 +1,114 @@
+"""The command `tune`: schedules measured on a GPU, and a table of the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attngen.cli.common import Every, SpecPaths, given, load_specs, make_each, naming
+from attngen.devices import DEVICES
+from attngen.errors import AttngenError, SpecError
+
+if TYPE_CHECKING:
+    from attngen.spec import Spec
+    from attngen.tune.tuner import Plan
+
+
+def tune(
+    specs: SpecPaths = None,
+    every: Every = False,
+    device: Annotated[str | None, typer.Option(help=f"of {', '.join(DEVICES)} [default: the GPU here]")] = None,
+    budget: Annotated[float | None, typer.Option(min=1, help="seconds of measuring [default: as many as it takes]")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show what would be measured, and why the rest would not; needs no GPU")
+    ] = False,
+    whole_grid: Annotated[
+        int | None, typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")] = None,
+    table: Annotated[Path | None, typer.Option(metavar="FILE", help="the table [default: the device's, in attngen/schedules]")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
+) -> None:
+    """Measure the schedules that the model left, and keep the fastest.
+
+    What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 512,
+    1k, 4k and 16k queries and keys. The fastest go into a table, from which `attngen build` takes them for every kernel of their
+    class; where none is faster than the model's choice by more than times spread, that stays.
+
+    \b
+    attngen tune specs/causal_mha.yaml --dry-run         the candidates; needs no GPU
+    attngen tune specs/causal_mha.yaml --budget 60
+    attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
+    attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
+    """
+    from attngen.tune import run, summary
+    from attngen.schedules.classes import RANGES
+
+    loaded = load_specs(given(specs, every, "tune"))
+    sources = {spec.name: path for path, spec in loaded}
+    if len(sources) < len(loaded):
+        raise SpecError("two of the specs have one name; expected each once")
+    if whole_grid is not None and whole_grid not in (sizes := [rows for _, rows in RANGES]):
+        raise AttngenError(f"--whole-grid {whole_grid} is not a size that is measured; expected one of {', '.join(map(str, sizes))}")
+    name, here = run.which_device(device, dry_run, results)
+    plans, unbuilt = make_each(_plan, loaded, DEVICES[name].cls)
+    if unbuilt:
+        raise SpecError("\n".join(unbuilt))
+    if dry_run:
+        for plan in plans:
+            print("\n".join(summary.candidates(plan)))
+    elif whole_grid is not None:
+        _compare(plans, sources, jobs, whole_grid)
+    else:
+        _measure(plans, sources, jobs, name, here, budget or float("inf"), results, table)
+
+
+def _plan(path: Path, spec: Spec, device_class: str) -> Plan:
+    from attngen.tune.tuner import plan
+
+    with naming(path):
+        return plan(spec, device_class)
+
+
+def _compare(plans: Sequence[Plan], sources: dict[str, Path], jobs: int | None, whole_grid: int) -> None:
+    """Measure the whole grid of schedules beside those that the model left."""
+    from attngen.tune import run, summary
+
+    with run.machine(plans, sources, jobs) as gpu:
+        print(summary.aligned(summary.COMPARED, summary.COMPARED_WIDTHS))
+        for cell, pair in run.compare_all(plans, gpu, whole_grid):
+            print(summary.compared(cell, pair), flush=True)
+
+
+def _measure(
+    plans: Sequence[Plan],
+    sources: dict[str, Path],
+    jobs: int | None,
+    device: str,
+    here: bool,
+    budget: float,
+    results: Path | None,
+    table: Path | None,
+) -> None:
+    """Measure what `results` has not, where the device is here, and write the table."""
+    from attngen.emit.files import write_file
+    from attngen.tune import run, summary
+    from attngen.schedules.table import Table, path_of, read_table
+
+    path = table or path_of(device)
+    before = read_table(path) if path.is_file() else Table(device)
+    found = run.read_results(results, device, plans)
+    print(summary.aligned(summary.MEASURED))
+    for plan, known in run.known(plans, found):
+        print("\n".join(summary.measured(plan, known)))
+    if here:
+        with run.machine(plans, sources, jobs) as gpu:
+            for plan, made in run.tune(plans, gpu, found, budget):
+                print("\n".join(summary.measured(plan, made)), flush=True)
+    print("\n".join(summary.totals(run.known(plans, found))))
+    after = run.tabled(before, plans, found)
+    write_file(path, after.text())
+    print(f"{path} has {len(after.entries)} measured schedules\nnext: attngen build --all; attngen verify --all --write")

@@ -1,0 +1,132 @@
+"""The command `verify`: what the compiler reports of each kernel, beside what was predicted."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attngen.cli.common import GENERATED, Every, SpecPaths, given, load_specs, make_each, make_module
+from attngen.cli.console import count, err, new_table, out
+from attngen.devices import CLASSES, FALLBACK_CUDA
+from attngen.errors import AttngenError, suggest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from attngen.certify.certificate import Found
+    from attngen.certify.compiler import Reading
+    from attngen.ir.graph import Kernel, Module, Row
+    from attngen.spec import Spec
+
+    Work = list[tuple[Module, Kernel, Row]]
+HEADINGS = ("module", "kernel", "target", "tile", "predicted", "reported", "", "registers", "spills", "code", "s", "")
+
+
+def verify(
+    specs: SpecPaths = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="folder that holds one folder per spec")] = GENERATED,
+    every: Every = False,
+    target: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(CLASSES)} [default: all but `any`]")] = None,
+    rows: Annotated[bool, typer.Option("--every-row", help="compile the schedules for few rows, and for every element size, too")] = False,
+    write: Annotated[bool, typer.Option("--write", help="build the modules, and record the readings in their report.json")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes [default: one a core]")] = None,
+) -> None:
+    """Compile kernels, without a GPU, beside what was predicted.
+
+    For each target, without a GPU: shared memory predicted and reported, registers, spilled bytes, code size. It fails where
+    a kernel spills on an NVIDIA target, needs more than predicted, or more than 10% less without a reason, or where the
+    readings in report.json are not these.
+
+    \b
+    attngen verify specs/causal_mqa.yaml                 after attngen build, and verify --write
+    attngen verify specs/causal_mqa.yaml --target sm90 --write
+    attngen verify --all                                 for CI
+    """
+    from attngen.certify.certificate import chosen, record
+    from attngen.emit.files import write_module
+
+    targets = target or [name for name in CLASSES if name != FALLBACK_CUDA]
+    for name in targets:
+        if name not in CLASSES:
+            raise typer.BadParameter(f"`{name}` is not a target; {suggest(name, CLASSES)}", param_hint="--target")
+    loaded = load_specs(given(specs, every, "verify"))
+    if not write:
+        _check_built(loaded, out_dir)
+    made, unbuilt = make_each(make_module, loaded, out_dir, workers=jobs)
+    if unbuilt:
+        raise AttngenError("\n".join(unbuilt))
+    modules, files = [module for module, _ in made], {module.name: texts for module, texts in made}
+    work = [(module, kernel, row) for module in modules for kernel, row in chosen(module, targets, rows)]
+    start = time.perf_counter()
+    table, found, wrong = _compiled(work, files, jobs, compare=not write)
+    _add_unfit(table, modules, targets)
+    out.print(table)
+    print(f"{count(len(work), 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
+    if write:
+        for module in modules:
+            write_module(record(module, files[module.name], found.get(module.name, {})), out_dir / module.name)
+    if wrong:
+        raise AttngenError("\n".join(wrong))
+
+
+def _check_built(loaded: Sequence[tuple[Path, Spec]], out_dir: Path) -> None:
+    """Modules are there, and of these specs; otherwise AttngenError, before anything is compiled."""
+    wrong = []
+    for path, spec in loaded:
+        ir = out_dir / spec.name / "schedule.ir"
+        if not ir.is_file():
+            wrong.append(f"{path}: not built: there is no {ir}; run `attngen build {path}` first, or give --write")
+        elif f"\n  spec {spec.hash()}\n" not in ir.read_text(encoding="utf-8", errors="replace"):
+            wrong.append(f"{path}: {ir.parent} is of another spec; run `attngen build {path}` first, or give --write")
+    if wrong:
+        raise AttngenError("\n".join(wrong))
+
+
+def _compiled(work: Work, files: dict[str, dict[str, str]], jobs: int | None, compare: bool) -> tuple[Table, dict[str, Found], list[str]]:
+    """Compile kernels: a table of them, what the compiler reports by module, and what is wrong."""
+    from attngen.analysis.sram import sram_bytes
+    from attngen.certify.certificate import stale, violations
+    from attngen.certify.compiler import Reading, compile_all, job
+
+    found: dict[str, Found] = {}
+    wrong: list[str] = []
+    table = new_table(*HEADINGS)
+    with tempfile.TemporaryDirectory() as folder, err.status("compiling") as status:
+        sources = {name: Path(folder) / f"{name}.py" for name in files}
+        for name, path in sources.items():
+            path.write_text(files[name]["kernels.py"], encoding="utf-8")
+        readings = compile_all([job(module, kernel, row, sources[module.name]) for module, kernel, row in work], jobs)
+        for i, ((module, kernel, row), reading) in enumerate(zip(work, readings), 1):
+            status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {row.device}")
+            wrong += violations(module, kernel, row, reading)
+            tile, predicted = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}", sram_bytes(module, kernel, row)
+            cells = [module.name, kernel.name, row.device, tile, f"{predicted:,}"]
+            if isinstance(reading, Reading):
+                found.setdefault(module.name, {})[kernel.name, row] = reading
+                wrong += stale(module, kernel, row, reading, files[module.name]) if compare else []
+                cells += _read_cells(module, kernel, row, reading, predicted)
+            table.add_row(*cells)
+    return table, found, wrong
+
+
+def _read_cells(module: Module, kernel: Kernel, row: Row, reading: Reading, predicted: int) -> list[str]:
+    """What the compiler reports, as cells of the table."""
+    from attngen.certify.certificate import percent, reason
+
+    cells = [f"{reading.shared_bytes:,}", percent(predicted, reading.shared_bytes), f"{reading.registers}"]
+    cells += [f"{reading.spilled_bytes:,}", f"{reading.code_bytes:,}", f"{reading.seconds:.1f}"]
+    return [*cells, reason(module, kernel, row, reading)]
+
+
+def _add_unfit(table: Table, modules: Sequence[Module], targets: Sequence[str]) -> None:
+    """Lines for kernels that no tile makes fit."""
+    for module in modules:
+        for kernel in module.kernels:
+            for unfit in module.unfit(kernel.name):
+                if unfit.device in targets:
+                    table.add_row(module.name, kernel.name, unfit.device, "none", *[""] * 7, unfit.reason)

@@ -1,0 +1,262 @@
+"""The spec as pydantic models: every key, its values and defaults, and the rules that tie keys to one another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import keyword
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+import sympy
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from attngen import document
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Derived, Input
+from attngen.lang import Read
+from attngen.masks import Mask, registry
+from attngen.parts import unique
+from attngen.scores import Score
+from attngen.spec.forms import mask_schema, parse_mask, parse_score, score_schema
+from attngen.spec.sentences import Mistakes
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+# Packages that Python, generated modules and attngen import: the names that a module cannot have.
+PACKAGES = frozenset(sys.stdlib_module_names) | {
+    *("attngen", "jinja2", "matplotlib", "networkx", "numpy", "pydantic", "rich", "sympy", "torch", "triton", "typer", "yaml"),
+    *("generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
+}
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _whole(value: Any) -> Any:
+    """Only integers: for a Literal, True is 1 and 64.0 is 64."""
+    if type(value) is int or value is None:
+        return value
+    raise PydanticCustomError("whole", "not a whole number")
+
+
+class Heads(BaseModel):
+    """How query heads share K/V heads; the counts come from the tensors of the call."""
+
+    model_config = _STRICT
+    sharing: Literal["mha", "mqa", "gqa"] = Field(
+        default="mha", description="mha: one K/V head per query head; mqa: one in all; gqa: one per group of query heads"
+    )
+
+
+class HeadDim(BaseModel):
+    """Width of a head of q and k, and of v: multiples of 8 from 16 to 256."""
+
+    model_config = _STRICT
+    qk: int = Field(ge=16, le=256, multiple_of=8)
+    v: int = Field(ge=16, le=256, multiple_of=8)
+
+
+Block = Annotated[Literal[16, 32, 64, 128, 256], BeforeValidator(_whole)]
+
+
+class Schedule(BaseModel):
+    """The order of the loops; and overrides of what tile selection would choose, for the forward, dK/dV and dQ kernels on every device."""
+
+    model_config = _STRICT
+    order: Literal["q_outer", "kv_outer"] = Field(
+        default="q_outer",
+        description="q_outer: FlashAttention-2's, a program per tile; kv_outer: FlashAttention-1's, whose programs walk over tiles of keys",
+    )
+    block_q: Block | None = Field(default=None, description="rows of a query tile")
+    block_kv: Block | None = Field(default=None, description="rows of a key tile")
+    stages: Annotated[Literal[1, 2, 3, 4, 5], BeforeValidator(_whole)] | None = Field(
+        default=None, description="depth of the load pipeline"
+    )
+    warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
+
+
+class Backward(BaseModel):
+    """How gradients are computed."""
+
+    model_config = _STRICT
+    deterministic: bool = Field(
+        default=True, description="every sum in a fixed order; false lets learned inputs be read anywhere, their gradients added atomically"
+    )
+
+
+def _parse_head_dim(value: Any) -> Any:
+    return value if isinstance(value, (dict, HeadDim)) else {"qk": value, "v": value}
+
+
+def _parse_dtype(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
+
+
+def _needed(part: Mask | Score) -> set[str]:
+    """The names of what the expressions of a mask or modifier depend on, also by what they read, and what that is computed from."""
+    expressions = [part.expression()]
+    expressions += [part.by_key()] if isinstance(part, Mask) else [part.sink() or sympy.true]
+    names = {str(s) for e in expressions for s in e.free_symbols}
+    for read in reversed(part.reads()):  # nested ones come first
+        if read.name in names:
+            names |= {read.tensor, *(str(s) for e in read.index for s in e.free_symbols)}
+    return names | {source for d in part.derived() if names & set(d.names) for source in d.sources}
+
+
+class Spec(BaseModel):
+    """An attention variant."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, title="attngen spec")
+    name: str = Field(
+        pattern="^[a-z][a-z0-9_]{0,63}$",
+        description="an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa",
+    )
+    heads: Heads = Heads()
+    head_dim: Annotated[HeadDim, BeforeValidator(_parse_head_dim)] = Field(description="one number, or {qk: , v: }")
+    dtype: Annotated[tuple[Dtype, ...], BeforeValidator(_parse_dtype)] = Field(
+        default=("bf16", "fp16"), description="element types the module accepts"
+    )
+    fp32_precision: Literal["ieee", "tf32"] = Field(default="ieee", description="how fp32 matrix products are computed")
+    mask: Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)] = Field(
+        default_factory=lambda: registry()["none"](), validate_default=False
+    )
+    score: Annotated[tuple[SerializeAsAny[Score], ...], BeforeValidator(parse_score)] = Field(
+        default=(), description="what is done to scores, in order, before the mask"
+    )
+    dropout: bool = Field(default=False, description="whether calls can drop probabilities: their `dropout_p` and `seed`")
+    backward: Backward = Backward()
+    schedule: Schedule = Schedule()
+
+    @field_validator("name")
+    @classmethod
+    def _importable(cls, value: str) -> str:
+        if keyword.iskeyword(value):
+            raise ValueError(f"is `{value}`, a word of Python's grammar, so nothing could import it; expected another name")
+        if value in PACKAGES:
+            raise ValueError(f"is `{value}`, a package that its module would hide where both can be imported; expected another name")
+        return value
+
+    @field_validator("dtype")
+    @classmethod
+    def _distinct(cls, value: tuple[Dtype, ...]) -> tuple[Dtype, ...]:
+        if not value:
+            raise ValueError(f"is an empty list; expected at least one of {', '.join(f'`{d}`' for d in get_args(Dtype))}")
+        if len(set(value)) != len(value):
+            raise ValueError("names an element type twice; expected each once")
+        return tuple(d for d in get_args(Dtype) if d in value)
+
+    @model_validator(mode="after")
+    def _tf32_needs_fp32(self) -> Spec:
+        if self.fp32_precision == "tf32" and "fp32" not in self.dtype:
+            raise Mistakes((("fp32_precision",), "is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out"))
+        return self
+
+    @model_validator(mode="after")
+    def _names_mean_one_thing(self) -> Spec:
+        """A name stands for one thing: one declaration of an input, one way to compute a tensor, one way to read it."""
+        known: dict[str, Input] = {}
+        made: dict[str, Derived] = {}
+        reads: dict[str, Read] = {}
+        for path, part in self._parts():
+            for i in part.inputs():
+                if known.setdefault(i.name, i) != i:
+                    raise Mistakes((path, f"declares `{i.name}` again, in another way; expected one declaration, or another name"))
+            for d in part.derived():
+                for name in d.names:
+                    if made.setdefault(name, d) != d:
+                        raise Mistakes((path, f"computes `{name}` in two ways; expected one of the masks that need it"))
+            for read in part.reads():
+                if reads.setdefault(read.name, read) != read:
+                    two = f"reads `{read.tensor}` as `{read.name}`, which is read in another way too"
+                    raise Mistakes((path, f"{two}; expected another name in one of them"))
+        if taken := next((name for name in made if name in known), None):
+            raise Mistakes((("mask",), f"computes `{taken}`, which is a parameter's name too; expected another name for the parameter"))
+        for path, part in self._parts():
+            if taken := next((r.name for r in part.reads() if r.name in known and not known[r.name].shape), None):
+                raise Mistakes((path, f"reads a tensor as `{taken}`, a parameter's name too; expected another name for the parameter"))
+        return self
+
+    @model_validator(mode="after")
+    def _expressions_say_something(self) -> Spec:
+        """The mask shows some pairs, scores depend on `s`, and what is written out depends on every parameter, once simplified."""
+        if self.mask.expression() == sympy.false:
+            raise Mistakes((("mask",), "hides every key from every query; expected a condition that some pairs meet"))
+        for path, part in self._parts():
+            needed = _needed(part)
+            if gone := next((i.name for i in part.inputs() if i.name not in needed), None):
+                raise Mistakes((path, f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out"))
+            if isinstance(part, Score) and part.sink() is None and symbol("s") not in part.expression().free_symbols:
+                raise Mistakes((path, "forgets the score `s`; expected an expression in it"))
+        return self
+
+    @model_validator(mode="after")
+    def _order_can(self) -> Spec:
+        """What a program that walks over tiles of keys cannot do."""
+        if self.schedule.order == "q_outer":
+            return self
+        read = {read.tensor: path for path, part in self._parts() for read in part.reads()}
+        read |= {i.name: path for path, part in self._parts() for i in part.inputs() if i.shape}
+        tensor, home = next(iter(read.items()), ("", ("mask",)))
+        cannot: tuple[tuple[bool, document.Path, str], ...] = (
+            (self.dropout, ("dropout",), "cannot drop weights"),
+            (self.mask.blocks() is not None, ("mask",), "visits no lists of blocks"),
+            (bool(tensor), home, f"reads no `{tensor}`"),
+            (self.head_dim.qk + self.head_dim.v > 256, ("head_dim",), "holds dK and dV of at most 256 columns together"),
+        )
+        if found := next(((path, what) for wrong, path, what in cannot if wrong), None):
+            path, what = found
+            raise Mistakes((path, f"asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"))
+        return self
+
+    def _parts(self) -> Iterator[tuple[document.Path, Mask | Score]]:
+        """The mask and the modifiers, each with the path of its key."""
+        yield ("mask",), self.mask
+        for i, score in enumerate(self.score):
+            yield ("score", i) if len(self.score) > 1 else ("score",), score
+
+    def key_of(self, tensor: str) -> document.Path:
+        """The path of the mask or modifier that declares an input of the call."""
+        return next(path for path, part in self._parts() if any(i.name == tensor for i in part.inputs()))
+
+    def inputs(self) -> tuple[Input, ...]:
+        """The run-time inputs of mask and modifiers."""
+        return unique(i for part in (self.mask, *self.score) for i in part.inputs())
+
+    def derived(self) -> tuple[Derived, ...]:
+        """What the wrapper computes from them."""
+        return unique(d for part in (self.mask, *self.score) for d in part.derived())
+
+    def reads(self) -> tuple[Read, ...]:
+        """How mask and modifiers read tensors; each read has a name of its own."""
+        return unique(read for part in (self.mask, *self.score) for read in part.reads())
+
+    def canonical(self) -> dict[str, Any]:
+        """The spec as plain data with every default filled in; `score`, `backward` and the order of loops only where they say something."""
+        plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
+        if self.schedule.order == "q_outer":
+            del plain["schedule"]["order"]
+        plain |= {"score": [s.data() for s in self.score]} if self.score else {}
+        return {**plain, "mask": self.mask.data()}
+
+    def hash(self) -> str:
+        """A digest of the canonical form: equal specs, equal hash."""
+        text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"))
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a spec, for editors."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
+    schema["properties"]["mask"] = {**mask_schema(), "default": "none"}
+    schema["properties"]["score"] = score_schema()
+    schema["properties"]["head_dim"] = {
+        "description": "width of a head: one number, or one for q and k and one for v",
+        "anyOf": [{"type": "integer", "minimum": 16, "maximum": 256, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
+    }
+    types = {"enum": list(get_args(Dtype))}
+    schema["properties"]["dtype"] = {
+        "description": "element types the module accepts",
+        "default": ["bf16", "fp16"],
+        "anyOf": [types, {"type": "array", "minItems": 1, "uniqueItems": True, "items": types}],
+    }
+    return schema

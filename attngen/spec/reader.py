@@ -1,0 +1,73 @@
+"""Reading a spec from a file, from YAML text, or from plain data: one sentence for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from attngen import document
+from attngen.document import key_name, read_document
+from attngen.errors import SpecError, nearest
+from attngen.spec.model import Spec, json_schema
+from attngen.spec.sentences import mistakes, said
+
+MAX_BYTES = 64 * 1024
+
+
+def load_spec(path: str | Path) -> Spec:
+    """Read a spec file.
+
+    Raises SpecError: one sentence per mistake, naming the file, the line and the key.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise SpecError(f"{path}: larger than {MAX_BYTES // 1024} KiB; expected a short YAML spec")
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: byte {error.start} is not UTF-8 text; expected a YAML spec") from error
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise SpecError(f"{path}: is a link to {path.readlink()}, which does not exist; expected a YAML spec") from error
+        near = nearest(path.stem, (p.stem for p in path.parent.glob("*.yaml") if p.exists()))
+        hint = f"did you mean {path.with_name(near + '.yaml')}?" if near else "`attngen new NAME` writes a spec to start from"
+        raise SpecError(f"{path}: there is no such file; {hint}") from error
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a YAML spec") from error
+    return parse_spec(text, str(path))
+
+
+def parse_spec(text: str, source: str = "spec") -> Spec:
+    """A spec from YAML text; `source` names it in errors."""
+    data, lines = read_document(text, source)
+    return make_spec(data, source, lines)
+
+
+def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] | None = None) -> Spec:
+    """A spec from plain data; `lines` gives the line of each key that came from a file."""
+    if not isinstance(data, dict):
+        what = "the file is empty" if data is None else f"the file holds {said(data)}"
+        raise SpecError(f"{source}: {what}; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start")
+    try:
+        return Spec.model_validate(data)
+    except ValidationError as error:
+        sentences = []
+        for path, text in mistakes(error, json_schema(), data):
+            sentences.append(f"{_place(source, lines or {}, path)}: `{key_name(path)}` {text}")
+        raise SpecError("\n".join(dict.fromkeys(sentences))) from None
+
+
+def place(path: Path, key: document.Path) -> str:
+    """The file, and the line of a key in it, for an error found after the spec was read."""
+    _, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))
+    return _place(str(path), lines, key)
+
+
+def _place(source: str, lines: dict[document.Path, int], path: document.Path) -> str:
+    prefixes = (path[:n] for n in range(len(path), 0, -1))
+    line = next((lines[p] for p in prefixes if p in lines), None)
+    return f"{source}, line {line}" if line else source

@@ -1,0 +1,174 @@
+"""Hypothesis strategies of whole specs, as the plain data that YAML gives: a cross product of all that a spec can say.
+
+`spec_data()` draws from every feature at once: masks and combinations, modifiers, sharing, head dims, dtypes, dropout, orders of loops,
+overrides of the schedule, and where gradients are summed. Half of what it draws builds; the rest is refused, each for a reason that a user
+can meet: a schedule that does not fit, a mask that hides everything, a gradient that has no fixed order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests import lang_strategies
+
+Data = dict[str, Any]
+MASKS: list[Any] = [
+    "none",
+    "causal",
+    {"causal": {"align": "top_left"}},
+    {"sliding_window": {"left": 19, "right": 0}},
+    {"sliding_window": {"right": 3, "align": "top_left"}},
+    {"sink_tokens": {"count": 4}},
+    "prefix_lm",
+    {"prefix_lm": {"length": 30}},
+    {"prefix_lm": {"per": "batch"}},
+    {"chunked": {"size": 24}},
+    {"dilated": {"step": 3, "reach": 40}},
+    {"block_causal": {"size": 8}},
+    "key_padding",
+    {"key_padding": {"lengths": True}},
+    "document",
+    {"document": {"sorted": True}},
+    {"document": {"packed": True}},
+    {"document": {"packed": True, "causal": True}},
+]
+BLOCKS: list[Any] = [
+    {"block_sparse": {"block": 16}},
+    {"block_sparse": {"block": 32}},
+    {"block_sparse": {"block": 128}},
+    {"block_sparse": {"block": 64, "pattern": "butterfly"}},
+    {"block_sparse": {"block": 32, "pattern": "local_global", "local": 1, "globals": 1}},
+]
+# Conditions on tensors of the call: some bound the loops, others are data, which lists blocks.
+WRITTEN_MASKS: list[Any] = [
+    {"expr": "seen[b, kv_idx]", "params": {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}}},
+    {"expr": "awake[b, q_idx]", "params": {"awake": {"tensor": ["B", "Nq"], "dtype": "bool"}}},
+    {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
+    {"expr": "allowed[b, h, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "H", "Nq", "Nk"], "dtype": "bool"}}},
+    {"expr": "kv_idx < far and kv_idx <= q_idx", "params": {"far": {"scalar": "int"}}},
+    {"expr": "q_idx - kv_idx < reach[h]", "params": {"reach": {"tensor": ["H"], "dtype": "int32"}}},
+    {"expr": "(q_idx - kv_idx) % step == 0", "params": {"step": {"scalar": "int", "min": 1}}},
+    {"expr": "weight[hkv] * kv_idx < 2.5", "params": {"weight": {"tensor": ["Hkv"]}}},
+    {"expr": "kv_idx < 4 or true"},
+]
+SCORES: list[Any] = [
+    {"softcap": 5.0},
+    "alibi",
+    {"alibi": {"slopes": "given"}},
+    {"alibi": {"slopes": "given", "learnable": True}},
+    {"relative_bias": {"max_distance": 16}},
+    {"relative_bias": {"max_distance": 3, "learnable": False}},
+    "dense_bias",
+    {"dense_bias": {"learnable": False}},
+    "sink",
+    {"sink": {"learnable": False}},
+    "temperature",
+]
+# Learned tensors, read where sums have a fixed order and where they do not; functions with several branches.
+WRITTEN_SCORES: list[Any] = [
+    {"expr": "s * 0.5 + tanh(s)"},
+    {"expr": "s - rate * abs(q_idx - kv_idx)", "params": {"rate": {"scalar": "float"}}},
+    {"expr": "s + row[b, h, q_idx]", "params": {"row": {"tensor": ["B", "H", "Nq"], "grad": True}}},
+    {"expr": "s + column[kv_idx]", "params": {"column": {"tensor": ["Nk"], "grad": True}}},
+    {"expr": "s * gain[h]", "params": {"gain": {"tensor": ["H"], "grad": True}}},
+    {"expr": "s * gain[hkv]", "params": {"gain": {"tensor": ["Hkv"], "grad": True}}},
+    {"expr": "s + table[clamp(kv_idx - q_idx, -4, 4) + 4]", "params": {"table": {"tensor": [9], "grad": True}}},
+    {
+        "expr": "s + table[h, bucket[b, q_idx, kv_idx]]",
+        "params": {"table": {"tensor": ["H", 8], "grad": True}, "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"}},
+    },
+    {"expr": "where(kv_idx < 4, s, max(s, cap))", "params": {"cap": {"value": -2.0}}},
+    {"expr": "s + bound[5]", "params": {"bound": {"tensor": [4], "grad": True}}},
+    {"expr": "s - s + rise[h]", "params": {"rise": {"tensor": ["H"], "grad": True}}},
+]
+HEAD_DIMS: list[Any] = [16, 24, 40, 64, 80, 128, 192, 256, {"qk": 24, "v": 40}, {"qk": 192, "v": 128}]
+BLOCK_SIZES = [16, 32, 64, 128, 256]
+
+
+def _written(sample: lang_strategies.Sample) -> Data:
+    params = {name: param.model_dump(mode="json") for name, param in sample.params.items()}
+    return {"expr": sample.text, "params": params} if params else {"expr": sample.text}
+
+
+def masks(depth: int = 2) -> st.SearchStrategy[Any]:
+    """Masks as a spec writes them: named, written, drawn expressions, and combinations of these, blocks among them."""
+    leaves = st.sampled_from(MASKS) | st.sampled_from(WRITTEN_MASKS) | lang_strategies.masks(1).map(_written)
+    if not depth:
+        return leaves
+    several = masks(depth - 1)
+    lists = st.lists(several, min_size=1, max_size=3, unique_by=str)
+    combined = [
+        lists.map(lambda found: {"all_of": found}),
+        lists.map(lambda found: {"any_of": found}),
+        several.map(lambda mask: {"not": mask}),
+    ]
+    return leaves | st.one_of(combined) | _with_blocks(several)
+
+
+def _with_blocks(others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Masks of blocks, alone or beside another one; at times where a spec cannot have them."""
+    blocks = st.sampled_from(BLOCKS)
+    pairs = st.tuples(blocks, others).map(list)
+    return blocks | pairs.map(lambda pair: {"all_of": pair}) | pairs.map(lambda pair: {"any_of": pair})
+
+
+def scores() -> st.SearchStrategy[list[Any]]:
+    """Lists of up to three modifiers, named, written, or of a drawn expression."""
+    drawn_scores = lang_strategies.scores(1).filter(lambda sample: re.search(r"\bs\b", sample.text)).map(_written)
+    one = st.sampled_from(SCORES) | st.sampled_from(WRITTEN_SCORES) | drawn_scores
+    return st.lists(one, max_size=3, unique_by=lambda score: str(score) if isinstance(score, str) else str(next(iter(score.items()))))
+
+
+def schedules() -> st.SearchStrategy[Data]:
+    """Orders of loops and overrides, of which some fit nowhere."""
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "order": st.sampled_from(["q_outer", "kv_outer"]),
+            "block_q": st.sampled_from(BLOCK_SIZES),
+            "block_kv": st.sampled_from(BLOCK_SIZES),
+            "stages": st.integers(1, 5),
+            "warps": st.sampled_from([1, 2, 4, 8, 16]),
+        },
+    )
+
+
+def _precision(data: Data) -> Data:
+    """Says how fp32 products are computed only where there are any."""
+    return data if "fp32" in data["dtype"] else {key: value for key, value in data.items() if key != "fp32_precision"}
+
+
+def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st.SearchStrategy[Data]:
+    """Specs as plain data, any feature beside any other. `replace` gives a key another strategy, as {"head_dim": st.just(16)}."""
+    keys: dict[str, st.SearchStrategy[Any]] = {
+        "name": st.just("drawn"),
+        "head_dim": st.sampled_from(HEAD_DIMS),
+        "heads": st.sampled_from(["mha", "mqa", "gqa"]).map(lambda sharing: {"sharing": sharing}),
+        "dtype": st.lists(st.sampled_from(["bf16", "fp16", "fp32"]), min_size=1, max_size=2, unique=True),
+        "fp32_precision": st.sampled_from(["ieee", "tf32"]),
+        "mask": masks(),
+        "score": scores(),
+        "dropout": st.sampled_from([False, False, True]),
+        "backward": st.booleans().map(lambda ordered: {"deterministic": ordered}),
+        "schedule": schedules(),
+    }
+    return st.fixed_dictionaries({**keys, **(replace or {})}).map(_precision)
+
+
+def drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
+    """So many examples of a strategy, the same ones for a number."""
+    found: list[Any] = []
+
+    @seed(number)
+    @settings(max_examples=count, phases=[Phase.generate], database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def collect(example: Any) -> None:
+        found.append(example)
+
+    collect()
+    return found
