@@ -14,10 +14,10 @@ from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.base import Pass
 from attngen.passes.pipeline import lower, stages
 from attngen.spec import Spec, load_spec
+from attngen.verify import verify
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))

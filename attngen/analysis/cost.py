@@ -28,7 +28,7 @@ from attngen.analysis.sram import (
     streamed_bytes,
     tile_width,
 )
-from attngen.analysis.tiles import count_tiles
+from attngen.bounds.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Dot, Gather, Load

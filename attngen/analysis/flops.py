@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import sympy
 
-from attngen.analysis.tiles import heads, tile_sum
+from attngen.bounds.tiles import heads, tile_sum
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import kernels_of

@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import sympy
 
-from attngen.analysis.tiles import evaluate
+from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row

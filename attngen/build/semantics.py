@@ -6,7 +6,7 @@ from typing import Any
 
 import sympy
 
-from attngen.analysis.bounds import Scene, terms
+from attngen.bounds.intervals import Scene, terms
 from attngen.ir.expr import Expr, clamp, log, select, sigmoid, sqrt, symbol
 from attngen.ir.graph import Blocks
 from attngen.ir.interface import input_tensors

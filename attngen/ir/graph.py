@@ -13,7 +13,7 @@ import networkx as nx
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import AXIS_EXTENT, Arg, Base, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, SoftmaxStep, Store, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Base, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, SoftmaxStep, Store, Type
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -107,6 +107,32 @@ class Kernel:
     def resolve(self, e: Expr) -> Expr:
         """An expression with the named integer scalars of the kernel written out."""
         return _written_out(e, self.named)
+
+    def accessed(self, op: Base | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
+        """The op that declares the tensor an access leads to, and all of its indices: those of the base first, if it has one."""
+        access = op.dst if isinstance(op, Store) else op.src
+        source = self.op(access.tensor)
+        if isinstance(source, Base):
+            return self.op(source.src.tensor), source.src.index + access.index
+        return source, access.index
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Loop and grid variables, and the letters of axes: names in expressions that are no values."""
+        return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | set(AXIS_DIM))
+
+    def scalars_of(self, op: Op) -> set[str]:
+        """The values that an op's expressions name without their being operands, as bounds of loops name scalars."""
+        named = {str(s) for e in op.expressions() for s in e.free_symbols}
+        return (named & self.graph.nodes.keys()) - {symbol for symbol, _ in getattr(op, "uses", ())} - self.variables
+
+    def around(self, block: str) -> list[Loop]:
+        """The loops that run a block, from the innermost out; of several with one body, the first."""
+        found = []
+        while loop := next((loop for loop in self.loops if loop.body == block), None):
+            found.append(loop)
+            block = self.graph.nodes[loop.name]["block"]
+        return found
 
     @cached_property
     def args(self) -> list[Arg]:

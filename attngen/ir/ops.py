@@ -56,6 +56,17 @@ OPERAND = {"operand": True}
 SomeOp = TypeVar("SomeOp", bound="Op")
 
 
+def _expressions_in(value: Any) -> Iterator[Any]:
+    """The expressions in a field's value, which may be one, an access, or a tuple of such."""
+    if isinstance(value, sympy.Basic):
+        yield value
+    elif isinstance(value, Access):
+        yield from value.index
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _expressions_in(part)
+
+
 @dataclass(frozen=True)
 class Op:
     """What every op has: the name of its value."""
@@ -73,6 +84,11 @@ class Op:
                     yield value
                 elif value is not None:
                     yield from (ref for _, ref in value)
+
+    def expressions(self) -> Iterator[Any]:
+        """Every expression in its fields: indices, conditions, bounds, numbers."""
+        for f in fields(self):
+            yield from _expressions_in(getattr(self, f.name))
 
     def results(self) -> dict[str, Type]:
         """Result types by field; the key is empty for ops with one result."""

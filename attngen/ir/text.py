@@ -313,7 +313,7 @@ def _parse_row(line: str, where: str) -> Row | Unfit:
 def parse_module(text: str, source: str = "IR") -> Module:
     """Parse a module's text.
 
-    Raises IRError naming `source`, the line and what was expected there. Nothing is verified: see `ir.verify`.
+    Raises IRError naming `source`, the line and what was expected there. Nothing is verified: see `attngen.verify`.
     """
     header: dict[str, str] = {}
     inputs: list[Input] = []

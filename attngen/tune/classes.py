@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from attngen.analysis.cost import REACH, mode, reads_pairs
 from attngen.analysis.sram import tile_width
-from attngen.analysis.tiles import count_tiles, tile_loops
+from attngen.bounds.tiles import count_tiles, tile_loops
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import STATISTICS
 from attngen.ir.ops import Gather, Load

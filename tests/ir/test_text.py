@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
+from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, edit, lowered, target
 
 # ---------------------------------------------------------------------------------------------- modules

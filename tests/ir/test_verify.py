@@ -9,9 +9,9 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import RULES, verify
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
+from attngen.verify import RULES, verify
 from tests.helpers import WALKS, edit, lowered, target, unverified
 
 BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.verify import verify
 from attngen.passes.classify_tiles import ClassifyTiles
+from attngen.verify import verify
 from tests.helpers import SMALL, WALKS, changes, edit, module, unverified
 
 LOOP = "%keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step)"

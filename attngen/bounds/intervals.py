@@ -256,6 +256,17 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
     return int(a), int(c), rest
 
 
+def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
+    """p implies q for rows 0 <= own_idx <= extent - 1, both linear with the same sense in the loop's index."""
+    first, second = linear_parts(p, own, loop), linear_parts(q, own, loop)
+    if first is None or second is None or first[1] != second[1]:
+        return False
+    slope = second[0] - first[0]  # q's left side is at most p's plus slope*own + difference
+    last = symbol(AXIS_EXTENT[own]) - 1
+    greatest = second[2] - first[2] + (slope * last if slope > 0 else 0)
+    return bool(sympy.expand(greatest).is_nonpositive)
+
+
 def last_row(own: str) -> Expr:
     """The last valid row of the own tile."""
     return sympy.Min(symbol(f"{own}_start") + symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])) - 1
