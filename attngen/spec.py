@@ -21,8 +21,8 @@ from attngen import document
 from attngen.document import read_document, shown
 from attngen.errors import SpecError, nearest, suggest
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Derived, Input
-from attngen.lang import LangError, Param, Read, name_problem
+from attngen.ir.graph import Derived, Input, Read
+from attngen.lang import LangError, Param, name_problem
 from attngen.masks import AllOf, AnyOf, Mask, Not, Written, registry
 from attngen.parts import Part, unique
 from attngen.scores import Score, WrittenScore, score_registry

@@ -6,7 +6,7 @@ from attngen import __version__
 from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, learned
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end, packs
-from attngen.build.semantics import listed_blocks
+from attngen.build.semantics import listed_blocks, meaning
 from attngen.ir.graph import Module
 from attngen.spec import Spec
 
@@ -45,4 +45,5 @@ def build_module(spec: Spec) -> Module:
         derived=spec.derived(),
         learned=learned(spec),
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
+        meaning=meaning(spec),
     )

@@ -316,6 +316,8 @@ class _Builder(ast.NodeVisitor):
                 return mod(a, b)
             case ast.Pow() if b.is_Integer and abs(b) <= 64 and not (a.is_Number or a.is_Mul):  # how a product of equals is printed
                 return a**b
+            case ast.Pow() if a.is_Number and a.is_positive and b.free_symbols:
+                return a**b
         return self.generic_visit(node.op)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:

@@ -10,10 +10,28 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import networkx as nx
+import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import Expr, symbol
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Base, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, SoftmaxStep, Store, Type
+from attngen.ir.expr import Bool, Expr, symbol
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    Arg,
+    Base,
+    Dot,
+    Fact,
+    Keep,
+    Load,
+    Loop,
+    Map,
+    Op,
+    Position,
+    Scatter,
+    SoftmaxStep,
+    Store,
+    Type,
+)
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -265,6 +283,36 @@ class Learned:
 
 
 @dataclass(frozen=True)
+class Read:
+    """One distinct access of a tensor parameter: `name` is its symbol's, `index` has an integer expression per dimension.
+
+    The expressions are over q_idx, kv_idx, b, h, hkv, Nq, Nk, scalars and the names of earlier reads. A negative index counts from
+    the end; what is outside even so reads 0 (false).
+    """
+
+    name: str
+    tensor: str
+    index: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What the kernels of a module compute, in b, h, hkv, q_idx, kv_idx, the sizes of a call and the names of what is read.
+
+    A pair of a query and a key counts where `where` holds; `by_key` says the same by tensors of keys, where a mask has such; `known`
+    bounds the parts that are data (see Mask). The softmax is of `score`, an expression in the scaled product `s`, and of `sink`, one
+    more logit of each row, if there is one. A name of a tensor stands for its element at (b, h, q_idx, kv_idx), but for `reads`.
+    """
+
+    where: Bool = sympy.true
+    by_key: Bool | None = None
+    known: tuple[Fact, ...] = ()
+    score: Expr = symbol("s")
+    sink: Expr | None = None
+    reads: tuple[Read, ...] = ()
+
+
+@dataclass(frozen=True)
 class Blocks:
     """Which square blocks of scores are visited: their rows, and the function that gives the mask of blocks if the spec has a pattern.
 
@@ -336,6 +384,7 @@ class Module:
     learned: tuple[Learned, ...]
     kernels: tuple[Kernel, ...]
     schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
+    meaning: Meaning = Meaning()
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)

@@ -8,6 +8,7 @@ from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.text import print_module
 from attngen.verify.indexing import bounds_checked, indexing, names, padding_checked
+from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.schedule import described, drops, fits, placed, powers_of_two, scheduled_everywhere
 from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, signature
 from attngen.verify.tiles import classified, covers, ends_hidden, full_is_proven, lists
@@ -46,10 +47,11 @@ _TARGET: dict[str, Rule] = {
     "padding-checked": padding_checked,
     "live": live,
 }
+_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said}
 RULES: dict[str, dict[str, Rule]] = {
-    "logical": _STRUCTURE,
-    "scheduled": {**_STRUCTURE, **_SCHEDULED},
-    "target": {**_STRUCTURE, **_SCHEDULED, **_TARGET},
+    "logical": {**_STRUCTURE, **_MEANING},
+    "scheduled": {**_STRUCTURE, **_SCHEDULED, **_MEANING},
+    "target": {**_STRUCTURE, **_SCHEDULED, **_TARGET, **_MEANING},
 }
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import networkx as nx
 import sympy
 
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import query_heads
+from attngen.ir.interface import input_tensors, query_heads
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
 
 SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
+NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # that the header's mask and score may name
 
 
 def header(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -38,6 +40,25 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     for text in (module.version, module.spec_hash, module.mask, module.score, *(i.help for i in module.inputs)):
         if set(text) & set('"\\{}'):  # they are printed inside strings
             yield f"`{text}` has a quote, a backslash or a brace"
+    yield from _unnamed(module)
+
+
+def _unnamed(module: Module) -> Iterator[str]:
+    """What the header's mask and score name is a position, a size, an input or what the wrapper derives, and read as tensors are."""
+    tensors, meaning = input_tensors(module.inputs, module.derived), module.meaning
+    known = NAMED | {i.name for i in module.inputs} | tensors.keys()
+    for read in meaning.reads:
+        if read.tensor not in tensors or len(read.index) != len(tensors[read.tensor].dims):
+            yield f"`read {read.name} from {read.tensor}` has no place in an input or in what is derived"
+        yield from (f"`read {read.name}` names `{s}`, which is not known there" for s in _names(read.index) - known)
+        known |= {read.name}
+    said = (meaning.where, meaning.by_key, *(e for fact in meaning.known for e in fact))
+    yield from (f"`mask` names `{s}`, which is no position, size or input" for s in _names(said) - known)
+    yield from (f"`score` names `{s}`, which is no position, size or input" for s in _names((meaning.score, meaning.sink)) - known - {"s"})
+
+
+def _names(expressions: Iterable[Any]) -> set[str]:
+    return {str(s) for e in expressions if e is not None for s in e.free_symbols}
 
 
 def signature(module: Module, kernel: Kernel) -> Iterator[str]:

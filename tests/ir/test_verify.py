@@ -28,6 +28,20 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "mask causal", 'mask """ + open("x")', "has a quote, a backslash or a brace"),
         ("padding_mha", "may be attended to", "may be {attended} to", "has a quote, a backslash or a brace"),
         ("alibi_mha", "score alibi", 'score """ + open("x")', "has a quote, a backslash or a brace"),
+        ("causal_gqa", "where(Nk - Nq + q_idx >=", "where(window >=", "`mask` names `window`, which is no position, size or input"),
+        ("alibi_mha", "expr(-alibi_slopes*", "expr(-slopes*", "`score` names `slopes`, which is no position, size or input"),
+        (
+            "relative_bias_mha",
+            "from relative_bias[h, ",
+            "from relative_bias[",
+            "`read relative_bias from relative_bias` has no",
+        ),
+        (
+            "relative_bias_mha",
+            "from relative_bias[h, ",
+            "from relative_bias[head, ",
+            "`read relative_bias` names `head`, which is",
+        ),
     ],
     "signature": [
         (
@@ -407,6 +421,15 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("mla_dims", "check(q, d_qk)", "check(q)", "%q is padded to D_QK_PAD but does not check d_qk"),
         ("mla_dims", "check(q, d_qk)", "check(q, d_qk if partial)", "%q is padded to D_QK_PAD but does not check d_qk"),
     ],
+    "mask": [
+        ("dilated_mha", "% 4) == (kv_idx", "% 2) == (kv_idx", "kernel @fwd: %soft hides more than the header's mask: `((Nk - Nq + q"),
+        ("padding_mha", "where(key_padding)", "where(true)", "kernel @fwd: %soft hides more than the header's mask: `key_padding`"),
+        ("padding_mha", "enough key_padding_first <= kv_idx and", "enough", "takes more as known of `key_padding` than the header says"),
+    ],
+    "scores": [
+        ("causal_gqa", "masked*qk_scale)", "2*masked*qk_scale)", "%p weighs scores by exp2(2*LOG2E*s*scale - select("),
+        ("causal_gqa", "exp2(-lse2 + masked*qk_scale)", "exp2(-lse2)*exp2(masked*qk_scale)", "makes no weights of its scores"),
+    ],
     "live": [
         ("causal_gqa", " acc(%dq)", "", "%dq is read by nothing"),
         ("causal_gqa", " acc(%rescaled)", "", "%rescaled is read by nothing"),
@@ -483,7 +506,7 @@ def test_rules_of_a_phase_hold_from_there_on(phase, stage):
     text = print_module(lowered("causal_mha")[stage])
     assert f"phase {phase}" in text
     assert (
-        refused(edit(text, ("kv_idx <= ", "window <= ") if phase == "scheduled" else ("q_idx >= kv_idx", "q_idx >= window"))).rule
+        refused(edit(text, ("kv_idx <= ", "window <= ") if phase == "scheduled" else ("q_idx >= kv_idx and", "q_idx >= window and"))).rule
         == "names"
     )
 

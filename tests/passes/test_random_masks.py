@@ -34,8 +34,7 @@ from attngen.build.backward import build_dkdv
 from attngen.build.forward import build_forward
 from attngen.errors import SpecError
 from attngen.ir.expr import clamp, floordiv, mod, select
-from attngen.ir.graph import Kernel
-from attngen.lang import Read
+from attngen.ir.graph import Kernel, Read
 from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
 from attngen.scores import derive_functions
