@@ -126,7 +126,7 @@ def test_every_sharing_of_heads_is_held_against_the_header(sharing: str) -> None
     assert (error.rule, error.reason[:11]) == ("scores", "kernel @fwd")
     text = text_of("packed", sharing)
     assert ("q_idx // queries" in text) == (sharing != "mha")
-    assert refused(edit(text, ("expr(-0.125*h*kv_idx", "expr(-0.125*(h + 1)*kv_idx"))).rule == "scores"
+    assert refused(edit(text, ("expr(by_key_head - 0.125*h*", "expr(by_key_head - 0.125*(h + 1)*"))).rule == "scores"
 
 
 ONE_FORM = ["exp(x)", "log(2 + x*x)", "tanh(3*x)", "sigmoid(x - 1)", "3**x", "2**(-x)", "(1 + x)*(2 - x)"]
