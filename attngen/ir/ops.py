@@ -20,6 +20,15 @@ AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # i
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
 
 
+PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD"}  # dimension -> its name where tiles are padded to a power of two
+_UNPADDED = {padded: dim for dim, padded in PADDED.items()}
+
+
+def unpadded(dim: str) -> str:
+    """The dimension that a tile's dimension pads, or itself."""
+    return _UNPADDED.get(dim, dim)
+
+
 @dataclass(frozen=True)
 class Type:
     """`dtype[dims] @space`; space is `hbm`, `sram` or `reg`, and `?` until place-memory has decided."""
@@ -27,6 +36,11 @@ class Type:
     dtype: str
     dims: tuple[str, ...] = ()
     space: str = "?"
+
+    @property
+    def unpadded(self) -> tuple[str, ...]:
+        """Its dimensions, as tensors have them."""
+        return tuple(map(unpadded, self.dims))
 
 
 @dataclass(frozen=True)

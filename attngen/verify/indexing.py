@@ -12,13 +12,29 @@ from attngen.bounds.intervals import last_row
 from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import STRIP
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Base, Gather, Keep, Load, Map, Mask, Position, Reduce, Scatter, SoftmaxStep, Store
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    PADDED,
+    Arg,
+    Base,
+    Gather,
+    Keep,
+    Load,
+    Map,
+    Mask,
+    Position,
+    Reduce,
+    Scatter,
+    SoftmaxStep,
+    Store,
+)
 from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}
 # names of the printed kernel that are no values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
-RESERVED |= {"D_QK_PAD", "D_V_PAD", "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
+RESERVED |= {*PADDED.values(), "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {"first_head", "heads_abreast", "own_head", "turn"}
 RESERVED |= {
     "at",
@@ -156,8 +172,9 @@ def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
     """Tiles padded to a power of two check the head dimension on every access."""
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
-            dims = kernel.type_of(op.value).dims if isinstance(op, Store) else op.type.dims
+            tile = kernel.type_of(op.value) if isinstance(op, Store) else op.type
             axes = {a for a, when in op.check if when == "always"}
-            for d in dims:
-                if d.endswith("_PAD") and d.removesuffix("_PAD").lower() not in axes:
-                    yield f"%{op.name} is padded to {d} but does not check {d.removesuffix('_PAD').lower()}"
+            for padded, dim in zip(tile.dims, tile.unpadded):
+                axis = next(letter for letter, known in AXIS_DIM.items() if known == dim) if padded != dim else ""
+                if axis and axis not in axes:
+                    yield f"%{op.name} is padded to {padded} but does not check {axis}"

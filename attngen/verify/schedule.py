@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from attngen.analysis.sram import elem_sizes, misfit
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Arg, Dropout, Keep, Load
+from attngen.ir.ops import AXIS_DIM, PADDED, Arg, Dropout, Keep, Load
 
 
 def placed(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -72,7 +72,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         for t in op.results().values():
             for name, width in widths.items() if not (isinstance(op, Arg) and op.role in ("in", "out", "inout")) else ():
-                wrong = name if width & (width - 1) else f"{name}_PAD"
+                wrong = name if width & (width - 1) else PADDED[name]
                 if wrong in t.dims:
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
     for row in module.rows(kernel.name):

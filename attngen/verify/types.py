@@ -170,11 +170,11 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
     moved = of(op.value) if isinstance(op, Store) else op.type
     if not isinstance(op, Base) and moved.dtype != tensor.dtype:
         yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
-    tile = of(op.value).dims if isinstance(op, Store) else op.type.dims
+    tile = of(op.value) if isinstance(op, Store) else op.type
     dims = tuple(AXIS_DIM[a] for a in access.axes())
     turned = set(access.axes()) == {"q", "kv"}  # a tile of scores may be loaded transposed
-    if not isinstance(op, Base) and tuple(d.removesuffix("_PAD") for d in tile) not in (dims, dims[::-1] if turned else dims):
-        yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile)}]"
+    if not isinstance(op, Base) and tile.unpadded not in (dims, dims[::-1] if turned else dims):
+        yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile.dims)}]"
     checks = () if isinstance(op, Base) else op.check
     if len({axis for axis, _ in checks}) < len(checks):
         yield "checks an axis twice"
