@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -280,3 +281,16 @@ def least(name: str) -> Expr:
 def greatest(name: str) -> Expr:
     """The greatest of them."""
     return symbol(f"{name}_greatest")
+
+
+@cache
+def with_rows(e: Expr, own: str, rows: frozenset[str]) -> Expr:
+    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor.
+
+    So of values with one number for each row, `rows`, the greatest is not below the least.
+    """
+    extent, first = symbol(AXIS_EXTENT[own]), symbol(f"{own}_start")
+    known = {extent: first + 1 + sympy.Symbol("rows_after_first", integer=True, nonnegative=True)}
+    for name in rows:
+        known[greatest(name)] = least(name) + sympy.Symbol(f"{name}_spread", integer=True, nonnegative=True)
+    return e.xreplace(known)

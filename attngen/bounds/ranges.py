@@ -14,8 +14,8 @@ from itertools import permutations
 
 import sympy
 
-from attngen.bounds.intervals import Scene, Term, extremes, terms
-from attngen.ir.expr import Bool, Expr, cdiv, floordiv, prove_le, select, symbol, to_text, with_rows
+from attngen.bounds.intervals import Scene, Term, extremes, terms, with_rows
+from attngen.ir.expr import Bool, Expr, cdiv, floordiv, prove_le, select, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
 
@@ -43,6 +43,12 @@ def scene_of(kernel: Kernel, body: str) -> Scene:
     facts = tuple(fact for m in masks for fact in m.known)
     whole = any(op.over == AXIS_DIM[own] for op in kernel.block(body).ops if isinstance(op, Dot))
     return Scene(own, "kv" if own == "q" else "q", frozenset(rows), frozenset(others), facts, whole)
+
+
+@cache
+def rows_of(kernel: Kernel) -> frozenset[str]:
+    """The values with one number for each row of the own tile, by which masks bound tiles."""
+    return frozenset(name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows)
 
 
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
@@ -83,7 +89,7 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
     bounds = [e for run in _in_order(_merged(runs), scene) for e in run]
     for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # they rise; so that this is plain to see, too
-        if not prove_le(with_rows(before, scene.own), with_rows(after, scene.own)):
+        if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
             bounds[i + 1] = sympy.Max(before, after)
     return tuple(bounds)
 
@@ -104,7 +110,7 @@ def _run(term: Term, scene: Scene) -> Run:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        elif not prove_le(with_rows(rest, scene.own), sympy.Integer(0)):  # a program's tile has a row
+        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program's tile has a row
             conditions.append(_condition(rest))
 
     needs, enough = _known(term, scene)
@@ -123,7 +129,7 @@ def _run(term: Term, scene: Scene) -> Run:
 
     def at_most(e: Expr, end: Expr) -> Expr:
         """Cut at the end unless proven never to pass it: what is known of data is data, which nothing relates."""
-        return e if prove_le(with_rows(e, scene.own), with_rows(end, scene.own)) else sympy.Min(e, end)
+        return e if prove_le(with_rows(e, scene.own, scene.rows), with_rows(end, scene.own, scene.rows)) else sympy.Min(e, end)
 
     last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
     end = _where(shown, last)
@@ -195,7 +201,7 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     """Runs in rising order, each cut to start where the one before it ends."""
 
     def rises(a: Expr, b: Expr) -> bool:
-        return prove_le(with_rows(a, scene.own), with_rows(b, scene.own))
+        return prove_le(with_rows(a, scene.own, scene.rows), with_rows(b, scene.own, scene.rows))
 
     for inner, outer in permutations(runs, 2):  # tiles that are full by one run, inside another that has none
         if inner in runs and outer in runs and outer[1] == outer[2] and rises(outer[0], inner[0]) and rises(inner[3], outer[3]):

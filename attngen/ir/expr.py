@@ -427,17 +427,3 @@ def _implies(first: Bool, second: Bool) -> bool:
     if not all(isinstance(c, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) for c in (first, second)):
         return bool(first == second)
     return prove_le(excess(second), excess(first))
-
-
-@cache
-def with_rows(e: Expr, own: str) -> Expr:
-    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor.
-
-    So of a value with one number for each row, the greatest is not below the least.
-    """
-    extent, first = {"q": ("Nq", "q_start"), "kv": ("Nk", "kv_start")}[own]
-    rest = sympy.Symbol("rows_after_first", integer=True, nonnegative=True)
-    known = {symbol(extent): symbol(first) + 1 + rest}
-    for name in (str(s).removesuffix("_greatest") for s in e.free_symbols if str(s).endswith("_greatest")):
-        known[symbol(f"{name}_greatest")] = symbol(f"{name}_least") + sympy.Symbol(f"{name}_spread", integer=True, nonnegative=True)
-    return e.xreplace(known)

@@ -11,7 +11,7 @@ from attngen.verify.indexing import bounds_checked, indexing, names, padding_che
 from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.schedule import described, drops, fits, placed, powers_of_two, scheduled_everywhere
 from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, signature
-from attngen.verify.tiles import classified, covers, ends_hidden, full_is_proven, lists
+from attngen.verify.tiles import classified, covers, ends_hidden, extremes, full_is_proven, lists
 from attngen.verify.types import dot_operands, types
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
@@ -29,6 +29,7 @@ _STRUCTURE: dict[str, Rule] = {
 }
 _SCHEDULED: dict[str, Rule] = {
     "classified": classified,
+    "extremes": extremes,
     "covers": covers,
     "full-is-proven": full_is_proven,
     "ends-hidden": ends_hidden,

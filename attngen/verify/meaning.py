@@ -7,6 +7,7 @@ written out to positions, sizes and elements of tensors, and both are compared i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -39,7 +40,9 @@ class Header:
 
     def __init__(self, module: Module, kernel: Kernel) -> None:
         self.meaning, self.own = module.meaning, kernel.own_axis
-        self.types = input_tensors(module.inputs, module.derived)
+        args = {arg.name: arg.type for arg in kernel.args}  # whose element types are held against the header's by the interface
+        declared = input_tensors(module.inputs, module.derived)
+        self.types = {name: replace(t, dtype=args.get(name.upper(), t).dtype) for name, t in declared.items()}
         self.named: dict[Expr, Expr] = {**coordinates(module, kernel), PRODUCT: PRODUCT * SCALE}
         self.named |= {symbol(i.name): _number(i.name, i.dtype) for i in module.inputs if not i.shape}
         read = {r.name: r for r in module.meaning.reads}

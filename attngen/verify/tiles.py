@@ -7,12 +7,12 @@ from typing import Any
 
 import sympy
 
-from attngen.bounds.intervals import implies
-from attngen.bounds.ranges import tile_ranges
-from attngen.ir.expr import conjuncts, prove_le, symbol, to_text, with_rows
+from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
+from attngen.bounds.ranges import rows_of, tile_ranges
+from attngen.ir.expr import conjuncts, prove_le, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import BESIDE, BLOCK_LISTS, FULL_RANKS, STRIP
-from attngen.ir.ops import Base, Dot, Mask, Position
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Dot, Load, Map, Mask, Op, Position, Reduce
 
 
 def classified(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -20,6 +20,40 @@ def classified(module: Module, kernel: Kernel) -> Iterator[str]:
     for loop in kernel.loops:
         if loop.cls == "unknown":
             yield f"%{loop.name} has class unknown; classify-tiles and split-loops come first"
+
+
+def extremes(module: Module, kernel: Kernel) -> Iterator[str]:
+    """What bounds take as the least or greatest number of the own tile's rows is so: a minimum or maximum over rows that exist, or, of
+    numbers that never fall along the rows, that of the first or the last."""
+    own = kernel.own_axis
+    rising = {name.upper() for d in module.derived for name in d.rising}
+    for name in sorted(rows_of(kernel)):
+        for made, end, kind, other in (
+            (str(least(name)), symbol(f"{own}_start"), "min", GREATEST),
+            (str(greatest(name)), last_row(own), "max", -GREATEST),
+        ):
+            if made not in kernel.graph:
+                continue
+            known = name in kernel.graph and (_at_end(kernel, made, name, end, rising) or _reduced(kernel, made, name, kind, other))
+            if not known:
+                yield f"%{made} is not proven to be the {kind} of %{name} over the rows of the program's own tile"
+
+
+def _at_end(kernel: Kernel, made: str, name: str, end: Any, rising: set[str]) -> bool:
+    """Whether a value is that of the first or last row of a tensor whose numbers never fall, of which another has all rows."""
+    one, rows = kernel.op(made), kernel.op(name)
+    if not isinstance(one, Load) or not isinstance(rows, Load):
+        return False
+    (tensor, at), (whole, index) = kernel.accessed(one), kernel.accessed(rows)
+    return tensor is whole and tensor.name in rising and at == tuple(end if str(e) == kernel.own_axis else e for e in index)
+
+
+def _reduced(kernel: Kernel, made: str, name: str, kind: str, other: int) -> bool:
+    """Whether a value is the minimum or maximum of another's rows that exist."""
+    own, reduce = kernel.own_axis, kernel.op(made)
+    rows: Op | None = kernel.op(reduce.value) if isinstance(reduce, Reduce) and (reduce.op, reduce.over) == (kind, AXIS_DIM[own]) else None
+    inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])
+    return isinstance(rows, Map) and rows.expr == select(inside, symbol(name), sympy.Integer(other)) and dict(rows.uses) == {name: name}
 
 
 def covers(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -32,12 +66,12 @@ def covers(module: Module, kernel: Kernel) -> Iterator[str]:
             if not _le(kernel, sympy.Integer(0), lo) or not _le(kernel, lo, hi):
                 yield f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)}, which is not proven to rise from 0 or more"
     for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all"):
-        runs = _runs(tuple(with_rows(e, kernel.own_axis) for e in tile_ranges(kernel, body)))
+        runs = _runs(tuple(_known(kernel, e) for e in tile_ranges(kernel, body)))
         mine = [loop for loop in kernel.loops if loop.body == body]
         apart = module.blocks is not None and module.blocks.data and all(loop.listed for loop in mine)  # no block is in two lists
         for loops in [[loop] for loop in mine] if apart else [mine]:
             ranges = [pair for loop in loops for pair in loop.ranges]
-            pieces = [tuple(with_rows(kernel.resolve(e), kernel.own_axis) for e in pair) for pair in ranges]
+            pieces = [tuple(_known(kernel, kernel.resolve(e)) for e in pair) for pair in ranges]
             if not _covered(runs, pieces):
                 have, need = (", ".join(f"{to_text(p[0])} .. {to_text(p[-1])}" for p in some) for some in (pieces, runs))
                 yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
@@ -67,7 +101,12 @@ def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool
 
 def _le(kernel: Kernel, a: Any, b: Any) -> bool:
     """Whether a <= b is proven, with the kernel's named scalars written out, for a program whose tile has a row."""
-    return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis) for e in (a, b)))
+    return prove_le(*(_known(kernel, kernel.resolve(e)) for e in (a, b)))
+
+
+def _known(kernel: Kernel, e: Any) -> Any:
+    """An expression with what a program knows of the tile that it owns."""
+    return with_rows(e, kernel.own_axis, rows_of(kernel))
 
 
 def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:

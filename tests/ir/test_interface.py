@@ -23,7 +23,7 @@ BROKEN = [
     ("causal_fa1", "kernel @fwd grid(h in Hq, b in B)", "kernel @fwd grid(b in B, h in Hq)", "the grid is not h in Hq, b in B, which is"),
     ("causal_fa1", "  order kv_outer\n", "  order inner\n", "`order inner`; expected q_outer or kv_outer"),
     ("causal_fa1", "  order kv_outer\n", "", "the kernels are fwd, fwd_end, delta, bwd, dq_end; expected fwd, dq, delta, dkdv or"),
-    ("padding_mha", "key_padding_first[B] key_padding_run[B]", "key_padding_first[B]", "%KEY_PADDING_RUN is `arg in : i32[B]`; exp"),
+    ("padding_mha", "derive i32 key", "derive f32 key", "%KEY_PADDING_FIRST is `arg in : i32[B]`; expected `arg in : f32[B]`"),
     ("padding_mha", "= key_span(key_padding)", "= key_span(visible)", "is of `visible`, which is no input"),
     ("padding_mha", "input key_padding : b1[B, Nk]", "input key_padding : i32[B, Nk]", "%KEY_PADDING is `arg in : b1[B, Nk]`; expected"),
     ("padding_mha", "input key_padding : b1", "input key_padding : i64", "expected b1, i32, f32 or T of B, Hq, Hkv, Nq, Nk, *, numbers"),

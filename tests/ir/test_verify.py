@@ -29,6 +29,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("padding_mha", "may be attended to", "may be {attended} to", "has a quote, a backslash or a brace"),
         ("alibi_mha", "score alibi", 'score """ + open("x")', "has a quote, a backslash or a brace"),
         ("causal_gqa", "where(Nk - Nq + q_idx >=", "where(window >=", "`mask` names `window`, which is no position, size or input"),
+        ("padding_mha", "key_padding_first[B] key_padding_run[B]", "key_padding_first[B]", "`mask` names `key_padding_run`, which is no"),
         ("alibi_mha", "expr(-alibi_slopes*", "expr(-slopes*", "`score` names `slopes`, which is no position, size or input"),
         (
             "relative_bias_mha",
@@ -421,9 +422,23 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("mla_dims", "check(q, d_qk)", "check(q)", "%q is padded to D_QK_PAD but does not check d_qk"),
         ("mla_dims", "check(q, d_qk)", "check(q, d_qk if partial)", "%q is padded to D_QK_PAD but does not check d_qk"),
     ],
+    "extremes": [
+        (
+            "packed_document_gqa",
+            "%document_end_least = load %DOCUMENT_END[q_start]",
+            "%document_end_least = load %DOCUMENT_END[min(Nq, BLOCK_Q + q_start) - 1]",
+            "%document_end_least is not proven to be the min of %document_end over the rows of the program's own tile",
+        ),
+        ("packed_document_gqa", "document_first[Nq] rising", "document_first[Nq]", "%document_first_least is not proven to be the min of"),
+    ],
     "mask": [
         ("dilated_mha", "% 4) == (kv_idx", "% 2) == (kv_idx", "kernel @fwd: %soft hides more than the header's mask: `((Nk - Nq + q"),
-        ("padding_mha", "where(key_padding)", "where(true)", "kernel @fwd: %soft hides more than the header's mask: `key_padding`"),
+        (
+            "padding_mha",
+            "where(key_padding)",
+            "where(true)",
+            "kernel @fwd: %soft hides more than the header's mask: `KEY_PADDING[b, kv_idx]`",
+        ),
         ("padding_mha", "enough key_padding_first <= kv_idx and", "enough", "takes more as known of `key_padding` than the header says"),
     ],
     "scores": [
@@ -485,6 +500,22 @@ def test_what_is_scattered_stays_inside(rule, old, new, reason):
     (line,) = (line for line in text.splitlines() if "scatter" in line)
     error = refused(text.replace(line, edit(line, (old, new)) if new else ""))
     assert (error.rule, reason in error.reason) == (rule, True), error
+
+
+@cache
+def limited() -> str:
+    """The target IR of a mask by a number of each query, in no order."""
+    mask = {"expr": "kv_idx < limit[q_idx]", "params": {"limit": {"tensor": ["Nq"], "dtype": "int32"}}}
+    return print_module(lower(make_spec({"name": "limited", "head_dim": 16, "mask": mask})))
+
+
+@pytest.mark.parametrize("old, new", [("reduce max", "reduce min"), ("select(q_idx < Nq, limit, -", "select(q_idx < Nk, limit, -")])
+def test_extremes_of_rows_in_no_order_are_reduced(old, new):
+    error = refused(edit(limited(), (old, new)))
+    assert (error.rule, error.reason) == (
+        "extremes",
+        "kernel @fwd: %limit_greatest is not proven to be the max of %limit over the rows of the program's own tile",
+    )
 
 
 def test_keys_past_the_end_are_hidden_where_programs_sum_over_their_own():
