@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Barrier, Loop, Op, Scatter, Store, Yield
+from attngen.ir.ops import Arg, Barrier, Loop, Map, Op, Scatter, Store, Yield
 from attngen.passes.base import Pass
 
 
@@ -61,5 +61,5 @@ def _live(kernel: Kernel) -> set[str]:
             todo += [op.listed] if op.listed else []
         else:
             todo += op.operands()
-        todo += kernel.scalars_of(op)
+        todo += kernel.scalars_of(op) if not isinstance(op, Map) else []  # a map reads operands alone
     return found

@@ -176,6 +176,8 @@ def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[
 
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
     """What becomes weights is the score of the header, and nothing else reads what is masked; a sink is the header's."""
+    if not {"Q", "K"} <= {arg.name for arg in kernel.args}:
+        return
     header, values = Header(module, kernel), Values(kernel)
     softmaxes = list(_softmaxes(kernel, values))
     weights = {op.name for op, _, _ in softmaxes}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from attngen.errors import VerifyError
@@ -50,6 +52,6 @@ def test_a_loop_that_is_classified_keeps_its_bounds():
 
 
 def test_a_mask_of_what_nothing_defines_is_refused():
-    before = unverified(edit(SMALL, ("where(kv_idx < Nk)", "where(kv_idx < window)")))
+    before = replace(unverified(edit(SMALL, ("where(kv_idx < Nk)", "where(kv_idx < window)"))), meaning=unverified(SMALL).meaning)
     with pytest.raises(VerifyError, match="rule `names`: .*`window`, which is no operand, scalar or position"):
         verify(ClassifyTiles().run(before))
