@@ -26,6 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serial
 from attngen.document import shown
 from attngen.errors import IRError, suggest
 from attngen.ir.expr import FUNCTIONS, Bool, Expr, clamp, floordiv, mod, parse, select, sigmoid, symbol, to_text
+from attngen.ir.graph import Read
 from attngen.ir.interface import WRAPPER
 
 MAX_TEXT = 2000  # characters
@@ -188,19 +189,6 @@ def name_problem(name: Any) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------- expressions
-
-
-@dataclass(frozen=True)
-class Read:
-    """One distinct access of a tensor parameter: `name` is its symbol's, `index` has an integer expression per dimension.
-
-    The expressions are over q_idx, kv_idx, b, h, hkv, Nq, Nk, scalars and the names of earlier reads. A negative index counts from
-    the end; what is outside even so reads 0 (false).
-    """
-
-    name: str
-    tensor: str
-    index: tuple[Expr, ...]
 
 
 @dataclass(frozen=True)

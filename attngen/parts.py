@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Derived, Input
-from attngen.lang import Expression, Param, Read
+from attngen.ir.graph import Derived, Input, Read
+from attngen.lang import Expression, Param
 
 if TYPE_CHECKING:
     import torch

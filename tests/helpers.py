@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import sympy
 import torch
 
 from attngen.emit.files import write_module
 from attngen.emit.render import render
-from attngen.ir.graph import Module
+from attngen.ir.graph import Meaning, Module
+from attngen.ir.ops import Mask
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.base import Pass
 from attngen.passes.pipeline import lower, stages
 from attngen.spec import Spec, load_spec
+from attngen.verify import verify
 
 ROOT = Path(__file__).parent.parent
 SPECS = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
@@ -95,7 +98,7 @@ def edit(text: str, *changes: tuple[str, str]) -> str:
 
 
 def module(kernels: str, phase: str = "logical", head_dim: int = 64, dtype: str = "bf16") -> Module:
-    """A verified module of kernels, and schedules, written as text; the rest of its header does not matter."""
+    """A verified module of kernels, and schedules, written as text; its header has the first one's mask."""
     return verify(unverified(kernels, phase, head_dim, dtype))
 
 
@@ -114,7 +117,9 @@ module @small
   blocks no
   dropout no
 """
-    return parse_module(header + kernels, "small.ir")
+    made = parse_module(header + kernels, "small.ir")
+    masks = [op for op in made.kernels[0].ops() if isinstance(op, Mask)]
+    return replace(made, meaning=Meaning(sympy.And(*(op.where for op in masks)), known=tuple(f for op in masks for f in op.known)))
 
 
 # Sums of scores, in place of attention: one load before the loop, one in it, a mask and two products.

@@ -11,9 +11,9 @@ import yaml
 
 from attngen.cli import main
 from attngen.ir.text import print_module
-from attngen.ir.verify import RULES
 from attngen.passes.pipeline import passes
 from attngen.spec import parse_spec
+from attngen.verify import RULES
 from tests.helpers import ROOT, SPECS, lowered, spec
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md", "docs/theory.md", "docs/fit.md", "docs/lm-training.md")

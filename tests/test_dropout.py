@@ -12,9 +12,9 @@ import torch
 from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.reference import dropout_keep, dropout_weight, philox, relative_error
 from attngen.testing import KEYS, Case, heads_for, load_module, make_inputs, run_case
+from attngen.verify import verify
 from tests.helpers import CUDA, SMALLER, SPECS, built, target
 from tests.helpers import spec as spec_of
 from tests.test_numerics import dtypes, problem, run, small

@@ -16,7 +16,7 @@ import pytest
 import sympy
 
 from attngen.analysis.roofline import Problem
-from attngen.analysis.tiles import count_tiles
+from attngen.bounds.tiles import count_tiles
 from attngen.certify.certificate import keep
 from attngen.cli import main
 from attngen.emit.charts import PLOT

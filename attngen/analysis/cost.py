@@ -28,10 +28,10 @@ from attngen.analysis.sram import (
     streamed_bytes,
     tile_width,
 )
-from attngen.analysis.tiles import count_tiles
+from attngen.bounds.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot, Gather, Load
+from attngen.ir.ops import Dot, Gather, Load, unpadded
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def occupancy(module: Module, kernel: Kernel, row: Row) -> int:
 def dot_flops(module: Module, kernel: Kernel, op: Dot, row: Row, least_rows: int = 1) -> int:
     """FLOPs of one dot on one tile; an accumulator of fewer rows than the matrix instruction still takes all of its."""
     dims = sizes(module, row)
-    a, b = (dims[d.removesuffix("_PAD")] for d in op.type.dims)
-    return 2 * max(a, least_rows) * b * dims[op.over.removesuffix("_PAD")]
+    a, b = (dims[d] for d in op.type.unpadded)
+    return 2 * max(a, least_rows) * b * dims[unpadded(op.over)]
 
 
 def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:

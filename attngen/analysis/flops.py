@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import sympy
 
-from attngen.analysis.tiles import heads, tile_sum
+from attngen.bounds.tiles import heads, tile_sum
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Dot
+from attngen.ir.ops import Dot, unpadded
 
 TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, of all heads and sequences
 
 
 def tile_flops(dot: Dot) -> Expr:
     """2 m n k of one product on one tile."""
-    return 2 * sympy.Mul(*(symbol(d.removesuffix("_PAD")) for d in (*dot.type.dims, dot.over)))
+    return 2 * sympy.Mul(*(symbol(d) for d in (*dot.type.unpadded, unpadded(dot.over))))
 
 
 def flops(kernel: Kernel, times: Callable[[str], Expr]) -> Expr:

@@ -13,7 +13,7 @@ from attngen.analysis.io import hbm_bytes, standard_bytes, traffic
 from attngen.analysis.roofline import Problem, row_of, values
 from attngen.analysis.sram import elem_sizes, tile_bytes
 from attngen.analysis.theory import saved_tensors
-from attngen.analysis.tiles import evaluate, runs
+from attngen.bounds.tiles import evaluate, runs
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import DIRECTIONS

@@ -9,7 +9,7 @@ from attngen.analysis.cost import occupancy
 from attngen.analysis.flops import executed_flops
 from attngen.analysis.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.sram import elem_sizes, misfit, sizes, sram_bytes
-from attngen.analysis.tiles import count_tiles, evaluate
+from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.interface import SPLIT_KEYS

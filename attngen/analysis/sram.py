@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import sympy
 
-from attngen.analysis.tiles import evaluate
+from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
@@ -40,7 +40,7 @@ def tile_width(head_dim: int) -> int:
 def elements(t: Type) -> Expr:
     """Elements of a value, in BLOCK_Q, BLOCK_KV, D_QK and D_V; of a tensor, in B, Hq, Hkv, Nq and Nk too."""
     lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
-    return sympy.Mul(*(sympy.Integer(d) if d.isdigit() else lengths.get(d) or symbol(d.removesuffix("_PAD")) for d in t.dims))
+    return sympy.Mul(*(sympy.Integer(d) if d.isdigit() else lengths.get(d) or symbol(d) for d in t.unpadded))
 
 
 def tile_bytes(t: Type) -> Expr:
@@ -87,7 +87,7 @@ def sram_formula(
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
             scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
-            if op.type.dtype == "b1" or len(op.type.dims) > 1 or op.src.tensor.removesuffix("_head") in STATISTICS:
+            if op.type.dtype == "b1" or len(op.type.dims) > 1 or kernel.accessed(op)[0].name in STATISTICS:
                 statistics += tile_bytes(op.type) * (STAGES - 1)
             else:  # beside the statistics, which are aligned
                 scratch += tile_bytes(op.type) * (STAGES - 1)
@@ -251,7 +251,7 @@ def random_bytes(kernel: Kernel, row: Row) -> int:
 def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
     device, dims = CLASSES[row.device], sizes(module, row)
     summed = [op for op in kernel.dots if op.acc]  # Triton spreads the others as these
-    results = [tuple(dims[d.removesuffix("_PAD")] for d in op.type.dims) for op in summed]
+    results = [tuple(dims[d] for d in op.type.unpadded) for op in summed]
     if not results or (device.reads_shared and on_matrix_units(module, kernel, row)):
         return False
     if device.shares_stationary:  # instructions of 32 rows leave them where the next product reads them

@@ -18,7 +18,7 @@ from attngen.analysis.flops import TILES, executed_flops, flops, useful_flops
 from attngen.analysis.io import traffic
 from attngen.analysis.roofline import row_of
 from attngen.analysis.sram import elem_sizes, elements, row_formula
-from attngen.analysis.tiles import NO_BOUND, evaluate, runs, tile_loops, unbounded, visited
+from attngen.bounds.tiles import NO_BOUND, evaluate, runs, tile_loops, unbounded, visited
 from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import DIRECTIONS

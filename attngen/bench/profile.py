@@ -16,10 +16,10 @@ from pathlib import Path
 
 from attngen.analysis.io import Traffic, dram_bytes, l2_bytes, left_in_cache, standard_bytes
 from attngen.analysis.roofline import Problem, chip, row_for, values
-from attngen.analysis.tiles import evaluate
 from attngen.bench.counters import Bytes, Launch, find_ncu, profile
 from attngen.bench.profile_plot import plot
 from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line, rows
+from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
 from attngen.emit.files import write_file, write_module
 from attngen.emit.render import render

@@ -7,7 +7,7 @@ from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_e
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end, packs
 from attngen.build.host import build_hosts
-from attngen.build.semantics import listed_blocks
+from attngen.build.semantics import listed_blocks, meaning
 from attngen.errors import BuildError
 from attngen.ir.graph import Blocks, Module
 from attngen.spec import Spec
@@ -48,6 +48,7 @@ def build_module(spec: Spec) -> Module:
         derived=spec.derived(),
         learned=learned(spec),
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
+        meaning=meaning(spec),
     )
     return build_hosts(module)
 

@@ -14,10 +14,9 @@ from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, derivative, modified, singular, varies
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, clamp, exp2, floordiv, mod, select, symbol, to_text
-from attngen.ir.graph import Kernel, Learned
+from attngen.ir.graph import Kernel, Learned, Read
 from attngen.ir.interface import query_heads
 from attngen.ir.ops import Access, Gather, Store, Type, Yield
-from attngen.lang import Read
 from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
 

@@ -10,7 +10,7 @@ import sympy
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.errors import BuildError
 from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
-from attngen.ir.graph import Kernel, Learned
+from attngen.ir.graph import Kernel, Learned, Read
 from attngen.ir.interface import (
     BESIDE,
     DROPOUT_SCALARS,
@@ -47,7 +47,6 @@ from attngen.ir.ops import (
     Store,
     Type,
 )
-from attngen.lang import Read
 from attngen.parts import NATURAL
 from attngen.spec import Spec
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import sympy
 
-from attngen.analysis.bounds import Scene, terms
+from attngen.bounds.intervals import Scene, terms
 from attngen.ir.expr import Expr, clamp, log, select, sigmoid, sqrt, symbol
-from attngen.ir.graph import Blocks
+from attngen.ir.graph import Blocks, Meaning, Read
 from attngen.ir.interface import input_tensors
-from attngen.lang import Read
-from attngen.parts import KV, Q
+from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
 
 S, SCALE = symbol("s"), symbol("scale")
@@ -25,6 +24,23 @@ def modified(spec: Spec) -> Expr:
     for part in spec.score:
         score = part.expression().xreplace({S: score})
     return score
+
+
+def meaning(spec: Spec) -> Meaning:
+    """What the spec means, for the module's header: every kernel is held against it."""
+    where, by_key = spec.mask.expression(), spec.mask.by_key()
+    known = tuple(fact for fact in spec.mask.facts() if where.has(fact.literal) or by_key.has(fact.literal))
+    score, sink = modified(spec), next((s.sink() for s in spec.score if s.sink() is not None), None)
+    types = input_tensors(spec.inputs(), spec.derived())
+    said = [where, by_key, *(e for fact in known for e in fact), score, *([] if sink is None else [sink])]
+    named = {str(s) for e in said for s in e.free_symbols}
+    reads: list[Read] = []
+    for read in reversed(spec.reads()):  # the last first, whose places earlier ones may give
+        if read.name in named:
+            named |= {str(s) for e in read.index for s in e.free_symbols}
+            natural = read.name == read.tensor and read.index == tuple(NATURAL.get(d) for d in types[read.tensor].dims)
+            reads += [] if natural else [read]
+    return Meaning(where, None if by_key == where else by_key, known, score, sink, tuple(reversed(reads)))
 
 
 def varies(spec: Spec, read: Read, position: Expr) -> bool:

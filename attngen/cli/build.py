@@ -99,7 +99,7 @@ def emit(
     from attngen.emit.files import write_module
     from attngen.emit.render import render
     from attngen.ir.text import parse_module
-    from attngen.ir.verify import verify
+    from attngen.verify import verify
 
     try:
         text = ir.read_text(encoding="utf-8")

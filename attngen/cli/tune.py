@@ -44,8 +44,8 @@ def tune(
     attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
-    from attngen.tune import run, summary
     from attngen.schedules.classes import RANGES
+    from attngen.tune import run, summary
 
     loaded = load_specs(given(specs, every, "tune"))
     sources = {spec.name: path for path, spec in loaded}
@@ -95,8 +95,8 @@ def _measure(
 ) -> None:
     """Measure what `results` has not, where the device is here, and write the table."""
     from attngen.emit.files import write_file
-    from attngen.tune import run, summary
     from attngen.schedules.table import Table, path_of, read_table
+    from attngen.tune import run, summary
 
     path = table or path_of(device)
     before = read_table(path) if path.is_file() else Table(device)

@@ -20,6 +20,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     KIND,
+    PADDED,
     Access,
     Arg,
     Barrier,
@@ -99,7 +100,7 @@ class KernelContext:
                 names[f"{op.name}.{f}" if f else op.name] = f"{f}_new" if f in ("m", "l") else (f or op.name)
         for loop in self.kernel.loops:  # outermost first: entry comes before bodies
             for f, start in loop.carry:
-                shared = names[start] if "." in start or not start.endswith("_init") else f
+                shared = f if isinstance(self.kernel.op(start), Init) else names[start]
                 for ref in (start, f, f"{loop.name}.{f}"):
                     names[ref] = shared
         for op in self.kernel.ops():
@@ -218,7 +219,7 @@ class KernelContext:
     def _width(self, axis: str) -> str:
         dim = AXIS_DIM[axis]
         size = self.module.head_dim_qk if dim == "D_QK" else self.module.head_dim_v
-        return f"{dim}_PAD" if size & (size - 1) else dim
+        return PADDED[dim] if size & (size - 1) else dim
 
     # ------------------------------------------------------------------ nodes
 
@@ -417,10 +418,10 @@ class KernelContext:
         return "0.0" if e == 0 else self.scalar(e)
 
     def _learned(self, tensor: str) -> bool:
-        return tensor.removesuffix("_head") in {x.parts for x in self.module.learned if x.by != "row"}
+        return tensor in {x.parts for x in self.module.learned if x.by != "row"}
 
     def _store(self, op: Store, cls: str) -> dict[str, Any]:
-        learned = self._learned(op.dst.tensor)
+        learned = self._learned(self.kernel.accessed(op)[0].name)
         if op.by:
             tensor = self.kernel.op(op.dst.tensor)
             assert isinstance(tensor, Arg)

@@ -14,13 +14,13 @@ from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
 from attngen.analysis.sram import row_formula
-from attngen.analysis.tiles import tile_loops
+from attngen.bounds.ranges import inexact
+from attngen.bounds.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import BESIDE, DIRECTIONS
 from attngen.ir.ops import Mask
-from attngen.passes.classify_tiles import inexact
 
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 

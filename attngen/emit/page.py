@@ -18,7 +18,7 @@ from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.report import schedule
 from attngen.analysis.roofline import Estimate, Problem, estimate, standard_total
 from attngen.analysis.sram import row_formula, sram_bytes
-from attngen.analysis.tiles import extent, heads, tile_loops
+from attngen.bounds.tiles import extent, heads, tile_loops
 from attngen.devices import CLASSES, DEVICES, Device
 from attngen.emit.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
 from attngen.emit.elements import Sample

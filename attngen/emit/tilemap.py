@@ -9,7 +9,7 @@ from types import FunctionType
 import sympy
 
 from attngen.analysis.roofline import Problem, row_of
-from attngen.analysis.tiles import evaluate, tile_loops, unbounded
+from attngen.bounds.tiles import evaluate, tile_loops, unbounded
 from attngen.devices import CLASSES
 from attngen.emit.charts import UNLISTED, Drawing, tile_map
 from attngen.emit.elements import Sample

@@ -7,15 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-
 from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Blocks, Input, Module
 from attngen.ir.host import Host
 from attngen.ir.interface import STRIP, block_lists
-from attngen.ir.ops import Arg, Map, Store
+from attngen.ir.ops import Arg
 from attngen.scores import derive_functions
 
 TORCH = {
@@ -77,10 +75,8 @@ class Wrapper:
 
     @property
     def sink(self) -> bool:
-        """Whether a logit joins every row's softmax, so that no row is empty: no LSE that is stored may be -inf."""
-        stores = ((k, op) for k in self.module.kernels for op in k.ops() if isinstance(op, Store))
-        stored = [k.op(op.value) for k, op in stores if "LSE" in (op.dst.tensor, *k.op(op.dst.tensor).operands())]
-        return not any(isinstance(op, Map) and op.expr.has(-sympy.oo) for op in stored)
+        """Whether a logit joins every row's softmax, so that no row is empty."""
+        return self.module.meaning.sink is not None
 
     @property
     def unordered(self) -> list[str]:

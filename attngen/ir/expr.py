@@ -316,6 +316,8 @@ class _Builder(ast.NodeVisitor):
                 return mod(a, b)
             case ast.Pow() if b.is_Integer and abs(b) <= 64 and not (a.is_Number or a.is_Mul):  # how a product of equals is printed
                 return a**b
+            case ast.Pow() if a.is_Number and a.is_positive and b.free_symbols:
+                return a**b
         return self.generic_visit(node.op)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
@@ -432,17 +434,3 @@ def _chosen(e: Expr, condition: Bool) -> Expr:
     while isinstance(e, select) and _implies(condition, e.args[0]):
         e = e.args[1]
     return e
-
-
-@cache
-def with_rows(e: Expr, own: str) -> Expr:
-    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor.
-
-    So of a value with one number for each row, the greatest is not below the least.
-    """
-    extent, first = {"q": ("Nq", "q_start"), "kv": ("Nk", "kv_start")}[own]
-    rest = sympy.Symbol("rows_after_first", integer=True, nonnegative=True)
-    known = {symbol(extent): symbol(first) + 1 + rest}
-    for name in (str(s).removesuffix("_greatest") for s in e.free_symbols if str(s).endswith("_greatest")):
-        known[symbol(f"{name}_greatest")] = symbol(f"{name}_least") + sympy.Symbol(f"{name}_spread", integer=True, nonnegative=True)
-    return e.xreplace(known)

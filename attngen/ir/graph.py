@@ -10,11 +10,30 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import networkx as nx
+import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import Expr, symbol
+from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.host import Host
-from attngen.ir.ops import AXIS_EXTENT, Arg, Base, Block, Dot, Keep, Load, Loop, Map, Op, Position, Scatter, SoftmaxStep, Store, Type
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    Arg,
+    Base,
+    Block,
+    Dot,
+    Fact,
+    Keep,
+    Load,
+    Loop,
+    Map,
+    Op,
+    Position,
+    Scatter,
+    SoftmaxStep,
+    Store,
+    Type,
+)
 
 PHASES = ("logical", "scheduled", "target")
 
@@ -107,6 +126,32 @@ class Kernel:
     def resolve(self, e: Expr) -> Expr:
         """An expression with the named integer scalars of the kernel written out."""
         return _written_out(e, self.named)
+
+    def accessed(self, op: Base | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
+        """The op that declares the tensor an access leads to, and all of its indices: those of the base first, if it has one."""
+        access = op.dst if isinstance(op, Store) else op.src
+        source = self.op(access.tensor)
+        if isinstance(source, Base):
+            return self.op(source.src.tensor), source.src.index + access.index
+        return source, access.index
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Loop and grid variables, and the letters of axes: names in expressions that are no values."""
+        return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | set(AXIS_DIM))
+
+    def scalars_of(self, op: Op) -> set[str]:
+        """The values that an op's expressions name without their being operands, as bounds of loops name scalars."""
+        named = {str(s) for e in op.expressions() for s in e.free_symbols}
+        return (named & self.graph.nodes.keys()) - {symbol for symbol, _ in getattr(op, "uses", ())} - self.variables
+
+    def around(self, block: str) -> list[Loop]:
+        """The loops that run a block, from the innermost out; of several with one body, the first."""
+        found = []
+        while loop := next((loop for loop in self.loops if loop.body == block), None):
+            found.append(loop)
+            block = self.graph.nodes[loop.name]["block"]
+        return found
 
     @cached_property
     def args(self) -> list[Arg]:
@@ -236,6 +281,36 @@ class Learned:
 
 
 @dataclass(frozen=True)
+class Read:
+    """One distinct access of a tensor parameter: `name` is its symbol's, `index` has an integer expression per dimension.
+
+    The expressions are over q_idx, kv_idx, b, h, hkv, Nq, Nk, scalars and the names of earlier reads. A negative index counts from
+    the end; what is outside even so reads 0 (false).
+    """
+
+    name: str
+    tensor: str
+    index: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What the kernels of a module compute, in b, h, hkv, q_idx, kv_idx, the sizes of a call and the names of what is read.
+
+    A pair of a query and a key counts where `where` holds; `by_key` says the same by tensors of keys, where a mask has such; `known`
+    bounds the parts that are data (see Mask). The softmax is of `score`, an expression in the scaled product `s`, and of `sink`, one
+    more logit of each row, if there is one. A name of a tensor stands for its element at (b, h, q_idx, kv_idx), but for `reads`.
+    """
+
+    where: Bool = sympy.true
+    by_key: Bool | None = None
+    known: tuple[Fact, ...] = ()
+    score: Expr = symbol("s")
+    sink: Expr | None = None
+    reads: tuple[Read, ...] = ()
+
+
+@dataclass(frozen=True)
 class Blocks:
     """Which square blocks of scores are visited: their rows, and the function that gives the mask of blocks if the spec has a pattern.
 
@@ -308,6 +383,7 @@ class Module:
     kernels: tuple[Kernel, ...]
     hosts: tuple[Host, ...] = ()
     schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
+    meaning: Meaning = Meaning()
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)

@@ -20,6 +20,15 @@ AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # i
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
 
 
+PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD"}  # dimension -> its name where tiles are padded to a power of two
+_UNPADDED = {padded: dim for dim, padded in PADDED.items()}
+
+
+def unpadded(dim: str) -> str:
+    """The dimension that a tile's dimension pads, or itself."""
+    return _UNPADDED.get(dim, dim)
+
+
 @dataclass(frozen=True)
 class Type:
     """`dtype[dims] @space`; space is `hbm`, `sram` or `reg`, and `?` until place-memory has decided."""
@@ -27,6 +36,11 @@ class Type:
     dtype: str
     dims: tuple[str, ...] = ()
     space: str = "?"
+
+    @property
+    def unpadded(self) -> tuple[str, ...]:
+        """Its dimensions, as tensors have them."""
+        return tuple(map(unpadded, self.dims))
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,17 @@ OPERAND = {"operand": True}
 SomeOp = TypeVar("SomeOp", bound="Op")
 
 
+def _expressions_in(value: Any) -> Iterator[Any]:
+    """The expressions in a field's value, which may be one, an access, or a tuple of such."""
+    if isinstance(value, sympy.Basic):
+        yield value
+    elif isinstance(value, Access):
+        yield from value.index
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _expressions_in(part)
+
+
 @dataclass(frozen=True)
 class Op:
     """What every op has: the name of its value."""
@@ -73,6 +98,11 @@ class Op:
                     yield value
                 elif value is not None:
                     yield from (ref for _, ref in value)
+
+    def expressions(self) -> Iterator[Any]:
+        """Every expression in its fields: indices, conditions, bounds, numbers."""
+        for f in fields(self):
+            yield from _expressions_in(getattr(self, f.name))
 
     def results(self) -> dict[str, Type]:
         """Result types by field; the key is empty for ops with one result."""

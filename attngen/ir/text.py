@@ -12,7 +12,7 @@ from typing import Any
 
 from attngen.errors import IRError
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Module, Row, Unfit
+from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
 from attngen.ir.host import HOST_KIND, HOST_OPS, Host
 from attngen.ir.ops import KIND, OPS, Access, Block, Fact, Op, Type
 
@@ -187,6 +187,10 @@ _BY_KIND: dict[str, dict[str, Codec]] = {
     "sum": {"over": _WORDS},
     **dict.fromkeys(("seed", "position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
 }
+# What a mask and modifiers mean, as the header has it: word, and field of Meaning.
+_MASKS = {"where": "where", "by_key": "by_key", "known": "known"}
+_SCORES = {"expr": "score", "sink": "sink"}
+_MEANING: dict[str, Codec] = {**dict.fromkeys(("where", "by_key", "expr", "sink"), _EXPR), "known": (_print_facts, _parse_facts)}
 
 
 def _codecs(kind: str) -> dict[str, Codec]:
@@ -257,8 +261,15 @@ def _print_row(row: Row | Unfit) -> str:
     )
 
 
+def _print_meaning(meaning: Meaning, words: dict[str, str]) -> str:
+    """What a mask or modifiers mean, after their text: `where(...) known(...)`."""
+    given = ((word, getattr(meaning, name)) for word, name in words.items())
+    return " ".join(f"{word}({_MEANING[word][0](value)})" for word, value in given if value not in (None, ()))
+
+
 def print_module(module: Module) -> str:
     """The whole module as text; `parse_module` reads it back."""
+    scored = module.score != "none" or (module.meaning.score, module.meaning.sink) != (Meaning.score, None)
     lines = [
         HEADER,
         f"module @{module.name}",
@@ -270,8 +281,8 @@ def print_module(module: Module) -> str:
         f"  head_dim qk={module.head_dim_qk} v={module.head_dim_v}",
         f"  dtype {' '.join(module.dtypes)}",
         f"  precision {module.precision}",
-        f"  mask {module.mask}",
-        *([f"  score {module.score}"] if module.score != "none" else []),
+        f"  mask {module.mask} {_print_meaning(module.meaning, _MASKS)}",
+        *([f"  score {module.score} {_print_meaning(module.meaning, _SCORES)}"] if scored else []),
         *([f"  order {module.order}"] if module.order != "q_outer" else []),
         f"  blocks {module.blocks.describe() if module.blocks else 'no'}",
         f"  dropout {'yes' if module.dropout else 'no'}",
@@ -282,6 +293,8 @@ def print_module(module: Module) -> str:
     for d in module.derived:
         names = (f"{name}[{', '.join(shape)}]{' rising' * (name in d.rising)}" for name, shape in zip(d.names, d.shapes))
         lines.append(f"  derive {d.dtype} {' '.join(names)} = {d.function}({', '.join(d.sources)})")
+    for r in module.meaning.reads:
+        lines.append(f"  read {r.name} from {r.tensor}[{', '.join(map(to_text, r.index))}]")
     for x in module.learned:
         lines.append(f"  learn {x} from {x.parts}")
     for host in module.hosts:
@@ -375,12 +388,14 @@ def _parse_row(line: str, where: str) -> Row | Unfit:
 def parse_module(text: str, source: str = "IR") -> Module:
     """Parse a module's text.
 
-    Raises IRError naming `source`, the line and what was expected there. Nothing is verified: see `ir.verify`.
+    Raises IRError naming `source`, the line and what was expected there. Nothing is verified: see `attngen.verify`.
     """
     header: dict[str, str] = {}
     inputs: list[Input] = []
     derived: list[Derived] = []
     learned: list[Learned] = []
+    reads: list[Read] = []
+    meaning: dict[str, Any] = {}
     kernels: list[tuple[dict[str, Any], list[tuple[str, list[Op]]]]] = []  # fields of the header, blocks
     hosts: list[tuple[str, list[tuple[str, list[Op]]]]] = []
     schedules: list[tuple[str, list[Row | Unfit]]] = []
@@ -417,15 +432,21 @@ def parse_module(text: str, source: str = "IR") -> Module:
             inputs.append(_parse_input(rest, where))
         elif word == "derive":
             derived.append(_parse_derived(rest, where))
+        elif word == "read":
+            reads.append(_parse_read(rest, where))
         elif word == "learn":
             learned.append(_parse_learned(rest, where))
-        elif word in (*_HEADER_KEYS, "score", "order"):
+        elif word in ("mask", "score"):
+            header[word], said = _parse_meaning(rest, _MASKS if word == "mask" else _SCORES, where)
+            meaning |= said
+        elif word in (*_HEADER_KEYS, "order"):
             header[word] = rest
         else:
-            known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "learn"))
+            known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "read", "learn"))
             raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
+    made = Meaning(**meaning, reads=tuple(reads))
     programs = tuple(Host(name, _blocks(blocks)) for name, blocks in hosts)
-    return _module(header, (tuple(inputs), tuple(derived), tuple(learned)), programs, kernels, schedules, source)
+    return _module(header, (tuple(inputs), tuple(derived), tuple(learned), made), programs, kernels, schedules, source)
 
 
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
@@ -453,6 +474,22 @@ def _parse_derived(text: str, where: str) -> Derived:
     made = re.findall(r"(\w+)\[([\w, ]*)\]( rising)?", match[2])
     names, shapes = tuple(name for name, _, _ in made), tuple(_words(shape) for _, shape, _ in made)
     return Derived(names, shapes, match[3], _words(match[4]), match[1], tuple(name for name, _, rising in made if rising))
+
+
+def _parse_meaning(text: str, known: dict[str, str], where: str) -> tuple[str, dict[str, Any]]:
+    """The text of a mask or of modifiers, and what it means: the fields at its end, each once."""
+    words, found = _tokens(text), dict[str, Any]()
+    while words and (match := re.fullmatch(rf"({'|'.join(known)})\((.*)\)", words[-1])) and known[match[1]] not in found:
+        found[known[match[1]]] = _MEANING[match[1]][1](match[2], where)
+        words.pop()
+    return " ".join(words), found
+
+
+def _parse_read(text: str, where: str) -> Read:
+    match = re.fullmatch(r"(\w+) from (\w+)\[(.*)\]", text)
+    if not match:
+        raise IRError(f"{where}: not a read; expected `read distance_bias from bias[h, q_idx - kv_idx]`")
+    return Read(match[1], match[2], tuple(parse(e, where) for e in _split(match[3], ",")))
 
 
 def _parse_learned(text: str, where: str) -> Learned:
@@ -493,6 +530,7 @@ def _module(header: dict[str, str], interface: Any, hosts: Any, kernels: Any, sc
         hosts=hosts,
         kernels=tuple(Kernel(**fields, blocks=_blocks(blocks)) for fields, blocks in kernels),
         schedules=tuple((n, tuple(rows)) for n, rows in schedules),
+        meaning=interface[3],
     )
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 
 from attngen.ir.expr import Bool
-from attngen.ir.graph import Blocks, Derived, Input
+from attngen.ir.graph import Blocks, Derived, Input, Read
 from attngen.ir.ops import Fact
-from attngen.lang import Expression, Read, parse_mask
+from attngen.lang import Expression, parse_mask
 from attngen.parts import KV, MAX_OFFSET, NK, NQ, Part, Q, Sizes, WrittenPart, discover, evaluated, unique
 
 if TYPE_CHECKING:

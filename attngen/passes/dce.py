@@ -9,10 +9,10 @@ Of a loop, what is carried goes field by field; one whose body stores stays. Arg
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Barrier, Loop, Mask, Op, Position, Scatter, Store, Yield
+from attngen.ir.ops import Arg, Barrier, Loop, Map, Op, Scatter, Store, Yield
 from attngen.passes.base import Pass
 
 
@@ -47,7 +47,7 @@ def _live(kernel: Kernel) -> set[str]:
     found: set[str] = set()
     todo = [ref for op in kernel.ops() if isinstance(op, (Scatter, Store)) for ref in op.operands()]
     for loop in (loop for loop in kernel.loops if loop.body in kernel.storing):
-        todo += [str(s) for e in _expressions(loop) for s in e.free_symbols if str(s) in kernel.graph]
+        todo += kernel.scalars_of(loop)
         todo += [loop.listed] if loop.listed else []
     while todo:
         ref = todo.pop()
@@ -61,16 +61,5 @@ def _live(kernel: Kernel) -> set[str]:
             todo += [op.listed] if op.listed else []
         else:
             todo += op.operands()
-        todo += [name for e in _expressions(op) for name in map(str, e.free_symbols) if name in kernel.graph]
+        todo += kernel.scalars_of(op) if not isinstance(op, Map) else []  # a map reads operands alone
     return found
-
-
-def _expressions(op: Op) -> list[Any]:
-    """Expressions that name scalars which are no operands."""
-    if isinstance(op, Loop):
-        return [e for pair in (*op.ranges, op.tiles) for e in pair]
-    if isinstance(op, Mask):
-        return [e for fact in op.known for e in fact[1:]]
-    if isinstance(op, Scatter):
-        return [*op.dst.index, op.where]
-    return [op.tile] if isinstance(op, Position) else []

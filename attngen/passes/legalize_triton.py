@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Access, Arg, Base, Checks, Dot, Load, Loop, Map, Op, Store, Type
+from attngen.ir.ops import AXIS_DIM, PADDED, Access, Arg, Base, Checks, Dot, Load, Loop, Map, Op, Store, Type
 from attngen.passes.base import Pass
 
 WIDE = 128
@@ -114,9 +114,9 @@ def _pad(op: Op, padded: tuple[str, ...]) -> Op:
     """Tiles of a padded dimension take its padded name; accesses check it."""
     changed: Any = op
     if hasattr(op, "over") and changed.over in padded:
-        changed = replace(changed, over=f"{changed.over}_PAD")
+        changed = replace(changed, over=PADDED[changed.over])
     if hasattr(op, "type") and not isinstance(op, Arg) or (isinstance(op, Arg) and op.role == "carry"):
-        dims = tuple(f"{d}_PAD" if d in padded else d for d in changed.type.dims)
+        dims = tuple(PADDED[d] if d in padded else d for d in changed.type.dims)
         changed = replace(changed, type=replace(changed.type, dims=dims))
     if isinstance(op, (Load, Store)):
         access = op.dst if isinstance(op, Store) else op.src

@@ -25,7 +25,9 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.expr import Expr, floordiv, prove_le, symbol, with_rows
+from attngen.bounds.intervals import with_rows
+from attngen.bounds.ranges import rows_of
+from attngen.ir.expr import Expr, floordiv, prove_le, symbol
 from attngen.ir.graph import Blocks, Kernel, Module
 from attngen.ir.interface import BESIDE, block_lists
 from attngen.ir.ops import Access, Base, Load, Loop, Op, Position, Type
@@ -81,7 +83,7 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
     """A full loop and a partial one, each over all that loops over one body visit, in rising order."""
 
     def at_most(a: Expr, b: Expr) -> bool:
-        return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis) for e in (a, b)))
+        return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis, rows_of(kernel)) for e in (a, b)))
 
     pieces = dict(pair for loop in reversed(group) for pair in loop.ranges)
     ends = set(pieces.values())

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from attngen.build import build_module
 from attngen.errors import SpecError, suggest
 from attngen.ir.graph import Module
-from attngen.ir.verify import verify
 from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
@@ -26,6 +25,7 @@ from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
 from attngen.schedules.table import Table, committed
 from attngen.spec import Spec
+from attngen.verify import verify
 
 
 def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:

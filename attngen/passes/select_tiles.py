@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from attngen.analysis.cost import MANY_ROWS, cost, depths
 from attngen.analysis.sram import elem_sizes, misfit
-from attngen.analysis.tiles import evaluate, tile_loops, unbounded, visited
+from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit

@@ -14,10 +14,10 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.analysis.bounds import linear_parts
+from attngen.bounds.intervals import implies, linear_parts
 from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_EXTENT, Load, Mask, Op, SoftmaxStep
+from attngen.ir.ops import Load, Mask, Op, SoftmaxStep
 from attngen.passes.base import Pass
 
 
@@ -64,17 +64,6 @@ def simplify_condition(where: Bool, own: str, loop: str, reals: frozenset[str] =
         if any(implies(p, part, own, loop) for p in others):
             kept = others
     return sympy.And(*fixed, *(_solved(p, own, loop) for p in kept))
-
-
-def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
-    """p implies q for rows 0 <= own_idx <= extent - 1, both linear with the same sense in the loop's index."""
-    first, second = linear_parts(p, own, loop), linear_parts(q, own, loop)
-    if first is None or second is None or first[1] != second[1]:
-        return False
-    slope = second[0] - first[0]  # q's left side is at most p's plus slope*own + difference
-    last = symbol(AXIS_EXTENT[own]) - 1
-    greatest = second[2] - first[2] + (slope * last if slope > 0 else 0)
-    return bool(sympy.expand(greatest).is_nonpositive)
 
 
 def _solved(p: Bool, own: str, loop: str) -> Bool:

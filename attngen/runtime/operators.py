@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attngen.runtime.checks import Shapes, is_plain, shapes_of
+from attngen.runtime.checks import Shapes, is_plain
 from attngen.runtime.memory import addressable, rows_layout
 from attngen.runtime.private import apply_of, below_autograd, in_forward_ad
 
@@ -51,9 +51,9 @@ def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
 class Operators:
     """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
 
-    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q, need_kv[,
-    need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by another copy of the
-    module, gets a `_` at its end.
+    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q,
+    need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by
+    another copy of the module, gets a `_` at its end.
     """
 
     def __init__(

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from attngen.analysis.cost import REACH, mode, reads_pairs
 from attngen.analysis.sram import tile_width
-from attngen.analysis.tiles import count_tiles, tile_loops
+from attngen.bounds.tiles import count_tiles, tile_loops
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import STATISTICS
-from attngen.ir.ops import Gather, Load
+from attngen.ir.ops import Gather, Load, Op
 
 # Ranges of rows that get measured schedules of their own: rows of the tiled axis, at most (None: any), and how many are measured
 # Up to SHORT_ROWS tiles are not fetched by descriptors: these cost the host of so short a call more than they save the device.
@@ -61,7 +61,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     listed = module.blocks is not None
     features = {
         "blocks": listed,
-        "rows": any(_reads_row(op) for op in kernel.ops()),
+        "rows": any(_reads_row(kernel, op) for op in kernel.ops()),
         "pairs": reads_pairs(kernel),
         "score": module.score != "none",
         "dropout": kernel.draws,
@@ -80,8 +80,8 @@ def _shape(kernel: Kernel, rows: int) -> str:
     return "short" if 3 * visited < programs**2 and visited * TILE <= SHORT * programs else "causal"
 
 
-def _reads_row(op: object) -> bool:
+def _reads_row(kernel: Kernel, op: Op) -> bool:
     """Whether it reads a number of the mask's or a modifier's for each row of a tile."""
     if not isinstance(op, (Gather, Load)) or len(op.type.dims) != 1:
         return False
-    return op.src.tensor.removesuffix("_head") not in STATISTICS
+    return (op.src.tensor if isinstance(op, Gather) else kernel.accessed(op)[0].name) not in STATISTICS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.analysis.cost import cost
-from attngen.analysis.tiles import tile_loops
+from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Kernel, Module, Row

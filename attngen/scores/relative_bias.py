@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from attngen.ir.expr import Expr, clamp, symbol
-from attngen.ir.graph import Input
-from attngen.lang import Read
+from attngen.ir.graph import Input, Read
 from attngen.scores import KV, NK, NQ, Q, S, Score, Sizes
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from attngen import document
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Derived, Input
-from attngen.lang import Read
+from attngen.ir.graph import Derived, Input, Read
 from attngen.masks import Mask, registry
 from attngen.parts import unique
 from attngen.scores import Score

@@ -10,7 +10,7 @@ from typing import Any
 
 from attngen.analysis.cost import MANY_ROWS, REACH, cost, fitted, spills
 from attngen.analysis.sram import misfit, registers_per_thread, streamed_bytes
-from attngen.analysis.tiles import count_tiles
+from attngen.bounds.tiles import count_tiles
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.select_tiles import BLOCKS, WARPS
 

@@ -1,1 +1,73 @@
-"""The verifier."""
+"""The verifier: one table of rules per phase, by topic in the files beside. A rule yields a reason for each thing that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from attngen.errors import VerifyError
+from attngen.ir.graph import PHASES, Kernel, Module
+from attngen.ir.text import print_module
+from attngen.verify import host
+from attngen.verify.indexing import bounds_checked, indexing, names, padding_checked
+from attngen.verify.meaning import masks_as_said, scores_as_said
+from attngen.verify.schedule import described, drops, fits, placed, powers_of_two, scheduled_everywhere
+from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, signature
+from attngen.verify.tiles import classified, covers, ends_hidden, extremes, full_is_proven, lists
+from attngen.verify.types import dot_operands, types
+
+Rule = Callable[[Module, Kernel], Iterator[str]]
+_STRUCTURE: dict[str, Rule] = {
+    "header": header,
+    "signature": signature,
+    "references": references,
+    "order": order,
+    "loops": loops,
+    "types": types,
+    "indexing": indexing,
+    "names": names,
+    "bounds-checked": bounds_checked,
+    "rewrites": rewrites,
+}
+_SCHEDULED: dict[str, Rule] = {
+    "classified": classified,
+    "extremes": extremes,
+    "covers": covers,
+    "full-is-proven": full_is_proven,
+    "ends-hidden": ends_hidden,
+    "placed": placed,
+    "described": described,
+    "fits": fits,
+}
+_TARGET: dict[str, Rule] = {
+    "lists": lists,
+    "drops": drops,
+    "ordered": ordered,
+    "in-place": in_place,
+    "scheduled-everywhere": scheduled_everywhere,
+    "powers-of-two": powers_of_two,
+    "dot-operands": dot_operands,
+    "padding-checked": padding_checked,
+    "live": live,
+}
+_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said}
+RULES: dict[str, dict[str, Rule]] = {
+    "logical": {**_STRUCTURE, **_MEANING},
+    "scheduled": {**_STRUCTURE, **_SCHEDULED, **_MEANING},
+    "target": {**_STRUCTURE, **_SCHEDULED, **_TARGET, **_MEANING},
+}
+
+
+def verify(module: Module) -> Module:
+    """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's text."""
+    try:
+        if module.phase not in RULES:
+            raise VerifyError("phase", f"`{module.phase}` is not a phase; expected one of {', '.join(PHASES)}", "")
+        for kernel in module.kernels:
+            for name, rule in RULES[module.phase].items():
+                for reason in rule(module, kernel):
+                    raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
+        for name, reason in host.reasons(module):
+            raise VerifyError(name, reason, "")
+    except VerifyError as error:
+        raise VerifyError(error.rule, error.reason, print_module(module)) from None
+    return module

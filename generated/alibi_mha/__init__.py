@@ -72,11 +72,11 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
     alibi_slopes = standard_slopes(Hq, q.device)
-    out, lse = OPERATORS(direct, return_lse, q, k, v, alibi_slopes, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, alibi_slopes, scale)
     return (out, lse) if return_lse else out
 
 
@@ -86,11 +86,9 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, alibi_slopes, scale):
+def _forward(q, k, v, alibi_slopes, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -158,5 +156,5 @@ def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor alibi_slopes, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("alibi_mha_cfff791f3c45", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("alibi_mha_d020c46d249e", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -74,11 +74,11 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     blocks = block_mask if isinstance(block_mask, BlockPlan) else plan_blocks(block_mask)
     runtime.check_blocks(q, k, blocks, BLOCK)
-    out, lse = OPERATORS(direct, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
     return (out, lse) if return_lse else out
 
 
@@ -106,11 +106,9 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale):
+def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     with runtime.device_of(q):
         kv_rank = kv_rank.expand(B, Hq, -1, -1)
         kv_list = kv_list.expand(B, Hq, -1, -1)
@@ -187,5 +185,5 @@ def _lists(block_mask):
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("block_sparse_mha_1dba37a550a3", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("block_sparse_mha_a915f7c5b8f3", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

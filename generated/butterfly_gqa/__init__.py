@@ -75,13 +75,13 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     if block_mask is None:
         block_mask = block_pattern(q.shape[2], k.shape[2], q.device)
     blocks = block_mask if isinstance(block_mask, BlockPlan) else plan_blocks(block_mask)
     runtime.check_blocks(q, k, blocks, BLOCK)
-    out, lse = OPERATORS(direct, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
     return (out, lse) if return_lse else out
 
 
@@ -117,12 +117,10 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale):
+def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Hkv, Nk = k.shape[1:3]
+    B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
     with runtime.device_of(q):
         kv_rank = kv_rank.expand(B, Hq, -1, -1)
         kv_list = kv_list.expand(B, Hq, -1, -1)
@@ -213,5 +211,5 @@ def butterfly(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("butterfly_gqa_a01193ee702a", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("butterfly_gqa_7a2b7eedfbb8", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -85,10 +85,10 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     seed, dropout_threshold, keep_scale = runtime.check_dropout(q, dropout_p, seed)
-    out, lse = OPERATORS(direct, return_lse, q, k, v, seed, dropout_threshold, keep_scale, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, seed, dropout_threshold, keep_scale, scale)
     return (out, lse) if return_lse else out
 
 
@@ -101,11 +101,9 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, seed, dropout_threshold, keep_scale, scale):
+def _forward(q, k, v, seed, dropout_threshold, keep_scale, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, = runtime.strides(q)
+    B, Hq, _, Nq, Nk, q_strides, _, _ = shapes or runtime.shapes_of(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -176,5 +174,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_299789569856", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_b8b808f243b2", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -751,9 +751,9 @@ def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
 class Operators:
     """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
 
-    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q, need_kv[,
-    need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by another copy of the
-    module, gets a `_` at its end.
+    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q,
+    need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by
+    another copy of the module, gets a `_` at its end.
     """
 
     def __init__(

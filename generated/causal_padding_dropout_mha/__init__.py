@@ -90,7 +90,7 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
     Nk = k.shape[2]
@@ -113,7 +113,7 @@ def attention(
         )
     seed, dropout_threshold, keep_scale = runtime.check_dropout(q, dropout_p, seed)
     out, lse = OPERATORS(
-        direct, return_lse, q, k, v, plan.key_padding, plan.key_padding_first, plan.key_padding_run,
+        shapes, return_lse, q, k, v, plan.key_padding, plan.key_padding_first, plan.key_padding_run,
         plan.key_padding_end, seed, dropout_threshold, keep_scale, scale,
     )
     return (out, lse) if return_lse else out
@@ -147,12 +147,10 @@ class Attention(runtime.AttentionModule):
 
 def _forward(
     q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale,
-    scale,
+    scale, shapes=None,
 ):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -239,5 +237,5 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_8c21cca1d099", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_dropout_mha_0da82c1cb38f", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

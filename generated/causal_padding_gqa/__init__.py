@@ -74,7 +74,7 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
     kv_lengths = runtime.take_input(
@@ -85,7 +85,7 @@ def attention(
         [B],
         "number of keys of each sequence that count, from the first",
     )
-    out, lse = OPERATORS(direct, return_lse, q, k, v, kv_lengths, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, kv_lengths, scale)
     return (out, lse) if return_lse else out
 
 
@@ -95,13 +95,11 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, kv_lengths, scale):
+def _forward(q, k, v, kv_lengths, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Hkv, Nk = k.shape[1:3]
+    B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    k_strides, v_strides, q_strides = runtime.strides(k, v, q)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -180,5 +178,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
 
 OPERANDS = "Tensor kv_lengths, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_gqa_2cdd8958f7ed", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_gqa_b3d57eb75725", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -72,9 +72,9 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
-    out, lse = OPERATORS(direct, return_lse, q, k, v, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, scale)
     return (out, lse) if return_lse else out
 
 
@@ -84,13 +84,11 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, scale):
+def _forward(q, k, v, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Hkv, Nk = k.shape[1:3]
+    B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    k_strides, v_strides, q_strides = runtime.strides(k, v, q)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -169,5 +167,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("chunked_gqa_eac62f5b3a5b", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("chunked_gqa_cc3265e48102", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -88,13 +88,13 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
     bias = runtime.take_input(q, "bias", bias, q.dtype, [(1, B), (1, Hq), Nq, Nk], "what is added to the scores")
     seed, dropout_threshold, keep_scale = runtime.check_dropout(q, dropout_p, seed)
-    out, lse = OPERATORS(direct, return_lse, q, k, v, bias, seed, dropout_threshold, keep_scale, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, bias, seed, dropout_threshold, keep_scale, scale)
     return (out, lse) if return_lse else out
 
 
@@ -107,11 +107,10 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, bias, seed, dropout_threshold, keep_scale, scale):
+def _forward(q, k, v, bias, seed, dropout_threshold, keep_scale, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, k_strides, v_strides, bias_strides = runtime.strides(q, k, v, bias)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
+    bias_strides, = runtime.strides(bias)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -188,5 +187,5 @@ def _backward(
 
 OPERANDS = "Tensor bias, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_a0544bb0c0be", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_1ca8f405309a", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

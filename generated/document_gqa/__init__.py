@@ -77,7 +77,7 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
     Nq = q.shape[2]
@@ -103,7 +103,7 @@ def attention(
             document_q_full_first=(torch.int32, [B, Nk]), document_q_full_end=(torch.int32, [B, Nk]),
         )
     out, lse = OPERATORS(
-        direct, return_lse, q, k, v, plan.document_q, plan.document_kv, plan.document_first, plan.document_end,
+        shapes, return_lse, q, k, v, plan.document_q, plan.document_kv, plan.document_first, plan.document_end,
         plan.document_full_first, plan.document_full_end, plan.document_q_first, plan.document_q_end,
         plan.document_q_full_first, plan.document_q_full_end, scale,
     )
@@ -141,13 +141,11 @@ class Attention(runtime.AttentionModule):
 
 def _forward(
     q, k, v, document_q, document_kv, document_first, document_end, document_full_first, document_full_end,
-    document_q_first, document_q_end, document_q_full_first, document_q_full_end, scale,
+    document_q_first, document_q_end, document_q_full_first, document_q_full_end, scale, shapes=None,
 ):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Hkv, Nk = k.shape[1:3]
+    B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -266,5 +264,5 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_69e32e990e56", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_83392d74c74e", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import math
 import numbers
-import operator
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -206,6 +207,16 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
+# Sizes B, Hq, Hkv, Nq and Nk of a call, and the strides of q, k and v but for the last dimension.
+Shapes = tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+    """The sizes and strides of q, k and v."""
+    (b, hq, nq, _), (_, hk, nk, _) = q.shape, k.shape
+    return b, hq, hk, nq, nk, q.stride()[:3], k.stride()[:3], v.stride()[:3]
+
+
 class Rules:
     """What a module takes for q, k and v: how heads share K/V heads, head dimensions, element types; `interpreted` ones on the CPU too."""
 
@@ -214,8 +225,8 @@ class Rules:
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
 
-    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-        """q, k and v in the dtype of torch.autocast, where that is on; and whether kernels can be launched on them as they are.
+    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
+        """q, k and v in the dtype of torch.autocast, where that is on; and their shapes, if kernels can be launched on them as they are.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -223,23 +234,34 @@ class Rules:
         plain = is_plain(q, k, v)
         if not plain or autocast_is_on():
             q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
-        if plain and self._fit(q, k, v):
-            return q, k, v, True
-        self.check(q, k, v)
-        return q, k, v, False
+        shapes = self._fit(q, k, v) if plain else None
+        if shapes is None:
+            self.check(q, k, v)
+        return q, k, v, shapes
 
-    def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Whether plain tensors are right, and kernels can read them in place: all that `check` looks at, without its sentences."""
-        if not q.dim() == k.dim() == v.dim() == 4 or q.dtype not in self.dtypes or q.device.type not in self.devices:
-            return False
-        (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
-        shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and hq % hk == 0
-        if not (shared and b == bk and d == dk == self.width_qk and v.shape == (b, hk, nk, self.width_v) and max(nq, nk) <= MAX_ROWS):
-            return False
-        (_, _, row_q, last_q), (_, _, row_k, last_k), (_, _, row_v, last_v) = q.stride(), k.stride(), v.stride()
-        if not last_q == last_k == last_v == 1:
-            return False
-        return (row_q <= MAX_ROW_STRIDE or nq <= 1) and (max(row_k, row_v) <= MAX_ROW_STRIDE or nk <= 1)
+    def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
+        """The shapes of plain tensors that are right, and that kernels can read in place: `check`, without its sentences."""
+        try:
+            (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
+            (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
+        except ValueError:  # not of four dimensions
+            return None
+        shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and not hq % hk
+        if (
+            shared
+            and b == bk
+            and d == dk == self.width_qk
+            and v.shape == (b, hk, nk, self.width_v)
+            and q3 == k3 == v3 == 1
+            and q.dtype in self.dtypes
+            and q.device.type in self.devices
+            and nq <= MAX_ROWS
+            and nk <= MAX_ROWS
+            and (q2 <= MAX_ROW_STRIDE or nq <= 1)
+            and ((k2 <= MAX_ROW_STRIDE and v2 <= MAX_ROW_STRIDE) or nk <= 1)
+        ):
+            return b, hq, hk, nq, nk, (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
+        return None
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
         """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""
@@ -355,6 +377,7 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
 # -------------------- Kernels at a call: the schedule for its sizes, and the launch of what Triton has compiled.
 
 # By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
+_HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
 
@@ -417,27 +440,17 @@ def kind_of(n: int) -> int:
 
 
 class Launch:
-    """A kernel under one row of its schedule, for arguments of one kind. Triton looks at the arguments of the first call alone."""
+    """A kernel under one row of its schedule, compiled for arguments of one kind. Triton looks at those of the first call alone."""
 
     def __init__(self, kernel: Kernel, most: int | None, config: dict[str, Any]) -> None:
-        self.kernel, self.config = kernel, config
+        self.config = config
         self.most = float("inf") if most is None else most  # rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
-        self.described = kernel.described if config.get("TMA") else ()
+        self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
         self.parts: tuple[Any, ...] | None = None
 
-    def __call__(self, rows: int, heads: int, tensors: tuple[Any, ...], addresses: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch a program for each tile and head. Of tensors Triton would ask the driver whether it knows them, of addresses not."""
-        programs = -(-rows // self.block) * heads if self.block else heads
-        direct = self.parts is not None and not hooks_look_on()
-        args = addresses if direct else list(tensors)
-        for at, tile in self.described:
-            args[at] = descriptor(tensors[at], self.config[tile])
-        if direct:
-            stream, device, run, handles, constants = self.parts  # type: ignore[misc]
-            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *constants)
-            return
-        function = getattr(self.kernel.kernels, self.kernel.name)
+    def first(self, function: Any, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
+        """Launch it by Triton's own way, which compiles it where it is not compiled yet, and calls a profiler's hooks."""
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
         if parts:
@@ -477,28 +490,36 @@ class Kernel:
         flags: tuple[bool, ...] = (),
     ) -> None:
         """Launch it under the schedule for x and `rows`: a program for each tile of rows, or one in all, and each of `heads`."""
-        addresses = [t if t is None else t.data_ptr() for t in tensors]
-        low = functools.reduce(operator.or_, filter(None, addresses), 0) % 16
-        wide = functools.reduce(operator.or_, strides, 0)
-        key = (
-            self.name,
-            x.dtype,
-            x.get_device(),
-            flags,
-            tuple([a is None or a % 16 == 0 for a in addresses]) if low else None,
-            tuple([kind_of(n) for n in strides]) if wide % 16 or wide >= 2**31 else None,
-            tuple([kind_of(numbers[i]) for i in self.specialised]),
-            tuple([t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]) if torch.version.hip else None,
-        )
+        args: list[Any] = [t.data_ptr() if t is not None else None for t in tensors]
+        wide = reduce(or_, strides)
+        kinds = [kind_of(numbers[i]) for i in self.specialised]
+        if reduce(or_, filter(None, args), wide) & 15 or wide >= 2**31 or _HIP:
+            kinds += [a is None or a % 16 == 0 for a in args]
+            kinds += [kind_of(n) for n in strides]
+            kinds += [t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]
+        key = self.name, x.dtype, x.get_device(), flags, *kinds
         launches = LAUNCHES.get(key)
         if launches is None:
-            more = dict(zip(self.flags, flags))
-            launches = [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
-            LAUNCHES[key] = launches
+            launches = LAUNCHES[key] = self._launches(x, flags)
         for launch in launches:
             if rows <= launch.most:
-                launch(rows, heads, tensors, addresses, numbers + strides)
-                return
+                break
+        programs = -(-rows // launch.block) * heads if launch.block else heads
+        direct = launch.parts is not None and not hooks_look_on()
+        if not direct:
+            args = list(tensors)  # of addresses Triton knows no dtypes
+        for at, tile in launch.described:
+            args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
+        if direct:
+            stream, device, run, handles, constants = launch.parts  # type: ignore[misc]
+            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *strides, *constants)
+        else:
+            launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
+
+    def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
+        """One for each row of its schedule."""
+        more = dict(zip(self.flags, flags))
+        return [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
 
 
 # -------------------- Which blocks of scores count, as lists that kernels walk through.
@@ -730,9 +751,9 @@ def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
 class Operators:
     """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
 
-    `forward(q, k, v, *operands) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q, need_kv[,
-    need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by another copy of the
-    module, gets a `_` at its end.
+    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q,
+    need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by
+    another copy of the module, gets a `_` at its end.
     """
 
     def __init__(
@@ -769,22 +790,27 @@ class Operators:
         torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
         return op
 
-    def __call__(self, direct: bool, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. `direct`: nothing but autograd looks on, and kernels can read these tensors in place."""
+    def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of q, k, v and the operands. With `shapes` nothing but autograd looks on, and kernels can read q, k and v in place."""
         q, k, v = args[:3]
-        if self.interpreted and q.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply these
-            wide = [x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x for x in args]
-            out, lse = self(direct, return_lse, *wide)
-            return out.to(torch.bfloat16), lse
-        if not direct:
-            out, lse = self.forward(*args)
-            return out, lse
-        wanted = q.requires_grad or k.requires_grad or v.requires_grad or any(args[3 + i].requires_grad for i in self.signature.learned)
-        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
-            results = self.apply(True, return_lse, *args)
+        if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
+            return self._through_dispatcher(*args)
+        if (torch.is_grad_enabled() and self._requires_grad(args)) or in_forward_ad(q, k, v):
+            results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        out, lse = self.host_forward(*args)
-        return out, lse
+        return self.host_forward(*args, shapes)  # type: ignore[return-value]
+
+    def _requires_grad(self, args: tuple[Any, ...]) -> bool:
+        learned = self.signature.learned
+        return args[0].requires_grad or args[1].requires_grad or args[2].requires_grad or any(args[3 + i].requires_grad for i in learned)
+
+    def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""
+        dtype = args[0].dtype
+        if self.interpreted and dtype == torch.bfloat16:
+            args = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
+        out, lse = self.forward(*args)
+        return out.to(dtype), lse
 
     # ------------------------------------------------------------------ what the dispatcher calls
 
@@ -835,7 +861,7 @@ class Operators:
 
             backward = staticmethod(_second_derivatives)
 
-        for op, record in ((self.forward, lambda *args: self.recorded.apply(False, True, *args)), (self.backward, Gradients.apply)):
+        for op, record in ((self.forward, lambda *args: self.recorded.apply(None, True, *args)), (self.backward, Gradients.apply)):
             self.library.impl(op, _where_recorded(op, record), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -877,13 +903,13 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
-    """The function that autograd records: (direct, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
+    """The function that autograd records: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, direct: bool, return_lse: bool, *args: Any) -> Any:
-            if direct:
-                out, lse = operators.host_forward(*args)
+        def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
+            if shapes:
+                out, lse = operators.host_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:

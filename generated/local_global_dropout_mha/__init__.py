@@ -88,7 +88,7 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     if block_mask is None:
         block_mask = block_pattern(q.shape[2], k.shape[2], q.device)
@@ -96,7 +96,7 @@ def attention(
     runtime.check_blocks(q, k, blocks, BLOCK)
     seed, dropout_threshold, keep_scale = runtime.check_dropout(q, dropout_p, seed)
     out, lse = OPERATORS(
-        direct, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, seed,
+        shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, seed,
         dropout_threshold, keep_scale, scale,
     )
     return (out, lse) if return_lse else out
@@ -137,11 +137,9 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale, scale):
+def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     with runtime.device_of(q):
         kv_rank = kv_rank.expand(B, Hq, -1, -1)
         kv_list = kv_list.expand(B, Hq, -1, -1)
@@ -234,5 +232,5 @@ OPERANDS = (
     "float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("local_global_dropout_mha_49e0ebd34c1a", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("local_global_dropout_mha_0d0d919ce2a6", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -79,7 +79,7 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Nq = q.shape[2]
     Nk = k.shape[2]
@@ -109,7 +109,7 @@ def attention(
             document_q_first=(torch.int32, [Nk]), document_q_end=(torch.int32, [Nk]),
         )
     out, lse = OPERATORS(
-        direct, return_lse, q, k, v, plan.document_first, plan.document_end, plan.document_q_first, plan.document_q_end,
+        shapes, return_lse, q, k, v, plan.document_first, plan.document_end, plan.document_q_first, plan.document_q_end,
         scale,
     )
     return (out, lse) if return_lse else out
@@ -138,12 +138,10 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, document_first, document_end, document_q_first, document_q_end, scale):
+def _forward(q, k, v, document_first, document_end, document_q_first, document_q_end, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Hkv, Nk = k.shape[1:3]
+    B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -243,5 +241,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("packed_document_gqa_f94617ea4c19", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_cd314021a844", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -76,7 +76,7 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
     Nk = k.shape[2]
@@ -98,7 +98,7 @@ def attention(
             key_padding_run=(torch.int32, [B]), key_padding_end=(torch.int32, [B]),
         )
     out, lse = OPERATORS(
-        direct, return_lse, q, k, v, plan.key_padding, plan.key_padding_first, plan.key_padding_run,
+        shapes, return_lse, q, k, v, plan.key_padding, plan.key_padding_first, plan.key_padding_run,
         plan.key_padding_end, scale,
     )
     return (out, lse) if return_lse else out
@@ -127,11 +127,9 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale):
+def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -215,5 +213,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("padding_mha_780f4dbe6001", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_6d5816b594b5", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -75,7 +75,7 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
     relative_bias = runtime.take_input(
@@ -86,7 +86,7 @@ def attention(
         [Hq, 257],
         "what is added, by head and distance",
     )
-    out, lse = OPERATORS(direct, return_lse, q, k, v, relative_bias, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, relative_bias, scale)
     return (out, lse) if return_lse else out
 
 
@@ -96,11 +96,9 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, relative_bias, scale):
+def _forward(q, k, v, relative_bias, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Nk = k.shape[2]
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -175,5 +173,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, relative_bias, scale, need_
 
 OPERANDS = "Tensor relative_bias, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("relative_bias_mha_15de418940c8", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("relative_bias_mha_6374c7649c08", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -75,11 +75,11 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    q, k, v, direct = RULES.admit(q, k, v)
+    q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
     sink = runtime.take_input(q, "sink", sink, torch.float32, [Hq], "a logit of each head, in the softmax of all its rows")
-    out, lse = OPERATORS(direct, return_lse, q, k, v, sink, scale)
+    out, lse = OPERATORS(shapes, return_lse, q, k, v, sink, scale)
     return (out, lse) if return_lse else out
 
 
@@ -89,12 +89,10 @@ class Attention(runtime.AttentionModule):
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, sink, scale):
+def _forward(q, k, v, sink, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Nq = q.shape[:3]
-    Hkv, Nk = k.shape[1:3]
+    B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
-    q_strides, k_strides, v_strides = runtime.strides(q, k, v)
     with runtime.device_of(q):
         out = runtime.empty_rows(q, HEAD_DIM_V)
         lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
@@ -168,5 +166,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("sinks_window_gqa_97f77783c13a", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("sinks_window_gqa_0144986b32b3", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -12,7 +12,7 @@ from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import CACHE, IN_FLIGHT, Traffic, dram_bytes, hbm_bytes, left_in_cache, standard_bytes
 from attngen.analysis.roofline import Problem, values
 from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes, tile_width
-from attngen.analysis.tiles import count_tiles, evaluate
+from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol, to_text
 from attngen.ir.graph import Row

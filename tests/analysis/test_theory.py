@@ -40,13 +40,13 @@ from attngen.analysis.theory import (
     work,
 )
 from attngen.analysis.theory import moved as moved_elements
-from attngen.analysis.tiles import count_tiles, runs, tile_loops
+from attngen.bounds.tiles import count_tiles, runs, tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
 from attngen.ir.interface import DIRECTIONS
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
+from attngen.verify import verify
 from tests.analysis.walk import Walk
 from tests.helpers import SPECS, edit, target
 

@@ -16,9 +16,9 @@ from attngen.emit.files import read_module
 from attngen.emit.render import render
 from attngen.errors import AttngenError, VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.pipeline import lower
 from attngen.spec import parse_spec
+from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, edit, target
 
 GENERATED = ROOT / "generated"

@@ -9,9 +9,9 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import RULES, verify
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
+from attngen.verify import RULES, verify
 from tests.helpers import WALKS, edit, lowered, target, unverified
 
 BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
@@ -28,6 +28,21 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "mask causal", 'mask """ + open("x")', "has a quote, a backslash or a brace"),
         ("padding_mha", "may be attended to", "may be {attended} to", "has a quote, a backslash or a brace"),
         ("alibi_mha", "score alibi", 'score """ + open("x")', "has a quote, a backslash or a brace"),
+        ("causal_gqa", "where(Nk - Nq + q_idx >=", "where(window >=", "`mask` names `window`, which is no position, size or input"),
+        ("padding_mha", "key_padding_first[B] key_padding_run[B]", "key_padding_first[B]", "`mask` names `key_padding_run`, which is no"),
+        ("alibi_mha", "expr(-alibi_slopes*", "expr(-slopes*", "`score` names `slopes`, which is no position, size or input"),
+        (
+            "relative_bias_mha",
+            "from relative_bias[h, ",
+            "from relative_bias[",
+            "`read relative_bias from relative_bias` has no",
+        ),
+        (
+            "relative_bias_mha",
+            "from relative_bias[h, ",
+            "from relative_bias[head, ",
+            "`read relative_bias` names `head`, which is",
+        ),
     ],
     "signature": [
         (
@@ -407,6 +422,29 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("mla_dims", "check(q, d_qk)", "check(q)", "%q is padded to D_QK_PAD but does not check d_qk"),
         ("mla_dims", "check(q, d_qk)", "check(q, d_qk if partial)", "%q is padded to D_QK_PAD but does not check d_qk"),
     ],
+    "extremes": [
+        (
+            "packed_document_gqa",
+            "%document_end_least = load %DOCUMENT_END[q_start]",
+            "%document_end_least = load %DOCUMENT_END[min(Nq, BLOCK_Q + q_start) - 1]",
+            "%document_end_least is not proven to be the min of %document_end over the rows of the program's own tile",
+        ),
+        ("packed_document_gqa", "document_first[Nq] rising", "document_first[Nq]", "%document_first_least is not proven to be the min of"),
+    ],
+    "mask": [
+        ("dilated_mha", "% 4) == (kv_idx", "% 2) == (kv_idx", "kernel @fwd: %soft hides more than the header's mask: `((Nk - Nq + q"),
+        (
+            "padding_mha",
+            "where(key_padding)",
+            "where(true)",
+            "kernel @fwd: %soft hides more than the header's mask: `KEY_PADDING[b, kv_idx]`",
+        ),
+        ("padding_mha", "enough key_padding_first <= kv_idx and", "enough", "takes more as known of `key_padding` than the header says"),
+    ],
+    "scores": [
+        ("causal_gqa", "masked*qk_scale)", "2*masked*qk_scale)", "%p weighs scores by exp2(2*LOG2E*s*scale - select("),
+        ("causal_gqa", "exp2(-lse2 + masked*qk_scale)", "exp2(-lse2)*exp2(masked*qk_scale)", "makes no weights of its scores"),
+    ],
     "live": [
         ("causal_gqa", " acc(%dq)", "", "%dq is read by nothing"),
         ("causal_gqa", " acc(%rescaled)", "", "%rescaled is read by nothing"),
@@ -464,6 +502,22 @@ def test_what_is_scattered_stays_inside(rule, old, new, reason):
     assert (error.rule, reason in error.reason) == (rule, True), error
 
 
+@cache
+def limited() -> str:
+    """The target IR of a mask by a number of each query, in no order."""
+    mask = {"expr": "kv_idx < limit[q_idx]", "params": {"limit": {"tensor": ["Nq"], "dtype": "int32"}}}
+    return print_module(lower(make_spec({"name": "limited", "head_dim": 16, "mask": mask})))
+
+
+@pytest.mark.parametrize("old, new", [("reduce max", "reduce min"), ("select(q_idx < Nq, limit, -", "select(q_idx < Nk, limit, -")])
+def test_extremes_of_rows_in_no_order_are_reduced(old, new):
+    error = refused(edit(limited(), (old, new)))
+    assert (error.rule, error.reason) == (
+        "extremes",
+        "kernel @fwd: %limit_greatest is not proven to be the max of %limit over the rows of the program's own tile",
+    )
+
+
 def test_keys_past_the_end_are_hidden_where_programs_sum_over_their_own():
     made = unverified(edit(WALKS, ("where(kv_idx < Nk)", "where(kv_idx < Nk + 5)")))
     (said,) = RULES["target"]["ends-hidden"](made, made.kernels[0])
@@ -483,7 +537,7 @@ def test_rules_of_a_phase_hold_from_there_on(phase, stage):
     text = print_module(lowered("causal_mha")[stage])
     assert f"phase {phase}" in text
     assert (
-        refused(edit(text, ("kv_idx <= ", "window <= ") if phase == "scheduled" else ("q_idx >= kv_idx", "q_idx >= window"))).rule
+        refused(edit(text, ("kv_idx <= ", "window <= ") if phase == "scheduled" else ("q_idx >= kv_idx and", "q_idx >= window and"))).rule
         == "names"
     )
 

@@ -10,8 +10,8 @@ import sympy
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import exp2, log2, parse, symbol, to_text
-from attngen.ir.verify import verify
 from attngen.passes.base_two import BaseTwo, in_base_two
+from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
 
 SCORE = "    %score = map expr({}) uses(s=%s, c=%c) : f32[BLOCK_Q, BLOCK_KV] @?\n    %masked = mask %score"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.verify import verify
 from attngen.passes.classify_tiles import ClassifyTiles
+from attngen.verify import verify
 from tests.helpers import SMALL, WALKS, changes, edit, module, unverified
 
 LOOP = "%keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step)"
@@ -50,6 +52,6 @@ def test_a_loop_that_is_classified_keeps_its_bounds():
 
 
 def test_a_mask_of_what_nothing_defines_is_refused():
-    before = unverified(edit(SMALL, ("where(kv_idx < Nk)", "where(kv_idx < window)")))
+    before = replace(unverified(edit(SMALL, ("where(kv_idx < Nk)", "where(kv_idx < window)"))), meaning=unverified(SMALL).meaning)
     with pytest.raises(VerifyError, match="rule `names`: .*`window`, which is no operand, scalar or position"):
         verify(ClassifyTiles().run(before))

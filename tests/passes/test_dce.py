@@ -6,8 +6,8 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import print_module
-from attngen.ir.verify import verify
 from attngen.passes.dce import Dce
+from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
 
 SCHEDULED = edit(SMALL, ("body(@step)", "body(@step) cls(partial)"))

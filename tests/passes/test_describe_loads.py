@@ -6,8 +6,8 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.describe_loads import DescribeLoads
+from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, target
 
 # The same sums of scores as SMALL, of the heads of two tensors.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.verify import verify
 from attngen.passes.hoist_scalars import HoistScalars
+from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, lowered, module, unverified
 
 SCORE = "    %score = map expr({}) uses(s=%s, a=%a, b2=%b2) : f32[BLOCK_Q, BLOCK_KV] @?\n    %masked = mask %score"

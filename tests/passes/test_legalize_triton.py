@@ -6,8 +6,8 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.legalize_triton import LegalizeTriton
+from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, target
 
 DEVICES = ("sm80", "sm90", "sm100", "gfx942", "any")

@@ -11,10 +11,11 @@ from attngen.errors import VerifyError
 from attngen.ir.graph import Blocks, Module
 from attngen.ir.interface import verify_interface
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import lists, verify
 from attngen.passes.list_tiles import ListTiles
 from attngen.passes.pipeline import lower
 from attngen.spec import parse_spec
+from attngen.verify import verify
+from attngen.verify.tiles import lists
 from tests.helpers import changes, edit, lowered, module
 
 BEFORE = """

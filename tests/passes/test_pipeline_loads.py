@@ -8,8 +8,8 @@ import pytest
 
 from attngen.analysis.cost import cost
 from attngen.errors import VerifyError
-from attngen.ir.verify import verify
 from attngen.passes.pipeline_loads import PipelineLoads
+from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module
 
 ROW = "sm90 bytes=2 rows<=inf : BLOCK_Q=64 BLOCK_KV=64 num_warps=4"

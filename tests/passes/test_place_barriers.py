@@ -6,8 +6,9 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import rewrites, verify
 from attngen.passes.place_barriers import PlaceBarriers
+from attngen.verify import verify
+from attngen.verify.structure import rewrites
 from tests.helpers import SMALL, WALKS, changes, edit, lowered, module, target, unverified
 
 SPLIT = edit(WALKS, ("body(@step)", "body(@step) cls(partial)"))

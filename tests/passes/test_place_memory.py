@@ -6,8 +6,8 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.place_memory import PlaceMemory
+from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module
 
 

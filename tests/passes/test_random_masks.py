@@ -28,15 +28,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 
-from attngen.analysis.tiles import evaluate
+from attngen.bounds.ranges import tile_ranges
+from attngen.bounds.tiles import evaluate
 from attngen.build.backward import build_dkdv
 from attngen.build.forward import build_forward
 from attngen.errors import SpecError
 from attngen.ir.expr import clamp, floordiv, mod, select
-from attngen.ir.graph import Kernel
-from attngen.lang import Read
+from attngen.ir.graph import Kernel, Read
 from attngen.parts import Sizes
-from attngen.passes.classify_tiles import tile_ranges
 from attngen.passes.pipeline import lower
 from attngen.scores import derive_functions
 from attngen.spec import Spec, make_spec

@@ -22,11 +22,11 @@ from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.errors import FitError, VerifyError
 from attngen.ir.graph import Row
-from attngen.ir.verify import verify
 from attngen.passes.pipeline import lower, stages
 from attngen.passes.select_tiles import SelectTiles
 from attngen.spec import parse_spec
 from attngen.testing import load_module
+from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, lowered, module, spec
 
 # SMALL where select-tiles meets it: classified, and placed

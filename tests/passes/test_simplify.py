@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.verify import verify
 from attngen.passes.simplify import Simplify
+from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
 
 

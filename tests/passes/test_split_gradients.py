@@ -9,11 +9,11 @@ from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.ops import Loop, Store, Yield
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.split_gradients import SplitGradients
 from attngen.schedules.table import schedule_of, shown
 from attngen.spec import parse_spec
 from attngen.testing import Case, heads_for, run_case
+from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, module_of, target
 
 # Gradients in outline: %s is what both need, %ds what dK alone does.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.verify import verify
 from attngen.passes.split_loops import SplitLoops
+from attngen.verify import verify
 from tests.helpers import SMALL, WALKS, changes, edit, lowered, module
 
 FULL = "%keys_full = loop kv ranges(0 .. kv_full_end) carry(sum=%zero) body(@step) cls(full)"

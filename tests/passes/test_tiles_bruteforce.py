@@ -12,13 +12,13 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.analysis.bounds import Scene
-from attngen.analysis.tiles import evaluate
+from attngen.bounds.intervals import Scene
+from attngen.bounds.ranges import classify
+from attngen.bounds.tiles import evaluate
 from attngen.ir.expr import parse, symbol
 from attngen.masks.causal import Causal
 from attngen.masks.key_padding import KeyPadding
 from attngen.masks.sliding_window import SlidingWindow
-from attngen.passes.classify_tiles import classify
 from attngen.passes.simplify import simplify_condition
 
 TILE = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}

@@ -15,13 +15,13 @@ from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.ir.graph import Module, Row
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
 from attngen.passes.pipeline import lower
 from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.select_tiles import MODELLED, SelectTiles
 from attngen.schedules.classes import RANGES, SHORT_ROWS, Key, key, mask_class
 from attngen.schedules.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from attngen.spec import parse_spec
+from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, lowered, target
 
 SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2, "tma": False}

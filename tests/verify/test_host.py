@@ -9,7 +9,7 @@ import pytest
 from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.ir.verify import verify
+from attngen.verify import verify
 from attngen.verify.host import reasons
 from tests.helpers import SPECS, edit, target
 

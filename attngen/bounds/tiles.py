@@ -8,6 +8,8 @@ from typing import Any
 import sympy
 from sympy.core.relational import Relational
 
+from attngen.bounds.intervals import greatest, least
+from attngen.bounds.ranges import rows_of
 from attngen.ir.expr import Expr, cdiv, floordiv, mod, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask
@@ -110,9 +112,9 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
             difference = part.lts - part.gts
             for s in difference.free_symbols - {symbol(name) for name in ("b", "h", "hkv", "g", "group")}:
                 value = 0 if difference.coeff(s).is_nonnegative and difference.coeff(s) != 0 else NO_BOUND
-                found |= dict.fromkeys((str(s), f"{s}_least", f"{s}_greatest"), value)
+                found |= dict.fromkeys((str(s), str(least(str(s))), str(greatest(str(s)))), value)
         for part in (part for c in conditions for part in c.atoms(sympy.Eq, sympy.Ne)):
-            for name in (f"{s}_{end}" for s in part.free_symbols for end in ("least", "greatest")):
+            for name in (str(which(str(s))) for s in part.free_symbols for which in (least, greatest)):
                 found.setdefault(name, 0)
         for division in (d for c in conditions for d in c.atoms(floordiv, mod)):
             found |= {str(s): 1 for s in division.args[1].free_symbols}
@@ -133,8 +135,8 @@ def count_tiles(
     values = {**unbounded(kernel), "BLOCK_Q": block_q, "BLOCK_KV": block_kv, AXIS_EXTENT[own]: n_own, AXIS_EXTENT[loop]: n_loop}
     values["queries"] = queries
     tiles = visited(kernel, cls)
-    given = {arg.name for arg in kernel.args}
-    by_row = {name: value for name, value in values.items() if name.endswith(("_least", "_greatest")) and name not in given}
+    extremes = (str(which(name)) for name in rows_of(kernel) for which in (least, greatest))
+    by_row = {name: values[name] for name in extremes if name in values}
 
     def at(start: int) -> dict[str, int]:
         level = start + n_loop - n_own

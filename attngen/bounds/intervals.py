@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -256,6 +257,17 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
     return int(a), int(c), rest
 
 
+def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
+    """p implies q for rows 0 <= own_idx <= extent - 1, both linear with the same sense in the loop's index."""
+    first, second = linear_parts(p, own, loop), linear_parts(q, own, loop)
+    if first is None or second is None or first[1] != second[1]:
+        return False
+    slope = second[0] - first[0]  # q's left side is at most p's plus slope*own + difference
+    last = symbol(AXIS_EXTENT[own]) - 1
+    greatest = second[2] - first[2] + (slope * last if slope > 0 else 0)
+    return bool(sympy.expand(greatest).is_nonpositive)
+
+
 def last_row(own: str) -> Expr:
     """The last valid row of the own tile."""
     return sympy.Min(symbol(f"{own}_start") + symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])) - 1
@@ -269,3 +281,16 @@ def least(name: str) -> Expr:
 def greatest(name: str) -> Expr:
     """The greatest of them."""
     return symbol(f"{name}_greatest")
+
+
+@cache
+def with_rows(e: Expr, own: str, rows: frozenset[str]) -> Expr:
+    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor.
+
+    So of values with one number for each row, `rows`, the greatest is not below the least.
+    """
+    extent, first = symbol(AXIS_EXTENT[own]), symbol(f"{own}_start")
+    known = {extent: first + 1 + sympy.Symbol("rows_after_first", integer=True, nonnegative=True)}
+    for name in rows:
+        known[greatest(name)] = least(name) + sympy.Symbol(f"{name}_spread", integer=True, nonnegative=True)
+    return e.xreplace(known)

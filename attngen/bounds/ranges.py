@@ -1,0 +1,231 @@
+"""Ranges of tiles in closed form: which tiles along a loop may hold something visible, and which hold nothing hidden.
+
+The mask is a union of conjunctions of literals (see `intervals`); each is bounded over the box of (this program's tile) x (tile j of
+the loop): its least value says where tiles may hold something visible, its greatest where they hold nothing hidden. A union (a window,
+or the first tokens) gives several runs, four bounds each, in rising order, no tile in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import permutations
+
+import sympy
+
+from attngen.bounds.intervals import Scene, Term, extremes, terms, with_rows
+from attngen.ir.expr import Bool, Expr, cdiv, floordiv, prove_le, select, symbol, to_text
+from attngen.ir.graph import Kernel
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
+
+Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
+MOST_RUNS = 3
+MOST_NODES = 300  # of the bounds of two runs whose order is known at run time alone
+
+
+def scene_of(kernel: Kernel, body: str) -> Scene:
+    """What the symbols of the masks in a loop body stand for."""
+    masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
+    own = kernel.own_axis
+    rows, others = set(), set()
+    values = {k: r for m in masks for k, r in m.uses}
+    names = {str(s) for m in masks for e in (m.where, *(e for fact in m.known for e in fact[1:])) for s in e.free_symbols} | values.keys()
+    for name in names:
+        ref = values.get(name, name)
+        if ref.split(".")[0] not in kernel.graph:
+            continue
+        type_ = kernel.type_of(ref)
+        if type_.dtype != "i32" or set(type_.dims) - {AXIS_DIM[own]}:
+            others.add(name)
+        elif type_.dims:
+            rows.add(name)
+    facts = tuple(fact for m in masks for fact in m.known)
+    whole = any(op.over == AXIS_DIM[own] for op in kernel.block(body).ops if isinstance(op, Dot))
+    return Scene(own, "kv" if own == "q" else "q", frozenset(rows), frozenset(others), facts, whole)
+
+
+@cache
+def rows_of(kernel: Kernel) -> frozenset[str]:
+    """The values with one number for each row of the own tile, by which masks bound tiles."""
+    return frozenset(name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows)
+
+
+def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
+    """Visible start, full start, full end, visible end of each run of the loops over `body`, in tiles, from the masks in it."""
+    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
+    return classify(where, scene_of(kernel, body))
+
+
+def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
+    """One sentence for each part of the masks in a loop body that is not solved for the loop's index: why, and what it costs.
+
+    `listed`: a kernel evaluates the mask and lists blocks.
+    """
+    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
+    scene = scene_of(kernel, body)
+    for literal in dict.fromkeys(x for term in terms(where, scene) for x in term.unsolved):
+        fact = next((f for f in scene.facts if f.literal == literal), None)
+        why = "is data" if scene.names(literal, scene.others) else f"is not solved for {scene.loop}_idx"
+        cost = (
+            f"visited where {to_text(fact.needs)}, taken as full where {to_text(fact.enough)}"
+            if fact
+            else "visited in blocks that @blocks finds to hold something visible, and masked in those that hold something hidden"
+            if listed
+            else "all visited that the rest of the mask leaves, and masked"
+        )
+        yield f"`{to_text(literal)}` {why}: tiles are {cost}"
+
+
+@cache
+def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
+    """Bounds of tiles j along the loop's axis, for the program that owns the tile at {own}_start: four for each run of tiles.
+
+    Sound: every tile with a visible in-bounds pair is in [visible start, visible end) of one run, and a tile in
+    [full start, full end) holds no hidden or out-of-bounds pair among rows that count: valid ones, or all if products sum over
+    them. In each run visible start <= full start <=
+    full end <= visible end, and each run ends before the next starts.
+    """
+    runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
+    bounds = [e for run in _in_order(_merged(runs), scene) for e in run]
+    for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # they rise; so that this is plain to see, too
+        if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
+            bounds[i + 1] = sympy.Max(before, after)
+    return tuple(bounds)
+
+
+def _run(term: Term, scene: Scene) -> Run:
+    """The tiles of one conjunction."""
+    block, extent = symbol(AXIS_DIM[scene.loop]), symbol(AXIS_EXTENT[scene.loop])
+    lows: list[Expr] = [sympy.Integer(0)]
+    highs: list[Expr] = [extent]
+    full_lows: list[Expr] = [sympy.Integer(0)]
+    full_highs: list[Expr] = [extent]
+    shown: list[Bool] = []  # conditions on the program's own tile alone: without them it has no visible tile,
+    full: list[Bool] = []  # and no full one
+
+    def bound(side: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
+        """Positions x with side * x + rest <= 0, as a lower or an upper (exclusive) bound; as a condition where x does not matter."""
+        if side > 0:
+            highs.append(1 - rest)
+        elif side < 0:
+            lows.append(rest)
+        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program's tile has a row
+            conditions.append(_condition(rest))
+
+    needs, enough = _known(term, scene)
+    for of, (visible, everywhere) in ((term, (True, True)), (needs, (True, False)), (enough, (False, True))):
+        for side, rest in of.solved:
+            seen, found = extremes(rest, replace(scene, whole=False)), extremes(rest, scene)
+            if visible and seen:
+                bound(side, seen[0], lows, highs, shown)
+            if of is needs and side and seen:  # where nothing is visible, `enough` may start beyond the visible end
+                bound(side, seen[0], full_lows, full_highs, full)
+            if everywhere and found:
+                bound(side, found[1], full_lows, full_highs, full)
+            elif everywhere:
+                full_highs.append(sympy.Integer(0))
+    full_highs += [sympy.Integer(0)] * len(enough.unsolved)
+
+    def at_most(e: Expr, end: Expr) -> Expr:
+        """Cut at the end unless proven never to pass it: what is known of data is data, which nothing relates."""
+        return e if prove_le(with_rows(e, scene.own, scene.rows), with_rows(end, scene.own, scene.rows)) else sympy.Min(e, end)
+
+    last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
+    end = _where(shown, last)
+    start = _where(shown, sympy.Min(floordiv(sympy.Max(*lows), block), last))
+    full_start = _where(shown, at_most(cdiv(sympy.Max(*full_lows), block), last))  # >= start: each bound is at least the visible one
+    full_end = sympy.Max(full_start, _where(full, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block)))
+    return start, full_start, at_most(full_end, end), end
+
+
+def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
+    """Of the literals of a term that are not solved: what holds wherever they do, and where they all hold, as single terms."""
+    needs: list[Bool] = []
+    enough: list[Bool] = []
+    for literal in term.unsolved:
+        fact = next((f for f in scene.facts if f.literal == literal), None)
+        needs.append(fact.needs if fact else sympy.true)
+        enough.append(fact.enough if fact else literal)
+    return _single(sympy.And(*needs), scene), _single(sympy.And(*enough), scene)
+
+
+def _single(e: Bool, scene: Scene) -> Term:
+    """A condition that is one conjunction."""
+    found = terms(e, replace(scene, facts=()))
+    return found[0] if len(found) == 1 else Term((), (e,))
+
+
+def _where(conditions: list[Bool], tile: Expr) -> Expr:
+    """The tile where all conditions hold, 0 elsewhere."""
+    for condition in conditions:
+        tile = select(condition, tile, sympy.Integer(0))
+    return tile
+
+
+def _condition(rest: Expr) -> Bool:
+    """rest <= 0 over integers, with every term on the side where it is positive."""
+    parts = sympy.Add.make_args(sympy.expand(rest))
+    right = sympy.Add(*(-t for t in parts if t.could_extract_minus_sign()))
+    left = sympy.expand(rest + right)
+    return left - 1 < right if left.as_coeff_Add()[0] >= 1 else left <= right
+
+
+def _merged(runs: list[Run]) -> list[Run]:
+    """Runs that start at the same tile, full ones too, as one; and those that end so."""
+    kept: list[Run] = []
+    for run in dict.fromkeys(runs):
+        for i, other in enumerate(kept):
+            if run[:2] == other[:2]:
+                kept[i] = (*run[:2], sympy.Max(run[2], other[2]), sympy.Max(run[3], other[3]))
+                break
+            if run[2:] == other[2:]:
+                kept[i] = (sympy.Min(run[0], other[0]), sympy.Min(run[1], other[1]), *run[2:])
+                break
+        else:
+            kept.append(run)
+    return kept
+
+
+def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int, int] | None:
+    """Two runs to take as one, full where the first of them is: too many, or too much of their order is known at run time alone."""
+    pairs = [(i, j) for j in range(len(runs)) for i in range(j)]
+    unknown = [(i, j) for i, j in pairs if not rises(runs[i][0], runs[j][0]) and not rises(runs[j][0], runs[i][0])]
+    large = any(sum(1 for e in (*runs[i], *runs[j]) for _ in sympy.preorder_traversal(e)) > MOST_NODES for i, j in unknown)
+    if len(unknown) > 1 or large:
+        return unknown[-1]
+    return (len(runs) - 2, len(runs) - 1) if len(runs) > MOST_RUNS else None
+
+
+def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
+    """Runs in rising order, each cut to start where the one before it ends."""
+
+    def rises(a: Expr, b: Expr) -> bool:
+        return prove_le(with_rows(a, scene.own, scene.rows), with_rows(b, scene.own, scene.rows))
+
+    for inner, outer in permutations(runs, 2):  # tiles that are full by one run, inside another that has none
+        if inner in runs and outer in runs and outer[1] == outer[2] and rises(outer[0], inner[0]) and rises(inner[3], outer[3]):
+            runs = [(outer[0], *inner[1:3], outer[3]) if run == outer else run for run in runs if run != inner]
+    while found := _to_merge(runs, rises):
+        i, j = found
+        (a, b, c, d), (e, _, _, f) = runs[i], runs[j]
+        runs = [*runs[:i], (sympy.Min(a, e), b, c, sympy.Max(d, f)), *runs[i + 1 : j], *runs[j + 1 :]]
+    for end in range(len(runs) - 1, 0, -1):  # by their starts, which may be known at run time alone
+        for i in range(end):
+            first, second = runs[i], runs[i + 1]
+            if rises(first[0], second[0]):
+                continue
+            if rises(second[0], first[0]):
+                runs[i], runs[i + 1] = second, first
+                continue
+            ahead = first[0] <= second[0]
+            runs[i] = tuple(select(ahead, x, y) for x, y in zip(first, second))  # type: ignore[assignment]
+            runs[i + 1] = tuple(select(ahead, y, x) for x, y in zip(first, second))  # type: ignore[assignment]
+    ordered = runs[:1]
+    for run in runs[1:]:
+        done = ordered[-1][3]
+        if rises(run[3], done):  # nothing is left of it
+            continue
+        cut = (e if rises(done, e) else sympy.Max(e, done) for e in run)
+        ordered.append(tuple(cut))
+    return ordered

@@ -1,0 +1,113 @@
+"""Expressions in one form, so that what means the same is the same: the verifier's own rules, apart from those of the passes."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import sympy
+
+from attngen.ir.expr import Expr, exp2, log, log2, sigmoid, symbol
+
+LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
+TOLERANCE = 1e-9  # relative, between numbers that passes have multiplied in another order; less than fp32 can tell
+COMMUTATIVE = (sympy.Add, sympy.And, sympy.Or, sympy.Min, sympy.Max)
+
+
+class power2(sympy.Function):  # noqa: N801
+    """2 ** x, which is known to be positive: an absolute value of it is the same."""
+
+    nargs = 1
+    is_extended_real = True
+    is_extended_positive = True
+
+
+class inverse(sympy.Function):  # noqa: N801
+    """1 / x of a sum, which `expand` leaves as it is."""
+
+    nargs = 1
+    is_extended_real = True
+
+    def _eval_is_extended_positive(self) -> bool | None:
+        return True if self.args[0].is_extended_positive else None
+
+
+@cache
+def normal(e: Any) -> Any:
+    """An expression in one form: sums multiplied out, decimals as fractions, exponentials in base 2, comparisons with zero.
+
+    Comparisons of integers say what is at most 0; of other numbers, what is at most or below 0.
+    """
+    if isinstance(e, sympy.Float):
+        return sympy.Rational(float(e))
+    if not e.args:
+        return e
+    args = [normal(a) for a in e.args]
+    if isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+        return _compared(args, isinstance(e, (sympy.Ge, sympy.Gt)), isinstance(e, (sympy.Lt, sympy.Gt)))
+    if isinstance(e, (sympy.Eq, sympy.Ne)) and not any(a.is_Boolean and not a.is_Symbol for a in args):
+        difference = sympy.expand(args[0] - args[1])
+        return e.func(-difference if difference.could_extract_minus_sign() else difference, 0)
+    made = _in_base_two(e, args)
+    if made is None:
+        made = _inverse(*args) if e.is_Pow and args[0].is_Add and args[1].is_negative and args[1].is_Integer else e.func(*args)
+    return sympy.expand(made) if made.is_Add or made.is_Mul or made.is_Pow else made
+
+
+def _inverse(e: Expr, power: Expr) -> Expr:
+    """A negative power of a sum, whose first term has the factor 1: a function, which is not multiplied out."""
+    first = min(e.args, key=sympy.default_sort_key).as_coeff_Mul()[0]
+    return (inverse(sympy.expand(e / first)) / first) ** -power
+
+
+def _compared(args: list[Expr], turned: bool, strict: bool) -> Any:
+    """args[0] <= args[1], or with `strict` <; `turned`, the other way round."""
+    less, greater = args[::-1] if turned else args
+    kind = sympy.Lt if strict else sympy.Le
+    if any(a.is_infinite for a in args):
+        return kind(less, greater)
+    difference = sympy.expand(less - greater)
+    if difference.is_integer:
+        return sympy.Le(difference + int(strict), 0)
+    return kind(difference, 0)
+
+
+def _in_base_two(e: Any, args: list[Expr]) -> Any:
+    """Exponentials, logarithms and what is made of them, by those of base 2; None for anything else."""
+    if isinstance(e, (exp2, sympy.exp)):
+        return power2(sympy.expand(args[0] if isinstance(e, exp2) else LOG2E * args[0]))
+    if isinstance(e, log):
+        return LN2 * log2(args[0])
+    if isinstance(e, sympy.tanh):  # (e^2x - 1) / (e^2x + 1)
+        return 1 - 2 * _inverse(1 + power2(sympy.expand(2 * LOG2E * args[0])), sympy.Integer(-1))
+    if isinstance(e, sigmoid):
+        return _inverse(1 + power2(sympy.expand(-LOG2E * args[0])), sympy.Integer(-1))
+    if e.is_Pow and e.base.is_number and not e.exp.is_number:
+        return power2(sympy.expand(args[1] * (1 if e.base == 2 else sympy.Rational(math.log2(float(e.base))))))
+    return None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two normal expressions are equal, but for roundings of their numbers."""
+    if a == b:
+        return True
+    if a.is_Number and b.is_Number:
+        return math.isclose(float(a), float(b), rel_tol=TOLERANCE)
+    if a.is_Mul or b.is_Mul:
+        (m, x), (n, y) = a.as_coeff_Mul(), b.as_coeff_Mul()
+        return same(m, n) and _matched(sympy.Mul.make_args(x), sympy.Mul.make_args(y))
+    if a.func != b.func or len(a.args) != len(b.args) or not a.args:
+        return False
+    return _matched(a.args, b.args) if isinstance(a, COMMUTATIVE) else all(map(same, a.args, b.args))
+
+
+def _matched(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether each has one that is the same among the others, and none is left."""
+    left = list(others)
+    for x in some:
+        found = next((y for y in left if same(x, y)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left

@@ -1,0 +1,180 @@
+"""Where tensors are read and written, and what the symbols of expressions are."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+
+from attngen.bounds.intervals import last_row
+from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import STRIP
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    PADDED,
+    Arg,
+    Base,
+    Gather,
+    Keep,
+    Load,
+    Map,
+    Mask,
+    Position,
+    Reduce,
+    Scatter,
+    SoftmaxStep,
+    Store,
+)
+from attngen.verify.types import POSITIONS, dimensions
+
+CONSTANTS = {"LOG2E", "LN2"}
+# names of the printed kernel that are no values of the IR
+RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
+RESERVED |= {*PADDED.values(), "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
+RESERVED |= {"first_head", "heads_abreast", "own_head", "turn"}
+RESERVED |= {
+    "at",
+    "BLOCK",
+    "DROPOUT",
+    "TMA",
+    "LEARN",
+    "floor_div",
+    "floor_mod",
+    "store_distances",
+    "dropout_keep",
+    "philox",
+    "position",
+    "tile_at",
+    "keep_mask",
+}
+
+
+def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Every dimension is indexed by what it counts; heads as the sharing says: no program reads or writes another one's."""
+    h, hkv, g, group = map(symbol, ("h", "hkv", "g", "group"))
+    heads = {
+        "mha": {"Hq": [h], "Hkv": [h]},
+        "mqa": {"Hq": [h, g], "Hkv": [sympy.Integer(0)]},
+        "gqa": {"Hq": [h, hkv * group + g], "Hkv": [floordiv(h, group), hkv]},
+    }
+    letters: dict[str, Any] = {"B": symbol("b")} | {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
+    letters["splits"] = symbol("split")
+    if module.blocks:
+        size = sympy.Integer(module.blocks.size)
+        letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
+        letters["Ts"] = floordiv(symbol("kv_start"), sympy.Integer(STRIP))
+    for op in kernel.ops():
+        if not isinstance(op, (Base, Load, Store)):
+            continue
+        tensor, indices = kernel.accessed(op)
+        for dim, index in zip(kernel.type_of(tensor.name).dims, indices):
+            right = [letters[dim]] if dim in letters else heads[module.sharing].get(dim, [])
+            if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[kernel.own_axis] == dim:  # the first or last row of the own tile
+                right = [symbol(f"{kernel.own_axis}_start"), last_row(kernel.own_axis)]
+            if index not in right:
+                expected = " or ".join(map(to_text, right))
+                yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
+    for op in kernel.ops():
+        if isinstance(op, (Gather, Scatter)):
+            yield from _outside(kernel, op, letters, heads[module.sharing])
+    queries = [op.src.index[1] for op in kernel.ops() if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1]
+    for op in kernel.ops():
+        if isinstance(op, Keep) and op.head not in queries:
+            yield f"%{op.name} draws for head `{to_text(op.head)}`; expected that of %Q, `{' or '.join(map(to_text, queries))}`"
+
+
+def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]) -> Iterator[str]:
+    """What is read or written outside of a tensor: each index is proven inside, or the condition says so."""
+    conditions = conjuncts(op.where)
+    does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
+    for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
+        extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+        low, high = span(index)
+        if dim not in ("Nq", "Nk") and index in [letters.get(dim), *heads.get(dim, [])]:
+            continue
+        if isinstance(index, select) and index.args[1] == index.args[2] + extent:  # from the end where it is negative
+            low = low if not prove_le(-extent, span(index.args[2])[0]) else sympy.Integer(0)
+            high = span(index.args[2])[1]
+        if not (low >= 0 or index.is_nonnegative or (index >= 0) in conditions):
+            yield f"%{op.name} may {does} %{access.tensor} before its start, at `{to_text(index)}`; expected `where` to say it does not"
+        if not (prove_le(high, extent - 1) or prove_le(index, extent - 1) or (index < extent) in conditions):
+            yield f"%{op.name} may {does} %{access.tensor} past its end, at `{to_text(index)}`; expected `where` to say it does not"
+
+
+def names(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant; values have names of their own."""
+    scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Gather, Load, Map, Position, Reduce)) and not op.results()[""].dims}
+    own = kernel.own_axis
+    divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
+    for a in kernel.grid:
+        yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
+    for op in kernel.ops():
+        known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | {"BLOCK_Q", "BLOCK_KV"}
+        axes = set() if kernel.walks else {own}
+        known |= {f"{axis}_start" for axis in axes}
+        for loop in kernel.around(kernel.graph.nodes[op.name]["block"]):
+            known |= {f"{loop.var}_start"} if loop.var in AXIS_DIM else {loop.var}
+            axes |= {loop.var} & set(AXIS_DIM)
+        if isinstance(op, (Gather, Map, Mask, Scatter)):
+            known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in dimensions(kernel, op)}
+            known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
+        elif isinstance(op, (Load, Store, Base)):
+            known |= axes | {"d_qk", "d_v", AXIS_EXTENT[own]}
+        for symbol_name, ref in getattr(op, "uses", ()):
+            if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
+                yield f"%{op.name} takes `{symbol_name}` for %{ref}; a scalar has one name in all expressions"
+        for e in op.expressions():
+            yield from _unknown(f"%{op.name}", e, known | {s for s, _ in getattr(op, "uses", ())})
+            for division in e.atoms(floordiv, cdiv, mod):
+                if not (division.args[1].is_positive or str(division.args[1]) in divisors):
+                    yield f"%{op.name}: `{to_text(division)}` divides by what is not known to be positive"
+    steps = sum(isinstance(op, SoftmaxStep) for op in kernel.ops())
+    if steps > 1:
+        yield f"{steps} softmax steps; expected one"
+    taken = RESERVED | kernel.variables - set(AXIS_DIM) | (set(SoftmaxStep.FIELDS) if steps else set())
+    for op in kernel.ops():
+        plain = op.name.isascii() and op.name.isidentifier() and not op.name.startswith("__")
+        if not plain or keyword.iskeyword(op.name) or op.name in taken or op.name.startswith("stride_"):
+            yield f"%{op.name} is a name that the printed kernel needs for itself"
+
+
+def _facts_rows(kernel: Kernel, op: Mask) -> set[str]:
+    """Values with one number for each row of the own tile, which facts may name."""
+    names = {str(s) for fact in op.known for e in fact[1:] for s in e.free_symbols} & kernel.graph.nodes.keys()
+    return {n for n in names if isinstance(kernel.op(n), (Gather, Load)) and kernel.type_of(n).dims == (AXIS_DIM[kernel.own_axis],)}
+
+
+def _unknown(where: str, e: Any, known: set[str]) -> Iterator[str]:
+    for s in sorted(map(str, getattr(e, "free_symbols", ()))):
+        if s not in known:
+            yield f"{where}: `{to_text(e)}` has `{s}`, which is no operand, scalar or position"
+
+
+def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Accesses to rows are bounds-checked: always, or in partial tiles alone along the axis of the loop."""
+    looped = {loop.body: loop.var for loop in kernel.loops if loop.cls != "all"}
+    for block in kernel.blocks:
+        for op in block.ops:
+            if not isinstance(op, (Load, Store)):
+                continue
+            access = op.dst if isinstance(op, Store) else op.src
+            for axis in {"q", "kv"} & set(access.axes()):
+                when = dict(op.check).get(axis)
+                if when != "always" and not (when == "partial" and looped.get(block.name) == axis):
+                    yield f"%{op.name} in @{block.name} does not check {axis}" + (" in full tiles too" if when else "")
+
+
+def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Tiles padded to a power of two check the head dimension on every access."""
+    for op in kernel.ops():
+        if isinstance(op, (Load, Store)):
+            tile = kernel.type_of(op.value) if isinstance(op, Store) else op.type
+            axes = {a for a, when in op.check if when == "always"}
+            for padded, dim in zip(tile.dims, tile.unpadded):
+                axis = next(letter for letter, known in AXIS_DIM.items() if known == dim) if padded != dim else ""
+                if axis and axis not in axes:
+                    yield f"%{op.name} is padded to {padded} but does not check {axis}"

@@ -1,0 +1,277 @@
+"""What holds across kernels: each masks and scores as the module's header says.
+
+The header is brought into a kernel's coordinates (which query head a program has, how packed rows are numbered), a kernel's values are
+written out to positions, sizes and elements of tensors, and both are compared in one form (see `algebra`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import sympy
+
+from attngen.bounds.intervals import implies
+from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
+from attngen.ir.graph import Kernel, Module, Read
+from attngen.ir.interface import input_tensors
+from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type
+from attngen.verify.algebra import normal, same
+
+LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
+ROW_SUMS = ("LSE", "LSE2")  # tensors of the logarithm of each row's sum of weights, natural and of base 2
+NATURAL = {"B": symbol("b"), "Hq": symbol("h"), "Hkv": symbol("hkv"), "Nq": symbol("q_idx"), "Nk": symbol("kv_idx")}
+
+
+def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
+    """What stands in a kernel for heads and positions of the header: it may own a query head, a key head and its group, or packed rows."""
+    h, hkv, g, group, q_idx, queries = map(symbol, ("h", "hkv", "g", "group", "q_idx", "queries"))
+    first = sympy.Integer(0) if module.sharing == "mqa" else hkv
+    if kernel.packs:
+        return {h: first * group + floordiv(q_idx, queries), hkv: first, q_idx: mod(q_idx, queries), symbol("Nq"): queries}
+    if any(loop.var == "g" for loop in kernel.loops):
+        return {h: g if module.sharing == "mqa" else hkv * group + g, hkv: first}
+    return {hkv: {"mha": h, "mqa": sympy.Integer(0), "gqa": floordiv(h, group)}[module.sharing]}
+
+
+class Header:
+    """The module's meaning in the coordinates of one kernel."""
+
+    def __init__(self, module: Module, kernel: Kernel) -> None:
+        self.meaning, self.own = module.meaning, kernel.own_axis
+        args = {arg.name: arg.type for arg in kernel.args}  # whose element types are held against the header's by the interface
+        declared = input_tensors(module.inputs, module.derived)
+        self.types = {name: replace(t, dtype=args.get(name.upper(), t).dtype) for name, t in declared.items()}
+        self.named: dict[Expr, Expr] = {**coordinates(module, kernel), PRODUCT: PRODUCT * SCALE}
+        self.named |= {symbol(i.name): _number(i.name, i.dtype) for i in module.inputs if not i.shape}
+        read = {r.name: r for r in module.meaning.reads}
+        for name, type_ in self.types.items():
+            if name not in read and all(d in NATURAL for d in type_.dims):
+                self._declare(Read(name, name, tuple(NATURAL[d] for d in type_.dims)))
+        for r in module.meaning.reads:
+            self._declare(r)
+
+    def _declare(self, read: Read) -> None:
+        if read.tensor in self.types:
+            at = [e.xreplace(self.named) for e in read.index]
+            self.named[symbol(read.name)] = _element(read.tensor.upper(), at, (), self.types[read.tensor])
+
+    def here(self, e: Any) -> Any:
+        """An expression of the header in this kernel's coordinates."""
+        return e.xreplace(self.named)
+
+    @property
+    def where(self) -> Bool:
+        """The mask, by what belongs to keys in a kernel that owns keys."""
+        meaning = self.meaning
+        return self.here(meaning.where if meaning.by_key is None or self.own == "q" else meaning.by_key)
+
+
+def _number(name: str, dtype: str) -> Expr:
+    """The symbol of a number, or of an element, which is known to be an integer if it is one."""
+    known = symbol(name)
+    return known if known.is_integer or dtype != "i32" else sympy.Symbol(name, integer=True)
+
+
+def _element(tensor: str, index: Iterable[Expr], guard: Iterable[Bool], type_: Type) -> Expr:
+    """The symbol that stands for an element of a tensor: one for each place, and condition under which it is read."""
+    places = ", ".join(to_text(normal(e)) for e in index)
+    conditions = "".join(f" if {to_text(normal(c))}" for c in guard)
+    return _number(f"{tensor}[{places}{conditions}]", type_.dtype)
+
+
+class Values:
+    """A kernel's values, written out: maps in what they are made of, elements of tensors as symbols, the product q k^T as `s`."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.made: dict[str, Expr] = {}
+        self.elements: dict[Expr, str] = {}  # the tensor that each symbol for an element is of
+        self.others: dict[Expr, str] = {}  # the value that each symbol for one which is not written out stands for
+
+    def of(self, ref: str) -> Expr:
+        if ref not in self.made:
+            self.made[ref] = self._written_out(ref)
+        return self.made[ref]
+
+    def expression(self, e: Any, op: Op) -> Any:
+        """An expression of an op, with its values and the scalars it names written out."""
+        uses = {symbol(s): self.of(ref) for s, ref in getattr(op, "uses", ())}
+        return e.xreplace({**uses, **{symbol(n): self.of(n) for n in self.kernel.scalars_of(op)}})
+
+    def _written_out(self, ref: str) -> Expr:
+        op = self.kernel.op(ref)
+        if isinstance(op, Map):
+            return self.expression(op.expr, op)
+        if isinstance(op, Dot) and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
+            return PRODUCT
+        if isinstance(op, Load):
+            tensor, index = self.kernel.accessed(op)
+            letters = {symbol(axis): symbol(f"{axis}_idx") for axis in ("q", "kv")}
+            return self._element(tensor.name, [self.expression(e.xreplace(letters), op) for e in index], (), op.type)
+        if isinstance(op, Gather):
+            return self._gathered(op)
+        if isinstance(op, Arg) and op.role == "scalar":
+            return _number(op.name, op.type.dtype)
+        made = sympy.Symbol(f"%{ref}", extended_real=True)
+        self.others[made] = ref
+        return made
+
+    def _element(self, tensor: str, index: Iterable[Expr], guard: Iterable[Bool], type_: Type) -> Expr:
+        made = _element(tensor, index, guard, type_)
+        self.elements[made] = tensor
+        return made
+
+    def _loaded(self, ref: str) -> str:
+        op = self.kernel.op(ref)
+        return self.kernel.accessed(op)[0].name if isinstance(op, Load) else ""
+
+    def _gathered(self, op: Gather) -> Expr:
+        """An element whose place counts from the end where it is negative, and which is 0 outside of the tensor: so reads the header."""
+        rest, at = conjuncts(op.where), []
+        for dim, e in zip(self.kernel.type_of(op.src.tensor).dims, op.src.index):
+            extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+            rest = [c for c in rest if c not in (e >= 0, e < extent)]
+            wrapped = isinstance(e, select) and e.args[0] == (e.args[2] < 0) and e.args[1] == e.args[2] + extent
+            if wrapped or e.is_nonnegative or span(e)[0] >= 0:
+                at.append(self.expression(e.args[2] if wrapped else e, op))
+            else:
+                at.append(sympy.Function("from_start")(self.expression(e, op)))
+        guard = [self.expression(c, op) for c in rest if c not in _inside()]
+        return self._element(op.src.tensor, at, guard, op.type)
+
+    def conditions(self, ref: str) -> tuple[list[Bool], Expr]:
+        """The conditions of the masks that a value has passed, and the value before them."""
+        found: list[Bool] = []
+        while isinstance(op := self.kernel.op(ref), Mask):
+            found += conjuncts(self.expression(op.where, op))
+            ref = op.value
+        return found, self.of(ref)
+
+
+def _inside() -> list[Bool]:
+    """What holds of every pair that counts: its query and its key exist."""
+    return [symbol(f"{axis}_idx") < symbol(AXIS_EXTENT[axis]) for axis in ("q", "kv")]
+
+
+def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[Expr]]]:
+    """Where scores become weights: the op, its exponent of 2, and what may be subtracted from the score there.
+
+    The online softmax subtracts its running maximum itself. Where weights are recomputed, it is the row's log2 of their sum: an element
+    of LSE2, or what becomes one, made of LSE.
+    """
+    for op in kernel.ops():
+        if isinstance(op, SoftmaxStep):
+            yield op, (values.of(op.scale) if op.scale else sympy.Integer(1)) * values.of(op.s), [sympy.Integer(0)]
+        elif isinstance(op, Map) and isinstance(op.expr, exp2):
+            exponent = values.of(op.name).args[0]
+            sums = {x: values.elements[x] for x in sorted(exponent.free_symbols, key=str) if x in values.elements}
+            rows = [
+                x if tensor == "LSE2" else select(x > -sympy.oo, LOG2E * x, sympy.oo) for x, tensor in sums.items() if tensor in ROW_SUMS
+            ]
+            if rows:
+                yield op, exponent, rows
+
+
+def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
+    """What becomes weights is the score of the header, and nothing else reads what is masked; a sink is the header's."""
+    if not {"Q", "K"} <= {arg.name for arg in kernel.args}:
+        return
+    header, values = Header(module, kernel), Values(kernel)
+    softmaxes = list(_softmaxes(kernel, values))
+    weights = {op.name for op, _, _ in softmaxes}
+    scored = any(values.of(op.name) == PRODUCT for op in kernel.dots)
+    if scored and not weights and any(arg.name in ROW_SUMS for arg in kernel.args):
+        yield "makes no weights of its scores: expected a softmax_step, or exp2 of scores less an element of LSE2"
+    for op in kernel.ops():
+        strangers = {n for n in kernel.graph.successors(op.name) if not isinstance(kernel.op(n), Mask)} - weights
+        if isinstance(op, Mask) and weights and strangers:
+            yield f"%{min(strangers)} reads the masked scores %{op.name}, and makes no weights of them"
+    for op, exponent, subtracted in softmaxes:
+        masked = {
+            s: values.others[s] for s in exponent.free_symbols if s in values.others and isinstance(kernel.op(values.others[s]), Mask)
+        }
+        factor = sympy.expand(exponent).coeff(next(iter(masked))) if masked else sympy.Integer(1)
+        number, rest = factor.as_coeff_Mul()
+        made = exponent.xreplace({s: values.conditions(ref)[1] for s, ref in masked.items()})
+        right = LOG2E * header.here(module.meaning.score)
+        rising = len(masked) < 2 and number > 0 and rest in (sympy.Integer(1), SCALE, LOG2E, LOG2E * SCALE)
+        if not (rising and any(same(normal(made), normal(right - x)) for x in subtracted)):
+            expected = to_text(right - subtracted[0])
+            yield f"%{op.name} weighs scores by exp2({to_text(made)}); expected exp2({expected}), by the header's score"
+    yield from _sinks(kernel, header, values)
+
+
+def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
+    """The maximum of a row and its sink, in the kernels that end rows: they store LSE."""
+    steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
+    if not steps or not any(arg.name == "LSE" for arg in kernel.args):
+        return
+    sink = header.meaning.sink
+    scale = values.of(steps[0].scale) if steps[0].scale else sympy.Integer(1)
+    joined = [op for op in kernel.block("entry").ops if isinstance(op, Map) and isinstance(op.expr, sympy.Max) and op.type.dims]
+    if len(joined) != (sink is not None):
+        yield f"{len(joined)} logits join a row's softmax; expected {'one, as the header has a sink' if sink is not None else 'none'}"
+    for op in joined if sink is not None else ():
+        maxima = [values.of(ref) for _, ref in op.uses if isinstance(kernel.op(ref), Loop)]
+        right = (sympy.Max(scale * m, LOG2E * header.here(sink)) for m in maxima)
+        if not any(same(normal(values.of(op.name)), normal(x)) for x in right):
+            yield f"%{op.name} is `{to_text(values.of(op.name))}`; expected the row's maximum and the header's sink, `{to_text(sink)}`"
+
+
+def masks_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
+    """What a kernel hides is what the header's mask hides, for pairs of a query and a key that exist."""
+    header, values = Header(module, kernel), Values(kernel)
+    said = conjuncts(header.where)
+    used = [(op, ref) for op, exponent, _ in _softmaxes(kernel, values) for ref in _scores_of(kernel, op)]
+    ends = used or [(op, op.name) for op in kernel.ops() if isinstance(op, Mask) and not _masked_again(kernel, op)]
+    for op, ref in ends:
+        done, _ = values.conditions(ref)
+        for c in _unproven(done, [*said, *_inside()], kernel.own_axis):
+            yield f"%{op.name} hides more than the header's mask: `{to_text(c)}` does not follow from `{to_text(header.where)}`"
+        for c in _unproven(said, [*done, *_inside()], kernel.own_axis):
+            yield f"%{op.name} hides less than the header's mask: `{to_text(c)}` does not follow from its conditions"
+    for op in kernel.ops():
+        if isinstance(op, Mask):
+            yield from _facts(op, header, values)
+
+
+def _scores_of(kernel: Kernel, op: Op) -> list[str]:
+    """The references by which a softmax step, or a map that makes weights, reads scores: masked ones, if there are such."""
+    if isinstance(op, SoftmaxStep):
+        return [op.s]
+    masked = [ref for ref in op.operands() if isinstance(kernel.op(ref), Mask)]
+    return masked or [next(iter(op.operands()))]
+
+
+def _masked_again(kernel: Kernel, op: Mask) -> bool:
+    return any(isinstance(kernel.op(n), Mask) for n in kernel.graph.successors(op.name))
+
+
+def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[Bool]:
+    """The conditions that are not among the premises, and follow from none of them, for rows that exist."""
+    loop, known = "kv" if own == "q" else "q", [normal(p) for p in premises]
+    left = []
+    for c in conclusions:
+        wanted = normal(c)
+        if wanted != sympy.true and not any(same(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
+            left.append(c)
+    return left
+
+
+def _whole(*conditions: Bool) -> bool:
+    """Whether conditions are about integers alone."""
+    return all(s.is_integer for c in conditions for s in c.free_symbols)
+
+
+def _facts(op: Mask, header: Header, values: Values) -> Iterator[str]:
+    """What a mask takes as known of data is what the header says, or less."""
+    said = [tuple(normal(header.here(e)) for e in fact) for fact in header.meaning.known]
+    for fact in op.known:
+        literal, needs, enough = (normal(values.expression(e, op)) for e in fact)
+        known = [f for f in said if same(f[0], literal)]
+        needed = {c for f in known for c in conjuncts(f[1])}
+        sufficient = {c for f in known for c in sympy.Or.make_args(f[2])}
+        if set(conjuncts(needs)) - needed or (enough != sympy.false and set(sympy.Or.make_args(enough)) - sufficient):
+            yield f"%{op.name} takes more as known of `{to_text(fact.literal)}` than the header says"

@@ -1,0 +1,227 @@
+"""How a module is put together: its header, what blocks, arguments and loops refer to, what is read and rewritten."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import networkx as nx
+import sympy
+
+from attngen.ir.expr import cdiv, symbol, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.interface import input_tensors, query_heads
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
+
+SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
+NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # that the header's mask and score may name
+
+
+def header(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The module's own fields are ones that the templates know."""
+    for key, value, known in (
+        ("heads", module.sharing, ("mha", "mqa", "gqa")),
+        ("precision", module.precision, ("ieee", "tf32")),
+        ("backend", module.backend, ("triton",)),
+        *(("dtype", d, ("bf16", "fp16", "fp32")) for d in module.dtypes),
+        *((f"head_dim {n}", d, range(16, 257, 8)) for n, d in (("qk", module.head_dim_qk), ("v", module.head_dim_v))),
+    ):
+        if value not in known:
+            yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
+    if module.blocks and (module.blocks.size & (module.blocks.size - 1) or not 16 <= module.blocks.size <= 4096):
+        yield f"`blocks {module.blocks.size}`; expected a power of two from 16 to 4096"
+    for what, values in (("dtype", module.dtypes), ("kernel", tuple(k.name for k in module.kernels))):
+        if not values or len(set(values)) < len(values):
+            yield f"{what} `{' '.join(values)}`; expected one or more, each once"
+    for text in (module.name, *(i.name for i in module.inputs)):
+        if not text.isidentifier() or keyword.iskeyword(text):
+            yield f"`{text}` is not an identifier"
+    for text in (module.version, module.spec_hash, module.mask, module.score, *(i.help for i in module.inputs)):
+        if set(text) & set('"\\{}'):  # they are printed inside strings
+            yield f"`{text}` has a quote, a backslash or a brace"
+    yield from _unnamed(module)
+
+
+def _unnamed(module: Module) -> Iterator[str]:
+    """What the header's mask and score name is a position, a size, an input or what the wrapper derives, and read as tensors are."""
+    tensors, meaning = input_tensors(module.inputs, module.derived), module.meaning
+    known = NAMED | {i.name for i in module.inputs} | tensors.keys()
+    for read in meaning.reads:
+        if read.tensor not in tensors or len(read.index) != len(tensors[read.tensor].dims):
+            yield f"`read {read.name} from {read.tensor}` has no place in an input or in what is derived"
+        yield from (f"`read {read.name}` names `{s}`, which is not known there" for s in _names(read.index) - known)
+        known |= {read.name}
+    said = (meaning.where, meaning.by_key, *(e for fact in meaning.known for e in fact))
+    yield from (f"`mask` names `{s}`, which is no position, size or input" for s in _names(said) - known)
+    yield from (f"`score` names `{s}`, which is no position, size or input" for s in _names((meaning.score, meaning.sink)) - known - {"s"})
+
+
+def _names(expressions: Iterable[Any]) -> set[str]:
+    return {str(s) for e in expressions if e is not None for s in e.free_symbols}
+
+
+def signature(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The grid tiles one axis, there is an entry, and every value is of a type that kernels and wrapper know."""
+    if "entry" not in {b.name for b in kernel.blocks}:
+        yield "no block @entry"
+    if not kernel.grid or not kernel.own_axis:
+        yield "the grid does not start with q or kv, and no loop of class all runs over one of them"
+    for at, axis in enumerate(kernel.grid):
+        if axis.abreast < 1 or (axis.abreast > 1 and (at or axis.var not in AXIS_EXTENT)):
+            yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
+    blocks = [b.name for b in kernel.blocks]
+    homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
+    reached = nx.descendants(nx.DiGraph([("entry", "entry"), *homes]), "entry") | {"entry"}
+    bodies = [body for _, body in homes]
+    for name in blocks:
+        if blocks.count(name) > 1 or bodies.count(name) != (name != "entry") or name not in reached:
+            yield f"@{name} is not the body of loops of one other block; only @entry is no body"
+    stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
+    written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
+    for op in kernel.ops():
+        if isinstance(op, (Load, Store)):
+            tensor, role = kernel.accessed(op)[0], "out" if isinstance(op, Store) else "in"
+            if not isinstance(tensor, Arg) or tensor.role not in (role, "inout"):
+                yield f"%{op.name} {'writes' if role == 'out' else 'reads'} %{tensor.name}, which is no tensor of role `{role}`"
+    for block in kernel.blocks:
+        roles = ("in", "out", "inout", "scalar") if block.name == "entry" else ("carry",)
+        for op in block.ops:
+            if isinstance(op, Arg) and op.role not in roles:
+                yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
+            dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out", "inout") else ()
+            sizes = SIZES | {d for d in dims if d.isdigit()}
+            if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
+                yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
+            if isinstance(op, Arg) and op.role in ("out", "inout") and op.name not in written:
+                yield f"nothing is stored to %{op.name}"
+            for t in op.results().values():
+                if t.dtype not in ("T", *DTYPE_BYTES):
+                    yield f"%{op.name} is of `{t.dtype}`; expected one of T, {', '.join(DTYPE_BYTES)}"
+
+
+def references(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A field reference names a result that the op has."""
+    for op in kernel.ops():
+        for ref in op.operands():
+            source, _, field = ref.partition(".")
+            defined = kernel.op(source)
+            known = dict(defined.carry) if isinstance(defined, Loop) else defined.results()
+            if field not in known:
+                yield f"%{op.name} reads %{ref}; %{source} has {', '.join(f'.{k}' if k else 'one result' for k in known) or 'none'}"
+
+
+def order(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Values are defined before they are used, in the same block or in one around it; so are scalars that expressions name."""
+    if not nx.is_directed_acyclic_graph(kernel.graph):
+        yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
+    nodes = kernel.graph.nodes
+    around = {block.name: kernel.around(block.name) for block in kernel.blocks}
+    for name, data in nodes.items():
+        for ref in (*data["op"].operands(), *sorted(kernel.scalars_of(data["op"]))):
+            source = nodes[ref.split(".")[0]]
+            places = (data, *(nodes[loop.name] for loop in around[data["block"]]))
+            place = next((p for p in places if p["block"] == source["block"]), None)
+            if place is None or source["order"] >= place["order"]:
+                yield f"%{name} reads %{ref} where it is not defined"
+
+
+def loops(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A loop's fields, its body's arguments and what the body yields are the same, with the same types."""
+    blocks = {b.name: b for b in kernel.blocks}
+    for loop in kernel.loops:
+        if loop.body not in blocks:
+            yield f"%{loop.name} runs @{loop.body}, which is not a block"
+            continue
+        walks = kernel.walks and loop.var == kernel.own_axis
+        over_tiles = loop.var in AXIS_EXTENT and not walks
+        if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
+            expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
+            expected = "unknown, full or partial, as it runs over tiles" if over_tiles else expected
+            yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
+        if loop.var == kernel.own_axis and not kernel.walks:
+            yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one tile"
+        if walks and loop.ranges != ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var]))),):
+            yield f"%{loop.name} does not run over all tiles of {loop.var}, which its program owns"
+        if over_tiles and kernel.walks and kernel.own_axis not in {other.var for other in kernel.around(loop.body)}:
+            yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
+        if loop.var in {other.var for other in kernel.around(kernel.graph.nodes[loop.name]["block"])}:
+            yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
+        if loop.var not in AXIS_EXTENT and loop.ranges != (query_heads(kernel.is_split),):
+            first, end = map(to_text, query_heads(kernel.is_split))
+            yield f"%{loop.name} does not run over {first} .. {end}, the program's query heads of its key head"
+        ops = blocks[loop.body].ops
+        starts = {f: kernel.type_of(r) for f, r in loop.carry}
+        args = {op.name: op.type for op in ops if isinstance(op, Arg)}
+        yields = [op for op in ops if isinstance(op, Yield)]
+        if len(yields) != 1 or ops[-1] is not yields[0]:
+            yield f"@{loop.body} does not end with its one yield"
+        elif not (starts == args == {f: kernel.type_of(r) for f, r in yields[0].values}):
+            yield f"%{loop.name} carries {_fields(starts)}, @{loop.body} takes {_fields(args)} and yields other types or fields"
+
+
+def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A tensor of role `inout` is loaded and then stored once, at one place, in the body of a loop whose turns have tiles of their own."""
+    for arg in (a for a in kernel.args if a.role == "inout"):
+        found = [op for op in kernel.ops() if isinstance(op, (Load, Store)) and kernel.accessed(op)[0] is arg]
+        if [type(op) for op in found] != [Load, Store]:
+            yield f"%{arg.name} has {len(found)} loads and stores; expected one load, and then one store"
+            continue
+        (read, first), (write, second) = ((kernel.graph.nodes[op.name]["block"], kernel.accessed(op)[1]) for op in found)
+        if (read, first) != (write, second):
+            yield f"%{arg.name} is loaded at one place and stored at another; expected a tile that is rewritten where it is read"
+        around = {loop.var for loop in kernel.around(read)[:1] if loop.cls != "all"}
+        if around.isdisjoint(map(str, first)):
+            yield f"%{arg.name} is rewritten outside of a loop over its tiles, each of which has its turn"
+
+
+def live(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Everything is read: what a loop carried and its body does not read, say, would be lost."""
+    named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
+    for op in kernel.ops():
+        parameter = isinstance(op, Arg) and op.role != "carry"
+        parameter |= isinstance(op, Loop) and op.body in kernel.storing
+        if not (parameter or isinstance(op, (Barrier, Scatter, Store, Yield)) or kernel.graph.out_degree(op.name) or op.name in named):
+            yield f"%{op.name} is read by nothing"
+
+
+def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
+    """What is updated in place has one reader: a carried value is one variable from start to end, and so is a masked one."""
+    readers: dict[str, list[str]] = {}
+    for op in kernel.ops():
+        for ref in op.operands():
+            readers.setdefault(ref, []).append(op.name)
+    for op in kernel.ops():
+        updated = [r for _, r in op.carry] if isinstance(op, Loop) else [op.value] if isinstance(op, Mask) else []
+        for ref in updated:
+            start = kernel.op(ref)
+            local = kernel.graph.nodes[start.name]["block"] == kernel.graph.nodes[op.name]["block"]
+            if not local or (isinstance(op, Loop) and not isinstance(start, (Init, Loop, Arg))):
+                yield f"%{op.name} updates %{ref} in place; expected an init, a carried value or, for a mask, a value of the same block"
+            if isinstance(start, Arg) and start.role != "carry":
+                yield f"%{op.name} updates %{ref} in place, which is an argument of the kernel"
+            if others := [r for r in readers[ref] if r != op.name]:
+                yield f"%{op.name} updates %{ref} in place, which %{others[0]} reads too"
+        if isinstance(op, Loop) and len(set(updated)) < len(updated):
+            yield f"%{op.name} starts two carried values from one"
+        if isinstance(op, Yield):
+            passed = [r for f, r in op.values if r != f]
+            if taken := [r for r in passed if passed.count(r) > 1 or isinstance(kernel.op(r), Arg)]:
+                yield f"%{op.name} gives %{taken[0]} to a field that is not its own; expected a new value for each field"
+    for body in dict.fromkeys(loop.body for loop in kernel.loops):
+        sharing = [loop for loop in kernel.loops if loop.body == body]
+        for before, after in zip(sharing, sharing[1:]):
+            if after.carry != tuple((f, f"{before.name}.{f}") for f, _ in before.carry):
+                yield f"%{after.name} shares @{body} with %{before.name} and does not go on from what that one carries"
+
+
+def ordered(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A loop that rewrites tiles follows a barrier, beyond which what it loads cannot be read ahead."""
+    for block in kernel.blocks:
+        for before, op in zip((None, *block.ops), block.ops):
+            if isinstance(op, Loop) and op.body in kernel.rewriting and not isinstance(before, Barrier):
+                yield f"%{op.name} loads tiles that others have stored, and no barrier is right before it"
+
+
+def _fields(types: dict[str, Type]) -> str:
+    return ", ".join(f"{k}: {t.dtype}[{', '.join(t.dims)}]" for k, t in types.items())

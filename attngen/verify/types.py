@@ -1,0 +1,269 @@
+"""Types: dimensions agree by name, element types with what is loaded, stored and computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy
+from sympy.logic.boolalg import Boolean
+
+from attngen.ir.expr import REAL, cdiv, floordiv, mod, select, symbol, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import (
+    AXIS_DIM,
+    Arg,
+    Base,
+    Dot,
+    Dropout,
+    Gather,
+    Init,
+    Keep,
+    Load,
+    Loop,
+    Map,
+    Mask,
+    Op,
+    Position,
+    Reduce,
+    Scatter,
+    Seed,
+    SoftmaxStep,
+    Store,
+    Type,
+)
+
+SCORES = ("BLOCK_Q", "BLOCK_KV")
+POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
+
+
+def types(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Dimensions agree by name: contractions, broadcasts, accesses. Element types are what is loaded, stored and computed."""
+    for op in kernel.ops():
+        for e in op.expressions():
+            if any(_is_condition(arg) for sub in sympy.preorder_traversal(e) for arg in _numbers_in(sub)):
+                yield f"%{op.name}: `{to_text(e)}` computes with a condition"
+        errors = _ERRORS.get(type(op))
+        yield from (f"%{op.name}: {reason}" for reason in errors(kernel, op)) if errors else ()
+
+
+def _dot_errors(kernel: Kernel, op: Dot) -> Iterator[str]:
+    of = kernel.type_of
+    a, b = of(op.a), of(op.b)
+    if len(a.dims) != 2 or len(b.dims) != 2 or op.over not in a.dims or op.over not in b.dims:
+        yield f"cannot contract [{', '.join(a.dims)}] with [{', '.join(b.dims)}] over {op.over}"
+        return
+    dims = tuple(d for t in (a, b) for d in t.dims if d != op.over)
+    if dims != op.type.dims or op.type.dtype != "f32":
+        yield f"the product is f32[{', '.join(dims)}]"
+    if op.acc and of(op.acc).dtype != "f32":
+        yield f"the accumulator is {of(op.acc).dtype}; expected f32"
+    if op.acc and of(op.acc).dims != dims:
+        yield f"the accumulator is [{', '.join(of(op.acc).dims)}], the product [{', '.join(dims)}]"
+
+
+def _mask_errors(kernel: Kernel, op: Mask) -> Iterator[str]:
+    of = kernel.type_of
+    yield from (f"`{to_text(e)}` is no condition" for e in op.expressions() if not isinstance(e, Boolean))
+    yield from _uses_errors(kernel, op)
+    if of(op.value) != op.type:
+        yield "a masked value keeps its type"
+    if op.when not in ("always", "partial"):
+        yield f"applies `{op.when}`; expected always or partial"
+
+
+def _loop_errors(kernel: Kernel, op: Loop) -> Iterator[str]:
+    of = kernel.type_of
+    for e in (e for r in op.ranges for e in r):
+        if _is_condition(e) or not is_integral(kernel, e, {}):
+            yield f"runs to or from `{to_text(e)}`, which is no integer"
+    if op.listed and of(op.listed).dtype != "ptr":
+        yield f"visits what %{op.listed} lists, which is no pointer"
+
+
+def _position_errors(kernel: Kernel, op: Position) -> Iterator[str]:
+    of = kernel.type_of
+    if of(op.src).dtype != "ptr" or op.type.dtype != "i32" or op.type.dims:
+        yield "is made of a pointer to ranks, and is one i32"
+    if _is_condition(op.tile) or not is_integral(kernel, op.tile, {}):
+        yield f"`{to_text(op.tile)}` is no integer"
+
+
+def _seed_errors(kernel: Kernel, op: Seed) -> Iterator[str]:
+    of = kernel.type_of
+    if of(op.src) not in (Type("i64", (), s) for s in ("hbm", "?")) or (op.type.dtype, op.type.dims) != ("i64", ()):
+        yield "is one i64, read from a tensor of one i64"
+
+
+def _keep_errors(kernel: Kernel, op: Keep) -> Iterator[str]:
+    of = kernel.type_of
+    one = [(of(r).dtype, of(r).dims) for r in (op.seed, op.threshold)]
+    if one != [("i64", ()), ("i32", ())] or op.type.dtype != "b1" or sorted(op.type.dims) != ["BLOCK_KV", "BLOCK_Q"]:
+        yield "needs a seed (i64) and a threshold (i32), and is b1 of BLOCK_Q and BLOCK_KV"
+
+
+def _dropout_errors(kernel: Kernel, op: Dropout) -> Iterator[str]:
+    of = kernel.type_of
+    if of(op.value) != op.type or op.type.dtype != "f32" or (of(op.keep).dtype, of(op.keep).dims) != ("b1", op.type.dims):
+        yield "keeps the type of an f32 value, by a b1 of its dimensions"
+
+
+def _init_errors(kernel: Kernel, op: Init) -> Iterator[str]:
+    if op.type.dtype != "f32" or not op.value.is_number:
+        yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32"
+
+
+def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
+    of = kernel.type_of
+    row = op.type.dims[:1]
+    if {of(r).dtype for r in (op.s, op.m)} != {"f32"} or (op.scale and of(op.scale).dims):
+        yield "needs s and m in f32, and one number as scale"
+    if of(op.s).dims != op.type.dims or of(op.m).dims != row:
+        yield f"needs s of [{', '.join(op.type.dims)}], and m of its rows"
+    if op.guard not in ("always", "partial"):
+        yield f"guards `{op.guard}`; expected always or partial"
+
+
+def _reduce_errors(kernel: Kernel, op: Reduce) -> Iterator[str]:
+    of = kernel.type_of
+    value = of(op.value).dims
+    if op.over not in value or tuple(d for d in value if d != op.over) != op.type.dims:
+        yield f"cannot reduce [{', '.join(value)}] over {op.over} to [{', '.join(op.type.dims)}]"
+    if op.op not in ("sum", "min", "max"):
+        yield f"`{op.op}` is not a reduction; expected sum, min or max"
+
+
+def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
+    source = kernel.op(op.src.tensor)
+    if not isinstance(source, Arg) or source.role != "in" or source.type.dtype != op.type.dtype:
+        yield f"gathers {op.type.dtype} from %{op.src.tensor}, which is no input of that"
+    elif len(op.src.index) != len(source.type.dims):
+        yield f"%{op.src.tensor} has {len(source.type.dims)} dimensions, the access {len(op.src.index)}"
+    if not all(is_integral(kernel, e, dict(op.uses)) for e in op.src.index):
+        yield "is indexed by what is no integer"
+    yield from _uses_errors(kernel, op)
+
+
+def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
+    of = kernel.type_of
+    target = kernel.op(op.dst.tensor)
+    if not isinstance(target, Arg) or target.role != "out" or target.type.dtype != "f32" or of(op.value).dtype != "f32":
+        yield f"adds {of(op.value).dtype} to %{op.dst.tensor}; expected f32, and an output of that"
+    elif len(op.dst.index) != len(target.type.dims):
+        yield f"%{op.dst.tensor} has {len(target.type.dims)} dimensions, the access {len(op.dst.index)}"
+    if not all(is_integral(kernel, e, dict(op.uses)) for e in op.dst.index):
+        yield "is indexed by what is no integer"
+    yield from _uses_errors(kernel, op)
+
+
+def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
+    of = kernel.type_of
+    access = op.dst if isinstance(op, Store) else op.src
+    declared, index = kernel.accessed(op)
+    tensor = of(declared.name)
+    if isinstance(op, Store) and op.by:
+        if op.by != "distance" or tensor.dims != ("B", "Hq", "Td", "Nd") or len(index) != 2 or set(of(op.value).dims) != set(SCORES):
+            yield "stores sums by distance of a tile of scores to a row of [B, Hq, Td, Nd]"
+        return
+    if not isinstance(op, Base) and len(index) != len(tensor.dims):
+        yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {len(index)}"
+    moved = of(op.value) if isinstance(op, Store) else op.type
+    if not isinstance(op, Base) and moved.dtype != tensor.dtype:
+        yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
+    tile = of(op.value) if isinstance(op, Store) else op.type
+    dims = tuple(AXIS_DIM[a] for a in access.axes())
+    turned = set(access.axes()) == {"q", "kv"}  # a tile of scores may be loaded transposed
+    if not isinstance(op, Base) and tile.unpadded not in (dims, dims[::-1] if turned else dims):
+        yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile.dims)}]"
+    checks = () if isinstance(op, Base) else op.check
+    if len({axis for axis, _ in checks}) < len(checks):
+        yield "checks an axis twice"
+    for axis, when in checks:
+        if axis not in access.axes() or when not in ("always", "partial"):
+            yield f"cannot check `{axis} if {when}`; expected one of {', '.join(access.axes())}, always or partial"
+
+
+def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
+    text, value = to_text(op.expr), op.type.dtype
+    for ref in (r for _, r in op.uses if kernel.type_of(r).dtype == "ptr"):
+        yield f"%{ref} is a pointer"
+    dims = {d for _, ref in op.uses for d in kernel.type_of(ref).dims}
+    dims |= {AXIS_DIM[a] for a in ("q", "kv") if symbol(f"{a}_idx") in op.expr.free_symbols}
+    if dims != set(op.type.dims):
+        yield f"the expression is of [{', '.join(sorted(dims))}], the value of [{', '.join(op.type.dims)}]"
+    if _is_condition(op.expr) != (value == "b1"):
+        yield f"`{text}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
+    if value == "T" and not op.type.dims:
+        yield "a value of no dimensions is of T; expected f32 or i32"
+    for division in op.expr.atoms(floordiv, cdiv, mod):
+        if not is_integral(kernel, division, dict(op.uses)):
+            yield f"`{to_text(division)}` divides what is no integer"
+    whole = is_integral(kernel, op.expr, dict(op.uses))
+    if op.expr.free_symbols and whole != (value == "i32") and (value == "i32" or not dims):
+        yield f"`{text}` is {'an integer' if whole else 'no integer'}, the value {value}"
+    yield from _uses_errors(kernel, op)
+
+
+def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[str]:
+    whole = dimensions(kernel, op)
+    for _, ref in op.uses:
+        dims = kernel.type_of(ref).dims
+        if not set(dims) <= set(whole) or (len(dims) == 2 and dims != whole):
+            yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(whole)}]"
+
+
+def dimensions(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> tuple[str, ...]:
+    """The dimensions of a result; of a scatter, which has none, those of what it adds."""
+    return kernel.type_of(op.value).dims if isinstance(op, Scatter) else op.type.dims
+
+
+def _is_condition(e: Any) -> bool:
+    return isinstance(e, Boolean) and not e.is_Symbol
+
+
+def _numbers_in(e: Any) -> tuple[Any, ...]:
+    """The arguments of an expression that have to be numbers."""
+    if isinstance(e, (sympy.And, sympy.Or, sympy.Not)):
+        return ()
+    return e.args[1:] if isinstance(e, select) else e.args
+
+
+def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
+    """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
+    refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - kernel.variables
+    whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
+    divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow))
+    return whole and not divided and not e.has(*REAL, sympy.Float, sympy.oo)
+
+
+def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Both operands of a dot have the tensors' element type; products of fp32 say their precision, as the header does."""
+    precision = module.precision if "fp32" in module.dtypes else ""
+    for op in kernel.ops():
+        if isinstance(op, Dot):
+            for ref in (op.a, op.b):
+                if kernel.type_of(ref).dtype != "T":
+                    yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to T first"
+            if op.precision != precision:
+                yield f"%{op.name} has precision `{op.precision}`; expected `{precision}`, by the module's dtype and precision"
+
+
+# What each kind of op asks of its types, besides what holds for all.
+_ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
+    Dot: _dot_errors,
+    Map: _map_errors,
+    Mask: _mask_errors,
+    Loop: _loop_errors,
+    Position: _position_errors,
+    Seed: _seed_errors,
+    Keep: _keep_errors,
+    Dropout: _dropout_errors,
+    Init: _init_errors,
+    SoftmaxStep: _softmax_errors,
+    Reduce: _reduce_errors,
+    Gather: _gather_errors,
+    Scatter: _scatter_errors,
+    Base: _access_errors,
+    Load: _access_errors,
+    Store: _access_errors,
+}
