@@ -84,7 +84,7 @@ def build(
     attngen build --all --check                       for CI: is generated/ what specs/ give?
     """
     from attngen.emit.files import diff_module, write_module
-    from attngen.spec import load_spec
+    from attngen.spec import load_spec, place
 
     paths = _given(specs, every, "build")
     loaded = [(path, load_spec(path)) for path in paths]
@@ -92,6 +92,9 @@ def build(
     for path, spec in loaded:
         if names.count(spec.name) > 1:
             raise SpecError(f"{path}: another spec of this build is named `{spec.name}` too; names must differ")
+    for path, spec in loaded:
+        for key, note in spec.notes():
+            err.print(f"{place(path, key)}: note: `{key}` {note}")
     modules = list(_modules(loaded, out_dir))
     if check:
         diffs = [diff_module(files, out_dir / module.name) for module, files in modules]

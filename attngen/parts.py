@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input
-from attngen.lang import Expression, Param, Read
+from attngen.lang import Expression, Param, Read, position_note
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,10 @@ class Part(BaseModel):
         """Values of its inputs for a benchmark, on the CPU, as those of a common user are: by default those of `sample`."""
         return self.sample(sizes, generator)
 
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what may not be what its author means, each to follow the key's name."""
+        return ()
+
     def describe(self) -> str:
         """One line for docs: the name, and the parameters that differ from their defaults."""
         given = self.model_dump(exclude_defaults=True)
@@ -120,6 +124,10 @@ class WrittenPart(Part):
 
     def expression(self) -> Any:
         return self.parsed.expr
+
+    def notes(self) -> tuple[str, ...]:
+        note = position_note(self.parsed.tree)
+        return (note,) if note else ()
 
     def describe(self) -> str:
         return " ".join(self.expr.split())

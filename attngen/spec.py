@@ -22,7 +22,7 @@ from attngen.document import read_document, shown
 from attngen.errors import SpecError, nearest, suggest
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input
-from attngen.lang import LangError, Param, Read, name_problem
+from attngen.lang import LangError, Param, Read, name_problem, names_schema
 from attngen.masks import AllOf, AnyOf, Mask, Not, Written, registry
 from attngen.parts import Part, unique
 from attngen.scores import Score, WrittenScore, score_registry
@@ -194,7 +194,7 @@ def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
     text, declared = value["expr"], value.get("params")
     declared = {} if declared is None else declared
     if not isinstance(text, str):
-        raise Mistakes((("expr",), f'is {_said(text)}; expected an expression in quotes, as in "kv_idx <= q_idx"'))
+        raise Mistakes((("expr",), f'is {_said(text)}; expected an expression in quotes, as in "kv_idx <= q_pos"'))
     if not isinstance(declared, dict):
         raise Mistakes((("params",), f"is {_said(declared)}; expected the declarations of parameters by name"))
     params: dict[str, Param] = {}
@@ -278,8 +278,8 @@ def _named_schemas(known: Mapping[str, type[Part]]) -> list[dict[str, Any]]:
 
 
 def _written_schema() -> dict[str, Any]:
-    params = {"type": "object", "additionalProperties": {**Param.model_json_schema(), "title": "parameter"}}
-    text = {"type": "string", "description": "an expression over q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores"}
+    params = {"type": "object", "propertyNames": names_schema(), "additionalProperties": {**Param.model_json_schema(), "title": "parameter"}}
+    text = {"type": "string", "description": "an expression over q_pos, q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores"}
     return {"type": "object", "properties": {"expr": text, "params": params}, "required": ["expr"], "additionalProperties": False}
 
 
@@ -357,10 +357,30 @@ class Spec(BaseModel):
                 kept = seen | {r.tensor for r in part.reads() if r.name in seen}
                 if gone := next((i.name for i in part.inputs() if i.name not in kept), None):
                     raise Mistakes(((key,), f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out"))
+        if gone := self._forgotten():
+            key = "mask" if any(i.name == gone for i in self.mask.inputs()) else "score"
+            raise Mistakes(((key,), f"does not depend on `{gone}`, once simplified; expected it to, or the part that declares it left out"))
         scored = [s for s in self.score if s.sink() is None]
         if any(symbol("s") not in s.expression().free_symbols for s in scored):
             raise Mistakes((("score",), "forgets the score `s`; expected an expression in it"))
         return self
+
+    def _forgotten(self) -> str | None:
+        """An input on which neither the mask nor the scores depend as a whole."""
+        score: Any = symbol("s")
+        for part in self.score:
+            score = part.expression().xreplace({symbol("s"): score})
+        sinks = [sink for part in self.score if (sink := part.sink()) is not None]
+        masks = (self.mask.expression(), self.mask.by_key())
+        facts = [e for fact in self.mask.facts() if any(mask.has(fact.literal) for mask in masks) for e in fact]
+        seen = {str(s) for e in (*masks, *facts, score, *sinks) for s in e.free_symbols}
+        for read in reversed(self.reads()):
+            if read.name in seen:
+                seen |= {read.tensor, *(str(s) for e in read.index for s in e.free_symbols)}
+        for made in self.derived():
+            if not seen.isdisjoint(made.names):
+                seen |= set(made.sources)
+        return next((i.name for i in self.inputs() if i.name not in seen), None)
 
     @model_validator(mode="after")
     def _order_can(self) -> Spec:
@@ -396,6 +416,10 @@ class Spec(BaseModel):
                         f"{self.name}: `{read.tensor}` is read as `{read.name}` in two ways; expected another name in one of them"
                     )
         return tuple(found.values())
+
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """What may not be what the author means: the key, and the sentence that follows its name."""
+        return unique((key, note) for key, part in (("mask", self.mask), *(("score", s) for s in self.score)) for note in part.notes())
 
     def canonical(self) -> dict[str, Any]:
         """The spec as plain data with every default filled in; `score`, `backward` and the order of loops only where they say something."""
@@ -600,11 +624,11 @@ dtype: [bf16, fp16]
 
 # Which keys a query sees. Masks: {masks}. `attngen list` says what each does.
 # With parameters: {{sliding_window: {{left: 1023, right: 0}}}}. Several at once: {{all_of: [causal, key_padding]}},
-# any_of, not. Or an expression: {{expr: "kv_idx <= q_idx + extra", params: {{extra: {{scalar: int}}}}}}.
+# any_of, not. Or an expression: {{expr: "kv_idx <= q_pos + extra", params: {{extra: {{scalar: int}}}}}}.
 mask: causal
 
 # What is done to scores, in order, before the mask: {modifiers}, or an expression.
-# score: [{{softcap: 30.0}}, {{expr: "s - 0.1 * abs(q_idx - kv_idx)"}}]
+# score: [{{softcap: 30.0}}, {{expr: "s - 0.1 * abs(q_pos - kv_idx)"}}]
 
 # Dropout on the attention weights: calls take dropout_p and seed. Without it, leave this out.
 # dropout: true

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import REAL, cdiv, clamp, exp2, floordiv, log2, mod, select, span, sqrt, to_text
+from attngen.ir.expr import REAL, TO_INTEGER, cdiv, clamp, exp2, floor, floordiv, log2, mod, nearest, select, span, sqrt, symbol, to_text, trunc
 
 # (source text, dimensions, binding strength: 3 atom, 2 product, 1 sum, 0 comparison)
 Piece = tuple[str, tuple[str, ...], int]
@@ -25,12 +25,30 @@ LARGEST = {  # of the symbols that are no parameters: calls keep lengths below 2
     **dict.fromkeys(("b", "h", "hkv", "g", "group", "split", "splits"), 2**15 - 1),
     **dict.fromkeys(("BLOCK_Q", "BLOCK_KV"), 2**10),
 }
+CONSTANTS = {symbol("LOG2E"): sympy.Float(1.4426950408889634), symbol("LN2"): sympy.Float(0.6931471805599453)}
 PARAMETERS = (-(2**30), 2**30 - 1)  # what calls keep numbers within, and are told to keep tensors within
 
 
 def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
     """Source text of an expression whose value has `dims`; `lookup(symbol)` gives a symbol's text and dimensions."""
-    return _Printer(lookup, dims).print(e)[0]
+    return _Printer(lookup, dims).print(_numbers(e, lookup, not dims))[0]
+
+
+def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
+    """The expression with LOG2E and LN2 as numbers where they come before a scalar inside of it.
+
+    In the interpreter such a product is no tensor, as arguments of functions have to be. A whole statement's value becomes one.
+    """
+    if e in CONSTANTS:
+        return e if outermost else CONSTANTS[e]
+    if not e.args or not e.has(*CONSTANTS):
+        return e
+    if e.is_Mul and any(f in CONSTANTS for f in e.args):
+        rest = [f for f in e.args if f not in CONSTANTS]
+        if outermost or any(lookup(str(s))[1] for f in rest for s in f.free_symbols):
+            return e.func(*(f if f in CONSTANTS else _numbers(f, lookup, False) for f in e.args), evaluate=False)
+    args = [_numbers(a, lookup, outermost and (e.is_Add or e.is_Mul)) for a in e.args]
+    return e if all(a is b for a, b in zip(args, e.args)) else e.func(*args)
 
 
 @cache
@@ -44,6 +62,8 @@ def _range(e: Any) -> tuple[int, int]:
     lows, highs = [low for low, _ in parts], [high for _, high in parts]
     if e.is_Add:
         return sum(min(0, low) for low in lows), sum(max(0, high) for high in highs)
+    if isinstance(e, TO_INTEGER):
+        return PARAMETERS
     if isinstance(e, mod):
         return 0, max(abs(x) for x in parts[1])
     if isinstance(e, clamp):
@@ -116,6 +136,9 @@ class _Printer:
             sympy.Min: "tl.minimum",
             sympy.Max: "tl.maximum",
             sympy.Abs: "tl.abs",
+            floor: "to_floor",
+            nearest: "to_round",
+            trunc: "to_int",
             sqrt: "tl.sqrt",
         }
         for kind, name in calls.items():
@@ -143,6 +166,7 @@ class _Printer:
 
     def _call(self, name: str, e: Any, real: bool) -> Piece:
         symmetric = isinstance(e, (sympy.Min, sympy.Max))
+        real = real or isinstance(e, TO_INTEGER)
         pieces = [self.print(a, real) for a in (sorted(e.args, key=sympy.default_sort_key) if symmetric else e.args)]
         if isinstance(e, REAL) and e.args[0].is_integer:
             pieces = [(f"tl.cast({pieces[0][0]}, tl.float32)", pieces[0][1], 3)]

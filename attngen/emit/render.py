@@ -125,6 +125,7 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
         "tma": any(view.tma for view in views.values()),
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
+        "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
     }

@@ -6,6 +6,7 @@ A mask file holds one subclass of `Mask`: its parameters (pydantic fields), its 
 
 from __future__ import annotations
 
+import ast
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -84,8 +85,13 @@ class Compound(Mask):
     def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
         return {name: value for m in self.masks for name, value in m.workload(sizes, generator).items()}
 
+    def notes(self) -> tuple[str, ...]:
+        return unique(note for m in self.masks for note in m.notes())
+
     def _wrapped(self, m: Mask) -> str:
-        return f"({m.describe()})" if isinstance(m, (AllOf, AnyOf)) else m.describe()
+        """A part's text, in brackets where it is several conditions."""
+        several = isinstance(m, (AllOf, AnyOf)) or (isinstance(m, Written) and isinstance(m.parsed.tree.body, ast.BoolOp))
+        return f"({m.describe()})" if several else m.describe()
 
     def data(self) -> Any:
         return {self.name: [m.data() for m in self.masks]}
