@@ -182,7 +182,7 @@ class _Walk:
         if not x.is_floating_point():
             return x.to(torch.int64)
         whole = {"floor": torch.floor, "round": torch.round, "int": torch.trunc}[name](x)
-        return whole.nan_to_num(-(2.0**30)).clamp(-(2.0**30), 2.0**30 - 64).to(torch.int64)
+        return whole.double().nan_to_num(-(2.0**30)).clamp(-(2.0**30), 2.0**30 - 64).to(torch.int64)
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         if not isinstance(condition, torch.Tensor):

@@ -127,9 +127,7 @@ def parse_mask(value: Any) -> Mask:
             mask = parse_mask(params)
         except Mistakes as error:
             raise Mistakes(*((("not", *path), text) for path, text in error.found)) from None
-        if mask.blocks():
-            raise Mistakes((("not",), "holds `block_sparse`, which names blocks to visit; expected it outside, in an `all_of`"))
-        return Not(masks=(mask,))
+        return Not(masks=(mask.unlisted(),))
     known = registry()
     if name not in known:
         raise Mistakes(((), f"is `{shown(name)}`, which is not a mask; {suggest(str(name), [*known, *ALGEBRA])}"))
@@ -231,13 +229,11 @@ def _parse_several(cls: type[AllOf] | type[AnyOf], value: Any) -> Mask:
         except Mistakes as error:
             found += [((name, i, *path), text) for path, text in error.found]
             continue
-        if mask.blocks() and name == "any_of":
-            found.append(((name, i), "names blocks to visit; expected `block_sparse` outside, in an `all_of`"))
-        if mask.blocks() and any(m.blocks() for m in masks):
+        if mask.names_blocks() and any(m.names_blocks() for m in masks):
             found.append(((name, i), "names blocks a second time; expected one `block_sparse`: combine the block masks in the call"))
         if mask in masks:
             found.append(((name, i), f"is `{mask.describe()}` again; expected each mask once: a repeat {_REPEAT[name]}"))
-        masks.append(mask)
+        masks.append(mask if name == "all_of" else mask.unlisted())
     if found:
         raise Mistakes(*found)
     return cls(masks=tuple(masks))
@@ -278,8 +274,15 @@ def _named_schemas(known: Mapping[str, type[Part]]) -> list[dict[str, Any]]:
 
 
 def _written_schema() -> dict[str, Any]:
-    params = {"type": "object", "propertyNames": names_schema(), "additionalProperties": {**Param.model_json_schema(), "title": "parameter"}}
-    text = {"type": "string", "description": "an expression over q_pos, q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores"}
+    params = {
+        "type": "object",
+        "propertyNames": names_schema(),
+        "additionalProperties": {**Param.model_json_schema(), "title": "parameter"},
+    }
+    text = {
+        "type": "string",
+        "description": "an expression over q_pos, q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores",
+    }
     return {"type": "object", "properties": {"expr": text, "params": params}, "required": ["expr"], "additionalProperties": False}
 
 

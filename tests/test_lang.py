@@ -205,8 +205,16 @@ FORMS = "{tensor: [dimensions]}, {scalar: int}, {scalar: float} or {value: numbe
         ({"tensor": []}, ("tensor",), "is `[]`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
         ({"tensor": "H"}, ("tensor",), "is `H`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
         ({"tensor": ["H"] * 5}, ("tensor",), "is `['H', 'H', 'H', 'H', 'H']`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
-        ({"tensor": ["Hq"]}, ("tensor",), "has the dimension `Hq`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32"),
-        ({"tensor": [True]}, ("tensor",), "has the dimension `True`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32"),
+        (
+            {"tensor": ["Hq"]},
+            ("tensor",),
+            "has the dimension `Hq`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+        ),
+        (
+            {"tensor": [True]},
+            ("tensor",),
+            "has the dimension `True`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+        ),
         (
             {"tensor": ["H/2"]},
             ("tensor",),

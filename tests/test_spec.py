@@ -348,12 +348,31 @@ def conforms(value: Any, node: dict[str, Any], root: dict[str, Any]) -> bool:
     if isinstance(value, dict):
         known = node.get("properties", {})
         named = all(conforms(key, node.get("propertyNames", {}), root) for key in value)
-        complete = named and all(key in value for key in node.get("required", ())) and (known.keys() >= value.keys() or "properties" not in node)
+        complete = (
+            named and all(key in value for key in node.get("required", ())) and (known.keys() >= value.keys() or "properties" not in node)
+        )
         return complete and all(conforms(v, known[k], root) for k, v in value.items() if k in known)
     return True
 
 
-NAMES_OF_PARAMETERS = ["window", "slope_2", "my_q", "doc", "g", "p", "q", "k", "t1", "splits", "q_pos", "floor", "len", "lambda", "acc_2", "Q"]
+NAMES_OF_PARAMETERS = [
+    "window",
+    "slope_2",
+    "my_q",
+    "doc",
+    "g",
+    "p",
+    "q",
+    "k",
+    "t1",
+    "splits",
+    "q_pos",
+    "floor",
+    "len",
+    "lambda",
+    "acc_2",
+    "Q",
+]
 
 
 def test_the_check_knows_every_keyword_of_the_schema() -> None:

@@ -14,7 +14,24 @@ from typing import Any
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import REAL, TO_INTEGER, cdiv, clamp, exp2, floor, floordiv, log2, mod, nearest, select, span, sqrt, symbol, to_text, trunc
+from attngen.ir.expr import (
+    REAL,
+    TO_INTEGER,
+    cdiv,
+    clamp,
+    exp2,
+    floor,
+    floordiv,
+    log2,
+    mod,
+    nearest,
+    select,
+    span,
+    sqrt,
+    symbol,
+    to_text,
+    trunc,
+)
 
 # (source text, dimensions, binding strength: 3 atom, 2 product, 1 sum, 0 comparison)
 Piece = tuple[str, tuple[str, ...], int]
@@ -58,12 +75,12 @@ def _range(e: Any) -> tuple[int, int]:
         return int(e), int(e)
     if e.is_Symbol:
         return (0, LARGEST[str(e)]) if str(e) in LARGEST else PARAMETERS
+    if isinstance(e, TO_INTEGER):
+        return PARAMETERS
     parts = [_range(a) for a in (e.args[1:] if isinstance(e, select) else e.args)]
     lows, highs = [low for low, _ in parts], [high for _, high in parts]
     if e.is_Add:
         return sum(min(0, low) for low in lows), sum(max(0, high) for high in highs)
-    if isinstance(e, TO_INTEGER):
-        return PARAMETERS
     if isinstance(e, mod):
         return 0, max(abs(x) for x in parts[1])
     if isinstance(e, clamp):
@@ -136,14 +153,13 @@ class _Printer:
             sympy.Min: "tl.minimum",
             sympy.Max: "tl.maximum",
             sympy.Abs: "tl.abs",
-            floor: "to_floor",
-            nearest: "to_round",
-            trunc: "to_int",
             sqrt: "tl.sqrt",
         }
         for kind, name in calls.items():
             if isinstance(e, kind):
                 return self._call(name, e, real)
+        if isinstance(e, TO_INTEGER):
+            return self._whole(e)
         if isinstance(e, clamp):
             x, low, high = e.args
             return self.print(sympy.Min(sympy.Max(x, low, evaluate=False), high, evaluate=False), real)
@@ -166,7 +182,6 @@ class _Printer:
 
     def _call(self, name: str, e: Any, real: bool) -> Piece:
         symmetric = isinstance(e, (sympy.Min, sympy.Max))
-        real = real or isinstance(e, TO_INTEGER)
         pieces = [self.print(a, real) for a in (sorted(e.args, key=sympy.default_sort_key) if symmetric else e.args)]
         if isinstance(e, REAL) and e.args[0].is_integer:
             pieces = [(f"tl.cast({pieces[0][0]}, tl.float32)", pieces[0][1], 3)]
@@ -175,6 +190,13 @@ class _Printer:
         while len(texts) > 2 and symmetric:  # two operands at a time
             texts = [f"{name}({texts[0]}, {texts[1]})", *texts[2:]]
         return f"{name}({', '.join(texts)})", dims, 3
+
+    def _whole(self, e: Any) -> Piece:
+        """A real number as an integer, of 64 bits where these are wanted."""
+        before, self.wide = self.wide, False
+        text, dims, _ = self._call({floor: "to_floor", nearest: "to_round", trunc: "to_int"}[e.func], e, True)
+        self.wide = before
+        return (f"{text}.to(tl.int64)" if dims else f"tl.cast({text}, tl.int64)") if self.wide else text, dims, 3
 
     def _sum(self, e: Any, real: bool) -> Piece:
         """Positive terms first, tiles before rows before scalars; in a real sum, integers apart."""

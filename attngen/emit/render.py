@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-import sympy
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.emit.context import SIZES, KernelContext, KernelView, stride_names
+from attngen.emit.torch_text import to_torch
 from attngen.errors import AttngenError, suggest
-from attngen.ir.expr import clamp, floordiv, mod, parse, symbol
+from attngen.ir.expr import parse, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Module, Unfit
 from attngen.ir.interface import DROPOUT_SCALARS, FEW_QUERIES, SPLIT_KEYS, STRIP, block_lists, verify_interface
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Gather, Load, Map, Mask
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Base, Gather, Load, Map, Mask
 from attngen.ir.text import print_module
 from attngen.scores import derive_functions
 
@@ -343,6 +343,8 @@ def _plan_field_checks(module: Module, fields: list[str]) -> list[str]:
 
 def _size(dim: str) -> str:
     """A dimension of an input in the wrapper."""
+    if blocks := re.fullmatch(BLOCKS, dim):
+        return f"-(-{_SIZES[blocks[1]]} // {blocks[2]})"
     return _SIZES.get(dim, dim)
 
 
@@ -390,20 +392,6 @@ def _parts(module: Module) -> list[str]:
     return lines
 
 
-def _to_torch(e: Any) -> str:
-    """An expression of integers in `distance`, a tensor, as Python source."""
-    if e.is_Add or e.is_Mul:
-        return "(" + (" + " if e.is_Add else " * ").join(map(_to_torch, e.args)) + ")"
-    if isinstance(e, clamp):
-        x, low, high = map(_to_torch, e.args)
-        return f"{x}.clamp({low}, {high})"
-    if isinstance(e, sympy.Abs):
-        return f"{_to_torch(e.args[0])}.abs()"
-    if isinstance(e, (floordiv, mod)):
-        return f"({_to_torch(e.args[0])} {'//' if isinstance(e, floordiv) else '%'} {_to_torch(e.args[1])})"
-    return _SIZES.get(str(e), str(e))
-
-
 def _summed(module: Module, name: str) -> str:
     """The gradient of an input, from the parts that the kernels have written: torch's sums run in a fixed order."""
     terms = []
@@ -412,7 +400,7 @@ def _summed(module: Module, name: str) -> str:
             at = next(i for i, e in enumerate(x.index) if "distance" in e)
             kept = [{"b": 0, "h": 1}[c] for c in x.index if c in ("b", "h")]
             scaled = " * keep_scale" if module.dropout else ""
-            terms.append(f"_of_distances({x.parts.lower()}, {name}, {at}, {tuple(kept)}, {_to_torch(parse(x.index[at]))}){scaled}")
+            terms.append(f"_of_distances({x.parts.lower()}, {name}, {at}, {tuple(kept)}, {to_torch(parse(x.index[at]), _SIZES)}){scaled}")
             continue
         if x.by == "element":
             terms.append(x.parts.lower())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +12,12 @@ import sympy
 from sympy.logic.boolalg import Boolean
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import REAL, cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text, with_rows
+from attngen.ir.expr import REAL, TO_INTEGER, cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text, with_rows
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    BLOCKS,
     DTYPE_BYTES,
     Arg,
     Barrier,
@@ -38,6 +40,7 @@ from attngen.ir.ops import (
     Store,
     Type,
     Yield,
+    dimension,
 )
 
 Rule = Callable[[Module, Kernel], Iterator[str]]
@@ -138,7 +141,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
             dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out", "inout") else ()
-            sizes = SIZES | {d for d in dims if d.isdigit()}
+            sizes = SIZES | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
             if isinstance(op, Arg) and op.role in ("out", "inout") and op.name not in written:
@@ -485,6 +488,7 @@ def _type_errors(kernel: Kernel, op: Op) -> Iterator[str]:
 
 def _integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
+    e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # of whatever they are made
     refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - _variables(kernel)
     whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
     divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow))
@@ -533,7 +537,7 @@ def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], head
     conditions = conjuncts(op.where)
     does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
-        extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+        extent = dimension(dim)
         low, high = span(index)
         if dim not in ("Nq", "Nk") and index in [letters.get(dim), *heads.get(dim, [])]:
             continue

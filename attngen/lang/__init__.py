@@ -24,7 +24,19 @@ from attngen.lang.params import SAID, Param
 from attngen.lang.positions import position_note
 from attngen.lang.reads import Read
 
-__all__ = ["MAX_TEXT", "TAKEN", "Expression", "LangError", "Param", "Read", "name_problem", "names_schema", "parse_mask", "parse_score", "position_note"]
+__all__ = [
+    "MAX_TEXT",
+    "TAKEN",
+    "Expression",
+    "LangError",
+    "Param",
+    "Read",
+    "name_problem",
+    "names_schema",
+    "parse_mask",
+    "parse_score",
+    "position_note",
+]
 
 
 @dataclass(frozen=True)

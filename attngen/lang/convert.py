@@ -124,7 +124,9 @@ class Builder(Reads):
 
     def _indices(self, param: Param) -> list[str]:
         """An index as it is likely meant, for a hint."""
-        return [{"B": "b", "Hq": "h", "Hkv": "hkv", "Nq": "q_idx", "Nk": "kv_idx"}.get(d, "q_idx - kv_idx") for d in param.dims]
+        letters = {"B": "b", "Hq": "h", "Hkv": "hkv", "Nq": "q_idx", "Nk": "kv_idx"}
+        parts = [d.partition("/") for d in param.dims]
+        return [letters[d] + (f" // {by}" if by else "") if d in letters else "q_idx - kv_idx" for d, _, by in parts]
 
     def _unary(self, node: ast.UnaryOp) -> Part:
         if isinstance(node.op, ast.Not):

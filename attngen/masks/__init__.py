@@ -31,6 +31,14 @@ class Mask(Part):
         """Whole blocks of the score matrix that count, if the mask names them; the expression holds inside them."""
         return None
 
+    def names_blocks(self) -> bool:
+        """Whether the mask, or a part of it, is one of blocks."""
+        return False
+
+    def unlisted(self) -> Mask:
+        """The same mask as a part of one that shows what it hides: no list of blocks says which tiles are visited."""
+        return self
+
     def expression(self) -> Bool:
         """True where query q_idx may attend to key kv_idx."""
         raise NotImplementedError
@@ -75,6 +83,12 @@ class Compound(Mask):
 
     def blocks(self) -> Blocks | None:
         return next((m.blocks() for m in self.masks if m.blocks()), None)
+
+    def names_blocks(self) -> bool:
+        return any(m.names_blocks() for m in self.masks)
+
+    def unlisted(self) -> Mask:
+        return self.model_copy(update={"masks": tuple(m.unlisted() for m in self.masks)})
 
     def facts(self) -> tuple[Fact, ...]:
         return unique(f for m in self.masks for f in m.facts())

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.expr import TO_INTEGER, exp2, log, log2, sigmoid, symbol
+from attngen.ir.expr import TO_INTEGER, exp2, log, log2, parse, sigmoid, symbol, to_text
 from attngen.ir.graph import Module
 from attngen.ir.ops import Access, Fact, Gather, Map, Mask, Op, Scatter
 from attngen.passes.base import Pass
@@ -39,7 +39,8 @@ class BaseTwo(Pass):
                 return [replace(op, dst=_places(op.dst), where=in_base_two(op.where))]
             return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, Map) else [op]
 
-        return module.map_kernels(lambda k: k.rewrite(change))
+        learned = tuple(replace(x, index=tuple(to_text(in_base_two(parse(e)).xreplace(NUMBERS)) for e in x.index)) for x in module.learned)
+        return replace(module, learned=learned).map_kernels(lambda k: k.rewrite(change))
 
 
 def _places(access: Access) -> Access:
