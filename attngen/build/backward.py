@@ -110,7 +110,7 @@ def _parts(read: Read) -> str:
 
 _LEARNED = (
     "`{}` has `grad: true` and is read at `{}`; sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_idx, numbers, or a distance "
-    "kv_idx - q_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
+    "q_pos - kv_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
 )
 
 

@@ -14,6 +14,7 @@ import jinja2
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.emit.context import SIZES, KernelContext, KernelView, stride_names
+from attngen.emit.layout import statement
 from attngen.emit.torch_text import to_torch
 from attngen.errors import AttngenError, suggest
 from attngen.ir.expr import parse, symbol
@@ -25,6 +26,7 @@ from attngen.scores import derive_functions
 
 WIDTH = 100
 LONGEST = 120  # of an assignment, without its indentation
+MOST = 124  # of each of its lines, where it is broken at its brackets alone
 _NUMBERS = {"i32": "int", "f32": "float"}
 _TORCH = {
     "f32": "torch.float32",
@@ -94,7 +96,7 @@ def _environment() -> jinja2.Environment:
     )
     env.globals["call"] = _call
     env.globals["assign"] = _assign
-    env.globals["fold"] = lambda text: _broken(text, LONGEST)
+    env.globals["fold"] = lambda text: _short(_broken(text, LONGEST), text)
     env.globals["unpack"] = _unpack
     env.filters["fill"] = _fill
     return env
@@ -514,7 +516,7 @@ def _call(name: str, args: list[str]) -> str:
     line = f"{name}({', '.join(args)})"
     if len(line) <= WIDTH - 12:
         return line
-    return _one_a_line(name, args)
+    return _short(_one_a_line(name, args), line)
 
 
 def _tuple(items: list[str]) -> str:
@@ -528,7 +530,12 @@ def _assign(var: str, expr: str) -> str:
     if len(line) > LONGEST and re.fullmatch(r"\w+( \+ [\w.]+\([^()]*\) \* \w+)+", expr):  # a pointer: one stride a line
         first, *rest = re.split(r" \+ (?=tl)", expr)
         return "\n".join([f"{var} = (", f"    {first}", *(f"    + {term}" for term in rest), ")"])
-    return _broken(line, LONGEST)
+    return _short(_broken(line, LONGEST), line)
+
+
+def _short(broken: str, line: str) -> str:
+    """A statement as it was broken at its brackets; where that leaves a line too long, broken at its operators too."""
+    return statement(line, LONGEST) if any(len(part) > MOST for part in broken.splitlines()) else broken
 
 
 def _unpack(names: list[str], value: str) -> str:
