@@ -178,7 +178,7 @@ class _Walk:
         if name == "float":
             return self.real(x)
         if not isinstance(x, torch.Tensor):
-            return {"floor": math.floor, "round": round, "int": int}[name](x)
+            return math.floor(x) if name == "floor" else round(x) if name == "round" else int(x)
         if not x.is_floating_point():
             return x.to(torch.int64)
         whole = {"floor": torch.floor, "round": torch.round, "int": torch.trunc}[name](x)

@@ -221,7 +221,9 @@ def compare(module: Any, oracle: Oracle, given: dict[str, Any], dtype: torch.dty
     tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
     if "mha" in module.__doc__:
         tensors[1:] = [torch.randn(1, heads, n_kv, width, generator=generator).to(dtype).requires_grad_() for _ in "kv"]
-    learned = {n: x.clone().requires_grad_() for n, x in given.items() if isinstance(x, torch.Tensor) and f"{n}: torch.float32" in doc(module)}
+    learned = {
+        n: x.clone().requires_grad_() for n, x in given.items() if isinstance(x, torch.Tensor) and f"{n}: torch.float32" in doc(module)
+    }
     learned = {n: x for n, x in learned.items() if re.search(rf"{n}: .*differentiable", doc(module))}
     given = {**given, **learned}
     out = module.attention(*tensors, **given)

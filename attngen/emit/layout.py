@@ -39,8 +39,8 @@ def expression(text: str, most: int) -> str:
     for comma in [i for i in _outermost(plain, start + 1, end) if plain[i] == ","] + [end]:
         items.append(text[at:comma].strip())
         at = comma + 1
-    comma = "," if len(items) > 1 or re.match(r"\w", text[start - 1 : start]) else ""
-    lines = ("    " + expression(item, most - 4).replace("\n", "\n    ") + comma for item in items if item)
+    after = "," if len(items) > 1 or re.match(r"\w", text[start - 1 : start]) else ""
+    lines = ("    " + expression(item, most - 4).replace("\n", "\n    ") + after for item in items if item)
     return "\n".join([text[: start + 1], *lines, text[end:]])
 
 

@@ -138,7 +138,10 @@ class _Printer:
         if e.is_Relational:
             real = not (e.lhs.is_integer and e.rhs.is_integer) and any(x.is_integer is False or x.has(sympy.Float) for x in e.args)
             e = e.reversed if e.lhs.is_number and not isinstance(e, (sympy.Eq, sympy.Ne)) else e  # what varies first
-            return self._join(f" {e.rel_op} ", [self.print(e.lhs, real), self.print(e.rhs, real)], 0)
+            text, dims, strength = self._join(f" {e.rel_op} ", [self.print(e.lhs, real), self.print(e.rhs, real)], 0)
+            if not dims and not (e.lhs.is_integer and e.rhs.is_integer):  # to the interpreter `a < b` of scalar reals is a real itself
+                text = f"tl.where({text}, 1, 0) == 1"
+            return text, dims, strength
         if isinstance(e, (sympy.And, sympy.Or)):
             pieces = [self.print(a) for a in sorted(e.args, key=sympy.default_sort_key)]
             return self._join(" & " if isinstance(e, sympy.And) else " | ", pieces, 0)

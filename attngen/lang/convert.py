@@ -9,14 +9,12 @@ from typing import Any
 import sympy
 
 from attngen.document import shown
-from attngen.errors import suggest
-from attngen.ir.expr import FUNCTIONS, floordiv, mod, symbol
+from attngen.ir.expr import FUNCTIONS, floordiv, mod
 from attngen.lang.checks import Part
 from attngen.lang.functions import OTHERS
 from attngen.lang.grammar import LangError
 from attngen.lang.limits import MAX_INT, MAX_REAL
-from attngen.lang.names import CALLS, CONDITIONS, MEANT, POSITIONS, SCORE
-from attngen.lang.params import SAID, Kind, Param
+from attngen.lang.params import SAID, Kind
 from attngen.lang.reads import Reads
 
 _COMPARE: dict[type, Any] = {
@@ -95,38 +93,6 @@ class Builder(Reads):
             case str() | bytes():
                 raise self.error(node, "uses text in quotes, which expressions do not have")
         raise self.error(node, f"uses `{self.written(node)}`, which expressions do not have")
-
-    def _name(self, node: ast.Name) -> Part:
-        name = node.id
-        if name in self.params:
-            self.used.add(name)
-            param = self.params[name]
-            if param.tensor is not None:
-                raise self.error(node, f"uses the tensor `{name}` without an index; write {name}[{', '.join(self._indices(param))}]")
-            if param.value is None:
-                return Part(param.kind, symbol(name))
-            make = {"bool": lambda v: sympy.true if v else sympy.false, "int": sympy.Integer, "real": sympy.Float}[param.kind]
-            return Part(param.kind, make(param.value), True)
-        if name in POSITIONS:
-            return Part("int", POSITIONS[name])
-        if name in CONDITIONS:
-            return Part("bool", sympy.true if CONDITIONS[name] else sympy.false, True)
-        if name == SCORE and self.score:
-            return Part("real", symbol(SCORE))
-        if name == SCORE:
-            raise self.error(node, "uses the score `s`, which masks do not have")
-        if name in CALLS:
-            raise self.error(node, f"uses the function `{name}` without arguments; it takes {CALLS[name][0]}")
-        known = {*POSITIONS, *CONDITIONS, *self.params, *((SCORE,) if self.score else ())}
-        meant = MEANT.get(name)
-        hint = f"did you mean `{meant}`?" if meant in known else suggest(name, known)
-        raise self.error(node, f"uses `{shown(name)}`, which is no name of the language and not declared in `params`; {hint}")
-
-    def _indices(self, param: Param) -> list[str]:
-        """An index as it is likely meant, for a hint."""
-        letters = {"B": "b", "Hq": "h", "Hkv": "hkv", "Nq": "q_idx", "Nk": "kv_idx"}
-        parts = [d.partition("/") for d in param.dims]
-        return [letters[d] + (f" // {by}" if by else "") if d in letters else "q_idx - kv_idx" for d, _, by in parts]
 
     def _unary(self, node: ast.UnaryOp) -> Part:
         if isinstance(node.op, ast.Not):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import sympy
 

@@ -1,4 +1,4 @@
-"""Reads of tensor parameters in expressions: each distinct one gets a symbol, named after its tensor."""
+"""Names in expressions, and reads of tensor parameters: each distinct one gets a symbol, named after its tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import sympy
 
+from attngen.document import shown
+from attngen.errors import suggest
 from attngen.ir.expr import Expr, parse, symbol, to_text
 from attngen.lang.checks import Part
 from attngen.lang.functions import Functions
-from attngen.lang.names import LANGUAGE, SCORE, TAKEN
+from attngen.lang.names import CALLS, CONDITIONS, LANGUAGE, MEANT, POSITIONS, SCORE, TAKEN
 from attngen.lang.params import SAID, Param
 
 
@@ -30,11 +32,43 @@ class Read:
 
 
 class Reads(Functions):
-    """Builds reads."""
+    """Builds names, and reads of tensors."""
 
     def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
         super().__init__(text, lead, params, score)
         self.reads: dict[tuple[str, tuple[Expr, ...]], sympy.Symbol] = {}
+
+    def _name(self, node: ast.Name) -> Part:
+        name = node.id
+        if name in self.params:
+            self.used.add(name)
+            param = self.params[name]
+            if param.tensor is not None:
+                raise self.error(node, f"uses the tensor `{name}` without an index; write {name}[{', '.join(self._indices(param))}]")
+            if param.value is None:
+                return Part(param.kind, symbol(name))
+            make = {"bool": lambda v: sympy.true if v else sympy.false, "int": sympy.Integer, "real": sympy.Float}[param.kind]
+            return Part(param.kind, make(param.value), True)
+        if name in POSITIONS:
+            return Part("int", POSITIONS[name])
+        if name in CONDITIONS:
+            return Part("bool", sympy.true if CONDITIONS[name] else sympy.false, True)
+        if name == SCORE and self.score:
+            return Part("real", symbol(SCORE))
+        if name == SCORE:
+            raise self.error(node, "uses the score `s`, which masks do not have")
+        if name in CALLS:
+            raise self.error(node, f"uses the function `{name}` without arguments; it takes {CALLS[name][0]}")
+        known = {*POSITIONS, *CONDITIONS, *self.params, *((SCORE,) if self.score else ())}
+        meant = MEANT.get(name)
+        hint = f"did you mean `{meant}`?" if meant in known else suggest(name, known)
+        raise self.error(node, f"uses `{shown(name)}`, which is no name of the language and not declared in `params`; {hint}")
+
+    def _indices(self, param: Param) -> list[str]:
+        """An index as it is likely meant, for a hint."""
+        letters = {"B": "b", "Hq": "h", "Hkv": "hkv", "Nq": "q_idx", "Nk": "kv_idx"}
+        parts = [d.partition("/") for d in param.dims]
+        return [letters[d] + (f" // {by}" if by else "") if d in letters else "q_idx - kv_idx" for d, _, by in parts]
 
     def _read(self, node: ast.Subscript) -> Part:
         param = self.params.get(node.value.id) if isinstance(node.value, ast.Name) else None
