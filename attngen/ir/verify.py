@@ -491,7 +491,7 @@ def _integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # of whatever they are made
     refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - _variables(kernel)
     whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
-    divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow))
+    divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow)) or not all(n.is_Integer for n in e.atoms(sympy.Rational))
     return whole and not divided and not e.has(*REAL, sympy.Float, sympy.oo)
 
 
