@@ -23,7 +23,7 @@ from tests.test_random_scores import modifier
 
 LONGEST = 140
 HARD = (
-    {"mask": {"any_of": [{"expr": "where(h % 3 == 1, kv_idx * 5 // 3 + window, kv_len - q_idx) * 7 // 4 <= where(q_idx > 9, 3, q_len) - 2 * kv_idx",
+    {"mask": {"any_of": [{"expr": "where(h % 3 == 1, kv_idx * 5 // 3 + window, kv_len - q_idx) * 7 // 4 <= where(b > 9, 3, q_len) - h",
                           "params": {"window": {"scalar": "int"}}}, {"dilated": {"step": 3, "reach": 50}}, {"chunked": {"size": 24}}]}},
     {"score": {"expr": "(s + tanh(s * t) / (2 + s * s)) / (1 + (abs(s) + max(s, 0.25 * s * t, q_pos - kv_idx)) ** 2) * sigmoid(s - t) ** 3",
                "params": {"t": {"scalar": "float"}}}},
