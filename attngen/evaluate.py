@@ -58,6 +58,7 @@ def evaluate(
     names: dict[str, Any] = {name: torch.arange(n, device=device).view(shape) for name, (n, shape) in axes.items()}
     names["hkv"] = names["h"] // max(1, q_heads // max(1, kv_heads))
     names["q_len"], names["kv_len"] = (torch.tensor(n, device=device) for n in (n_q, n_kv))
+    names["q_pos"] = names["q_idx"] + (n_kv - n_q)
     names["true"], names["false"] = True, False
     if s is not None:
         names["s"] = s.to(device, dtype)
@@ -157,6 +158,8 @@ class _Walk:
             return of_tensor(self.real(args[0])) if isinstance(args[0], torch.Tensor) else of_number(float(args[0]))
         if name == "abs":
             return abs(args[0])
+        if name in ("int", "float", "floor", "round"):
+            return self.cast(name, args[0])
         if name == "where":
             return self.where(args[0], *self.alike(*args[1:]))
         args = self.alike(*args)
@@ -169,6 +172,17 @@ class _Walk:
         if name == "max":
             return reduce(torch.maximum, args) if tensors else max(args)
         raise TypeError(f"`{name}` is not in the language")
+
+    def cast(self, name: str, x: Any) -> Any:
+        """A number or a condition as an integer, within 2**30 of zero, or as a real."""
+        if name == "float":
+            return self.real(x)
+        if not isinstance(x, torch.Tensor):
+            return math.floor(x) if name == "floor" else round(x) if name == "round" else int(x)
+        if not x.is_floating_point():
+            return x.to(torch.int64)
+        whole = {"floor": torch.floor, "round": torch.round, "int": torch.trunc}[name](x)
+        return whole.double().nan_to_num(-(2.0**30)).clamp(-(2.0**30), 2.0**30 - 64).to(torch.int64)
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         if not isinstance(condition, torch.Tensor):

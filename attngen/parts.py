@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -11,7 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
-from attngen.lang import Expression, Param
+from attngen.ir.ops import BLOCKS
+from attngen.lang import Expression, Param, position_note
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,8 @@ class Sizes(NamedTuple):
     def of(self, dim: str) -> int:
         """The length of a dimension by the IR's name, or of a number."""
         names = {"B": self.batch, "Hq": self.q_heads, "Hkv": self.kv_heads, "Nq": self.n_q, "Nk": self.n_kv}
+        if blocks := re.fullmatch(BLOCKS, dim):
+            return -(-names[blocks[1]] // int(blocks[2]))
         return names[dim] if dim in names else int(dim)
 
 
@@ -88,6 +92,10 @@ class Part(BaseModel):
         """Values of its inputs for a benchmark, on the CPU, as those of a common user are: by default those of `sample`."""
         return self.sample(sizes, generator)
 
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what may not be what its author means, each to follow the key's name."""
+        return ()
+
     def describe(self) -> str:
         """One line for docs: the name, and the parameters that differ from their defaults."""
         given = self.model_dump(exclude_defaults=True)
@@ -120,6 +128,10 @@ class WrittenPart(Part):
 
     def expression(self) -> Any:
         return self.parsed.expr
+
+    def notes(self) -> tuple[str, ...]:
+        note = position_note(self.parsed.tree)
+        return (note,) if note else ()
 
     def describe(self) -> str:
         return " ".join(self.expr.split())
@@ -164,7 +176,8 @@ def discover(package: str, path: Any, base: type[SomePart]) -> dict[str, type[So
     for info in pkgutil.iter_modules(path):
         module = importlib.import_module(f"{package}.{info.name}")
         for cls in vars(module).values():
-            if isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == module.__name__:
+            own = isinstance(cls, type) and cls.__module__ == module.__name__ and not cls.__name__.startswith("_")
+            if own and issubclass(cls, base):
                 found[cls.name] = cls
     return dict(sorted(found.items()))
 

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from attngen.ir.expr import FUNCTIONS as KNOWN
-from attngen.ir.expr import clamp, exp2, floordiv, log2, mod, select, sigmoid
+from attngen.ir.expr import clamp, exp2, floor, floordiv, log2, mod, nearest, select, sigmoid, trunc
 from attngen.lang import Expression, Param
 
 SIZES = {"batch": 2, "q_heads": 4, "kv_heads": 2, "n_q": 8, "n_kv": 10}
@@ -85,6 +85,20 @@ ROWS = [
     row("exp(s) + log(s) + sqrt(s)", math.exp(4) + math.log(4) + 2, s=4.0),
     row("sigmoid(s) - 0.5", 0.0, s=0.0),
     row("s * scale_by", -4.5, {"scale_by": FLOAT}, s=3.0, scale_by=-1.5),
+    # integers of reals, and casts
+    row("floor(s) + 10 * round(s) + 100 * int(s)", -112, s=-1.3),
+    row("floor(s) + 10 * round(s) + 100 * int(s)", -344, s=-3.5),
+    row("round(s)", 2, s=2.5),
+    row("round(s)", -4, s=-3.5),
+    row("floor(q_idx / 3) + 10 * round(q_idx / 2) + 100 * int((q_idx - 9) / 4)", 20 - 100 + 1, q_idx=5),
+    row("floor((q_idx - kv_idx) / 4) + 10 * int((q_idx - kv_idx) / 4)", -12, q_idx=1, kv_idx=6),
+    row("round((q_idx - kv_idx) / 2)", -2, q_idx=1, kv_idx=6),
+    row("int(kv_idx > q_idx) * 5 + float(h == 1) / 2", 5.5, kv_idx=3, h=1),
+    row("float(q_idx) / 4 + floor(2.7) + int(-2.7) + round(0.5)", 1.25, q_idx=5),
+    row("int(x) == kv_idx", True, {"x": FLOAT}, kv_idx=3, x=3.99),
+    row("int(x * 1000000) == 1000000000", False, {"x": FLOAT}, x=1e9),
+    row("q_pos * 10 + q_len - kv_len", 38, q_idx=2),
+    row("8 + int(log(max(abs(kv_idx - q_pos), 1) / 8) / log(16) * 8)", 7, q_idx=3),
     # conditions
     row(
         "kv_idx <= q_idx and (q_idx - kv_idx <= window or kv_idx < sinks)",
@@ -166,6 +180,11 @@ def _power(a: float, b: float) -> float:
     return a**b if isinstance(b, int) and b >= 0 else math.pow(a, b)
 
 
+def _within(x: float) -> float:
+    """What is beyond 2**30 counts as that."""
+    return min(max(x, -(2.0**30)), 2.0**30 - 64)
+
+
 FUNCTIONS: dict[Any, Any] = {
     sympy.Add: lambda *a: sum(a),
     sympy.Mul: lambda *a: math.prod(a),
@@ -182,6 +201,9 @@ FUNCTIONS: dict[Any, Any] = {
     log2: math.log2,
     floordiv: lambda a, b: a // b,
     mod: lambda a, b: a % b,
+    floor: lambda x: math.floor(_within(x)),
+    nearest: lambda x: round(_within(x)),
+    trunc: lambda x: int(_within(x)),
     clamp: lambda x, least, most: min(max(x, least), most),
     sympy.And: lambda *a: all(a),
     sympy.Or: lambda *a: any(a),

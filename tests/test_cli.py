@@ -499,3 +499,14 @@ finally:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=project, env=env, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_build_notes_positions_that_count_from_zero(tmp_path, capsys):
+    """One line, and the module is built."""
+    spec = tmp_path / "n.yaml"
+    spec.write_text('name: n\nhead_dim: 16\nmask: {expr: "kv_idx <= q_idx"}\n')
+    with pytest.raises(SystemExit) as end:
+        main(["build", str(spec), "--out", str(tmp_path / "made")])
+    assert not end.value.code and (tmp_path / "made" / "n" / "kernels.py").is_file()
+    notes = [line for line in capsys.readouterr().err.splitlines() if "note: " in line]
+    assert len(notes) == 1 and notes[0].startswith(f"{spec}, line 3: note: `mask` compares `q_idx` with `kv_idx`")

@@ -205,8 +205,21 @@ FORMS = "{tensor: [dimensions]}, {scalar: int}, {scalar: float} or {value: numbe
         ({"tensor": []}, ("tensor",), "is `[]`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
         ({"tensor": "H"}, ("tensor",), "is `H`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
         ({"tensor": ["H"] * 5}, ("tensor",), "is `['H', 'H', 'H', 'H', 'H']`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
-        ({"tensor": ["Hq"]}, ("tensor",), "has the dimension `Hq`; expected one of B, H, Hkv, Nq, Nk or a whole number"),
-        ({"tensor": [True]}, ("tensor",), "has the dimension `True`; expected one of B, H, Hkv, Nq, Nk or a whole number"),
+        (
+            {"tensor": ["Hq"]},
+            ("tensor",),
+            "has the dimension `Hq`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+        ),
+        (
+            {"tensor": [True]},
+            ("tensor",),
+            "has the dimension `True`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+        ),
+        (
+            {"tensor": ["H/2"]},
+            ("tensor",),
+            "has the dimension `H/2`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+        ),
         ({"tensor": [0]}, ("tensor",), "has the dimension 0; expected a whole number from 1 to 16777216"),
         ({"scalar": "int", "min": 1.0}, ("min",), "is `1.0`; expected a whole number from -1073741823 to 1073741823"),
         ({"value": 2**30}, ("value",), "is 1073741824; expected a whole number from -1073741823 to 1073741823: kernels add it in 32 bits"),
@@ -234,8 +247,15 @@ def test_names_of_parameters() -> None:
     for name in ("q_idx", "hkv", "q_len", "s", "min", "where", "true"):
         assert name_problem(name) == "is a word of the language; expected another name"
     assert name_problem("lambda") == "is a word of Python; expected another name"
-    for name in ("q", "scale", "group", "q_start", "exp2", "tl", "inf", "q_tile", "dlse", "o_do"):
-        assert name_problem(name) == "is a name that kernels and calls have already; expected another one"
+    for names, what in (
+        (("q", "scale", "splits", "plan"), "an argument or a variable of generated functions"),
+        (("exp2", "tl", "at", "to_int"), "a function or a module that kernels use"),
+        (("inf", "q_tile", "pid"), "a variable of kernels"),
+        (("g", "group", "q_start"), "a size or a position of kernels"),
+        (("p", "dlse", "o_do", "t12", "acc_next"), "a value of kernels"),
+    ):
+        for name in names:
+            assert name_problem(name) == f"is reserved: {what} has that name; expected another name, as in `my_{name}`"
     with pytest.raises(LangError, match="^the parameter `q_len` is a word of the language; expected another name$"):
         parse_mask("q_len < 3", {"q_len": INT})
     with pytest.raises(LangError, match="^does not use the parameter `window`; expected each declared one to be used$"):
@@ -255,8 +275,8 @@ PARAMS = {
     "half": Param(value=0.5),
 }
 NOT = "which expressions do not have"
-CALLS = "known: abs, clamp, exp, log, max, min, sigmoid, sqrt, tanh, where"
-NAMES = "b, false, h, hkv, kv_idx, kv_len, q_idx, q_len, true"
+CALLS = "known: abs, clamp, exp, float, floor, int, log, max, min, round, sigmoid, sqrt, tanh, where"
+NAMES = "b, false, h, hkv, kv_idx, kv_len, q_idx, q_len, q_pos, true"
 NO_NAME = "which is no name of the language and not declared in `params`"
 NO_VALUE = "has no real value: it divides by zero, or leaves what a function is defined for"
 LARGE = "has a number that is too large; expected whole numbers from -1073741823 to 1073741823, and others that fp32 has"
@@ -269,7 +289,7 @@ DEEP = "is nested more than 64 deep; expected less"
 MANY = f"max({', '.join(['h'] * 20)})"
 REFUSED: list[tuple[str, int | None, str]] = [
     # names
-    ("kv_idx <= print(3)", 11, f"calls `print`, {NOT}; {CALLS}"),
+    ("kv_idx <= open(3)", 11, f"calls `open`, {NOT}; {CALLS}"),
     ("kv_idx <= mim(q_idx, 3)", 11, f"calls `mim`, {NOT}; did you mean `min`?"),
     ("kv_idx <= select(b < 1, 1, 2)", 11, f"calls `select`, {NOT}; did you mean `where`?"),
     ("kv_idx <= kv_ix", 11, f"uses `kv_ix`, {NO_NAME}; did you mean `kv_idx`?"),

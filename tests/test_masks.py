@@ -257,7 +257,10 @@ def test_what_is_easily_wrong(what: str, device: str, tmp_path: Path) -> None:
             "`document_first`, which is a parameter's",
         ),
         (scored("s * len[h]", len=HEAD), "is a word of Python; expected another name"),
-        (scored("s * masked", masked={"scalar": "float"}), "is a name that kernels and calls have already; expected another one"),
+        (
+            scored("s * masked", masked={"scalar": "float"}),
+            "is reserved: a value of kernels has that name; expected another name, as in `my_masked`",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(changed: dict[str, Any], sentence: str) -> None:

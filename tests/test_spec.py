@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attngen.errors import SpecError, suggest
+from attngen.lang import TAKEN, name_problem, names_schema
 from attngen.masks import registry
 from attngen.spec import MAX_BYTES, Spec, json_schema, load_spec, make_spec, parse_spec, starter
 from tests.helpers import ROOT, SPECS
@@ -309,6 +310,61 @@ def test_masks_of_one_kind_that_differ_are_no_repeat() -> None:
     assert parse_spec(BASE + f"mask: {{all_of: {windows}}}").mask.describe().count(" and ") == 3
 
 
+OR = '{expr: "kv_idx < 4 or kv_idx > 90"}'
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (f"{{all_of: [causal, {OR}]}}", "causal and (kv_idx < 4 or kv_idx > 90)"),
+        (f"{{not: {OR}}}", "not (kv_idx < 4 or kv_idx > 90)"),
+        ('{any_of: [{expr: "kv_idx < 4 and h == 0"}, causal]}', "(kv_idx < 4 and h == 0) or causal"),
+        ('{all_of: [{expr: "kv_idx < 4"}, {not: {any_of: [causal, document]}}]}', "kv_idx < 4 and not (causal or document)"),
+        ('{all_of: [{expr: "kv_idx < 4"}, {not: {expr: "h == 0"}}]}', "kv_idx < 4 and not h == 0"),
+        ('{not: {expr: "where(h == 0 or b == 0, kv_idx < 4, true)"}}', "not where(h == 0 or b == 0, kv_idx < 4, true)"),
+    ],
+)
+def test_the_text_of_a_mask_keeps_its_brackets(mask: str, text: str) -> None:
+    assert parse_spec(BASE + f"mask: {mask}").mask.describe() == text
+
+
+@pytest.mark.parametrize(
+    ("expr", "what"),
+    [
+        ("kv_idx <= q_idx", "compares"),
+        ("not (h == 0 and q_idx >= kv_idx)", "compares"),
+        ("abs(q_idx - kv_idx) < 8", "subtracts"),
+        ("q_idx // 32 == kv_idx // 32", "compares"),
+        ("t[q_idx - kv_idx + 9] > 0", "subtracts"),
+        ("kv_idx <= q_pos", None),
+        ("kv_idx <= q_idx + kv_len - q_len", None),
+        ("abs(q_pos - kv_idx) < 8 and q_idx < 4 or kv_idx < 4", None),
+        ("t[q_idx] == t[kv_idx]", None),
+        ("q_idx + kv_idx < 9", None),
+    ],
+)
+def test_positions_that_count_from_zero_get_a_note(expr: str, what: str | None) -> None:
+    params = ", params: {t: {tensor: [99]}}" if "t[" in expr else ""
+    for key in (f'mask: {{not: {{expr: "{expr}"{params}}}}}', f'score: [{{expr: "where({expr}, s, 2 * s)"{params}}}]'):
+        notes = parse_spec(BASE + key).notes()
+        assert [(at, note.split(" ")[0]) for at, note in notes] == ([(key.split(":")[0], what)] if what else [])
+
+
+def test_a_parameter_that_the_whole_does_not_need_is_refused() -> None:
+    for text, key, name in (
+        ('mask: {any_of: [{expr: "kv_idx < sinks", params: {sinks: {scalar: int}}}, none]}', "mask", "sinks"),
+        ("mask: {any_of: [key_padding, none]}", "mask", "key_padding"),
+        ("mask: {any_of: [document, {not: document}]}", "mask", "document_ids"),
+        (
+            'score: [{expr: "s + x", params: {x: {scalar: float}}}, {expr: "s - x", params: {x: {scalar: float}}}]',
+            "score",
+            "x",
+        ),
+    ):
+        with pytest.raises(SpecError, match=f"`{key}` does not depend on `{name}`, once simplified"):
+            parse_spec(BASE + text)
+
+
 # ---------------------------------------------------------------------------------------------- JSON schema
 
 
@@ -320,6 +376,8 @@ def conforms(value: Any, node: dict[str, Any], root: dict[str, Any]) -> bool:
             found = found[key]
         return conforms(value, found, root)
     if "anyOf" in node and not any(conforms(value, n, root) for n in node["anyOf"]):
+        return False
+    if "not" in node and conforms(value, node["not"], root):
         return False
     if "const" in node and value != node["const"]:
         return False
@@ -338,20 +396,44 @@ def conforms(value: Any, node: dict[str, Any], root: dict[str, Any]) -> bool:
         return distinct and len(value) >= node.get("minItems", 0) and all(conforms(v, node.get("items", {}), root) for v in value)
     if isinstance(value, dict):
         known = node.get("properties", {})
-        complete = all(key in value for key in node.get("required", ())) and (known.keys() >= value.keys() or "properties" not in node)
+        named = all(conforms(key, node.get("propertyNames", {}), root) for key in value)
+        complete = (
+            named and all(key in value for key in node.get("required", ())) and (known.keys() >= value.keys() or "properties" not in node)
+        )
         return complete and all(conforms(v, known[k], root) for k, v in value.items() if k in known)
     return True
+
+
+NAMES_OF_PARAMETERS = [
+    "window",
+    "slope_2",
+    "my_q",
+    "doc",
+    "g",
+    "p",
+    "q",
+    "k",
+    "t1",
+    "splits",
+    "q_pos",
+    "floor",
+    "len",
+    "lambda",
+    "acc_2",
+    "Q",
+]
 
 
 def test_the_check_knows_every_keyword_of_the_schema() -> None:
     notes = {"$schema", "$defs", "title", "description", "default", "additionalProperties"}
     checked = {"$ref", "anyOf", "const", "enum", "type", "pattern", "minimum", "maximum", "exclusiveMaximum", "multipleOf"}
-    checked |= {"uniqueItems", "minItems", "items", "required", "properties"}
+    checked |= {"uniqueItems", "minItems", "items", "required", "properties", "propertyNames", "not"}
 
     def keywords(node: Any) -> set[str]:
         if not isinstance(node, dict):
             return {k for n in node for k in keywords(n)} if isinstance(node, list) else set()
         below = [*node.get("properties", {}).values(), *node.get("$defs", {}).values(), *node.get("anyOf", ()), node.get("items")]
+        below += [node.get("propertyNames"), node.get("not")]
         return set(node).union(*(keywords(n) for n in below))
 
     assert keywords(json_schema()) <= notes | checked
@@ -361,6 +443,14 @@ def test_the_check_knows_every_keyword_of_the_schema() -> None:
 def test_specs_conform_to_the_json_schema(name: str) -> None:
     schema = json_schema()
     assert conforms(yaml.safe_load((ROOT / "specs" / f"{name}.yaml").read_text()), schema, schema)
+
+
+@pytest.mark.parametrize("name", [*NAMES_OF_PARAMETERS, *sorted(TAKEN)])
+def test_the_json_schema_has_the_names_that_are_reserved(name: str) -> None:
+    """Those that `attngen build` refuses, each with its reason, are those that an editor refuses."""
+    problem = name_problem(name)
+    assert problem is None or problem.startswith(("is reserved: ", "is a word of ", "is not a name; "))
+    assert conforms(name, names_schema(), {}) == (problem is None)
 
 
 # What a JSON schema leaves to attngen: no file at all, and rules that tie one key to another or to Python.

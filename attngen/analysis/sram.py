@@ -13,7 +13,24 @@ from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.interface import STATISTICS
-from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Dot, Dropout, Gather, Init, Load, Map, Mask, Op, Reduce, Scatter, SoftmaxStep, Store, Type
+from attngen.ir.ops import (
+    AXIS_DIM,
+    DTYPE_BYTES,
+    Dot,
+    Dropout,
+    Gather,
+    Init,
+    Load,
+    Map,
+    Mask,
+    Op,
+    Reduce,
+    Scatter,
+    SoftmaxStep,
+    Store,
+    Type,
+    dimension,
+)
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -40,7 +57,7 @@ def tile_width(head_dim: int) -> int:
 def elements(t: Type) -> Expr:
     """Elements of a value, in BLOCK_Q, BLOCK_KV, D_QK and D_V; of a tensor, in B, Hq, Hkv, Nq and Nk too."""
     lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
-    return sympy.Mul(*(sympy.Integer(d) if d.isdigit() else lengths.get(d) or symbol(d) for d in t.unpadded))
+    return sympy.Mul(*(lengths.get(d) or dimension(d) for d in t.unpadded))
 
 
 def tile_bytes(t: Type) -> Expr:

@@ -14,7 +14,24 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import clamp, exp2, floordiv, log, log2, mod, select, sigmoid, span, sqrt, symbol, to_text
+from attngen.ir.expr import (
+    TO_INTEGER,
+    clamp,
+    exp2,
+    floor,
+    floordiv,
+    log,
+    log2,
+    mod,
+    nearest,
+    select,
+    sigmoid,
+    span,
+    sqrt,
+    symbol,
+    to_text,
+    trunc,
+)
 from attngen.parts import NATURAL, Part, Sizes
 from attngen.scores import derive_functions
 from attngen.spec import Spec
@@ -54,6 +71,9 @@ _CALLS: dict[Any, str] = {
     sigmoid: "torch.sigmoid",
     sqrt: "torch.sqrt",
     select: "torch.where",
+    floor: "torch.floor",
+    nearest: "torch.round",
+    trunc: "torch.trunc",
 }
 
 
@@ -216,7 +236,8 @@ class _Printer:
             return self._extreme((sympy.Max(x, low, evaluate=False), high), True), 3
         for kind, name in _CALLS.items():
             if isinstance(e, kind):
-                return f"{name}({', '.join(self.text(a) for a in e.args)})", 3
+                text = f"{name}({', '.join(self.text(a) for a in e.args)})"
+                return f"{text}.to(torch.int32)" if isinstance(e, TO_INTEGER) else text, 3
         raise AttngenError(f"`{to_text(e)}` has no form in torch")
 
     def _at(self, e: Any, least: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from attngen.ir.expr import REAL, Bool, Expr, clamp, excess, floordiv, mod, select, symbol
+from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, clamp, excess, floordiv, mod, select, symbol
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 
 MOST_TERMS = 8  # of a union; one with more is taken to be everywhere
@@ -127,7 +127,7 @@ def _plain(e: Bool, scene: Scene) -> Bool:
 
 def _whole(e: Expr) -> bool:
     """Whether an expression is an integer wherever its symbols are."""
-    return not e.has(sympy.Pow, sympy.Float, *REAL) and all(n.is_Integer for n in e.atoms(sympy.Number))
+    return not e.has(sympy.Pow, sympy.Float, *REAL, *TO_INTEGER) and all(n.is_Integer for n in e.atoms(sympy.Number))
 
 
 def solve(condition: Bool, scene: Scene) -> Any:

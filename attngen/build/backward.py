@@ -13,7 +13,7 @@ import sympy
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, derivative, modified, singular, varies
 from attngen.errors import BuildError
-from attngen.ir.expr import cdiv, clamp, exp2, floordiv, mod, select, symbol, to_text
+from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
 from attngen.ir.interface import query_heads
 from attngen.ir.ops import Access, Gather, Store, Type, Yield
@@ -106,23 +106,26 @@ def _parts(read: Read) -> str:
 
 _LEARNED = (
     "has `grad: true` for `{}`, which is read at `{}`; sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_idx, numbers, or a "
-    "distance kv_idx - q_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
+    "distance q_pos - kv_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
 )
 
 
 def _by_distance(e: Any) -> str | None:
     """An index as an expression in `distance`, kv_idx - q_idx, if it is one."""
-    made = sympy.expand(e.xreplace({Q: KV - symbol("distance")}))
-    made = made.replace(lambda x: isinstance(x, clamp), lambda x: clamp(sympy.expand(x.args[0]), *x.args[1:]))
-    known = (sympy.Add, sympy.Mul, sympy.Integer, sympy.Symbol, sympy.Abs, clamp, floordiv, mod)
+    made = _expanded(e.xreplace({Q: KV - symbol("distance")}))
     names = {str(s) for s in made.free_symbols}
-    if (
-        not names <= {"distance", "Nq", "Nk"}
-        or "distance" not in names
-        or not all(isinstance(x, known) for x in sympy.preorder_traversal(made))
-    ):
-        return None
-    return to_text(made)
+    return to_text(made) if "distance" in names and names <= {"distance", "Nq", "Nk"} else None
+
+
+def _expanded(e: Any) -> Any:
+    """An expression whose sums, and the sides of whose comparisons, are sums of products: positions in them meet, and go."""
+    if not e.args:
+        return e
+    args = [_expanded(a) for a in e.args]
+    if e.is_Relational:
+        return e.func(sympy.expand(args[0] - args[1]), 0)
+    made = e.func(*args)
+    return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
 def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:

@@ -46,11 +46,13 @@ from attngen.ir.ops import (
     Seed,
     Store,
     Type,
+    dimension,
 )
 from attngen.parts import NATURAL
 from attngen.spec import Spec
 
 POSITIONS = {"Nq": "q", "Nk": "kv"}  # dimensions that are walked in tiles
+LONG = 16  # operations of an index: one that has more is computed once, under a name
 AXIS_OF = {dim: axis for axis, dim in AXIS_DIM.items()}
 
 
@@ -82,6 +84,7 @@ class KernelBuilder:
         needed = {str(s) for s in _symbols((*of_mask, *of_scores))}
         for read in reversed(spec.reads()):
             needed |= {str(s) for s in _symbols(read.index)} if read.name in needed else set()
+        self.places: dict[tuple[str, Any], str] = {}  # names of long indices of a block
         self.needed = tuple(read for read in spec.reads() if read.name in needed)
         self.needed_numbers = tuple(name for name in self.numbers if name in needed)
 
@@ -178,13 +181,13 @@ class KernelBuilder:
         if all(e == natural for _, e, natural in plain) and rows == sorted(rows):
             self.load(read.name, tensor, tuple(POSITIONS.get(d, e) for d, e, _ in plain), block)
             return
-        at, inside = self._inside(read)
+        at, inside = self._inside(read, block)
         value = Type(self.tensor_types[read.tensor].dtype, self._dims(_symbols((*at, inside))))
         self.add(Gather(read.name, Access(tensor, at), self._uses((*at, inside)), value, inside), block)
 
     def scatter(self, read: Read, tensor: str, value: str, block: str = "entry") -> None:
         """Add a value to `tensor` where `read` reads, after a sum over the dimensions that the places do not depend on."""
-        at, inside = self._inside(read)
+        at, inside = self._inside(read, block)
         dims = self._dims(_symbols((*at, inside)))
         for over in [d for d in self.types[value].dims if d not in dims]:
             value = self.reduce_sum(f"{tensor.lower()}_{AXIS_OF[over]}_sum", value, over, block)
@@ -196,12 +199,26 @@ class KernelBuilder:
         dims = zip(self.tensor_types[read.tensor].dims, read.index)
         return [(d, e.xreplace(self.heads), NATURAL[d].xreplace(self.heads) if d in NATURAL else None) for d, e in dims]
 
-    def _inside(self, read: Read) -> tuple[tuple[Any, ...], Bool]:
-        """The places of a read, negative ones counted from the end, and the condition under which they are in the tensor."""
+    def _place(self, read: Read, e: Any, block: str) -> Any:
+        """An index; a long one as a value of the block, which is computed there once."""
+        if sympy.count_ops(e) <= LONG:
+            return e
+        if (block, e) not in self.places:
+            taken = {*self.types, *self.numbers, *(r.name for r in self.spec.reads())}
+            names = (f"{read.name}_place{number or ''}" for number in range(len(taken) + 1))
+            self.places[block, e] = self.compute(next(name for name in names if name not in taken), e, block, "i32")
+        return symbol(self.places[block, e])
+
+    def _inside(self, read: Read, block: str | None = None) -> tuple[tuple[Any, ...], Bool]:
+        """The places of a read, negative ones counted from the end, and the condition under which they are in the tensor.
+
+        With a block, long indices become values of it.
+        """
         inside: list[Any] = []
         at = []
         for dim, e, natural in self._natural(read):
-            extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+            e = e if block is None else self._place(read, e, block)
+            extent = dimension(dim)
             low, high = span(e)
             if e != natural and low < 0:  # from the end
                 e = select(e < 0, e + extent, e)

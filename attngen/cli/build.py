@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attngen.cli.common import GENERATED, Every, SpecPath, SpecPaths, given, lower, make_each, make_module, read_specs
-from attngen.cli.console import complain, count, head_dim, new_table, out
+from attngen.cli.console import complain, count, err, head_dim, new_table, out
 from attngen.errors import AttngenError, SpecError, VerifyError
 
 if TYPE_CHECKING:
     from attngen.ir.graph import Module
+    from attngen.spec import Spec
 
 
 def build(
@@ -37,11 +38,21 @@ def build(
     names = [spec.name for _, spec in loaded]
     if twin := next((path for path, spec in loaded if names.count(spec.name) > 1), None):
         raise SpecError(f"{twin}: another spec of this build is named `{dict(loaded)[twin].name}` too; names must differ")
+    _note(loaded)
     modules, unbuilt = make_each(make_module, loaded, out_dir)
     complain("\n".join(unbuilt))
     if unread or unbuilt:
         raise typer.Exit(1)
     (_check if check else _write)(modules, out_dir, every)
+
+
+def _note(loaded: list[tuple[Path, Spec]]) -> None:
+    """Print what in the specs may not be what their authors mean."""
+    from attngen.spec import place
+
+    for path, spec in loaded:
+        for key, note in spec.notes():
+            err.print(f"{place(path, key)}: note: `{key[0]}` {note}")
 
 
 def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: bool) -> None:

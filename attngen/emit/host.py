@@ -14,7 +14,8 @@ import sympy
 
 from attngen.emit.context import SIZES, KernelView, stride_names
 from attngen.emit.layout import fitted, tuple_text
-from attngen.ir.expr import clamp, floordiv, mod, parse, symbol, to_text
+from attngen.emit.torch_text import to_torch
+from attngen.ir.expr import parse, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Base, Load, Map, Type, Yield
@@ -262,21 +263,10 @@ class HostContext:
         at = next(i for i, e in enumerate(op.at) if "distance" in e)
         kept = tuple_text([{"b": "0", "h": "1"}[e] for e in op.at if e in ("b", "h")]) or "()"
         distance = f"torch.arange(-{self._dim('Nq')}, {self._dim('Nk')}, device=q.device)"
-        index = self._torch(parse(op.at[at])).replace("distance", distance)
+        where = parse(op.at[at])
+        self._python(where)
+        index = to_torch(where, {"distance": distance})
         return {"var": variable(op.name), "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})"}
-
-    def _torch(self, e: Any) -> str:
-        """An expression of integers in `distance`, a tensor, as Python source."""
-        if e.is_Add or e.is_Mul:
-            return "(" + (" + " if e.is_Add else " * ").join(map(self._torch, e.args)) + ")"
-        if isinstance(e, clamp):
-            x, low, high = map(self._torch, e.args)
-            return f"{x}.clamp({low}, {high})"
-        if isinstance(e, sympy.Abs):
-            return f"{self._torch(e.args[0])}.abs()"
-        if isinstance(e, (floordiv, mod)):
-            return f"({self._torch(e.args[0])} {'//' if isinstance(e, floordiv) else '%'} {self._torch(e.args[1])})"
-        return self._python(e)
 
     def _map(self, op: Map) -> dict[str, Any]:
         return {"var": variable(op.name), "expr": self._elementwise(op.expr, dict(op.uses), op.type)}

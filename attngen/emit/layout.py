@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+from attngen.emit.breaking import statement
+
 WIDTH = 100
 LONGEST = 120  # of an assignment, without its indentation
+MOST = 124  # of each of its lines, where it is broken at its brackets alone
 
 
 def call(name: str, args: list[str]) -> str:
@@ -13,7 +16,7 @@ def call(name: str, args: list[str]) -> str:
     line = f"{name}({', '.join(args)})"
     if len(line) <= WIDTH - 12:
         return line
-    return _one_a_line(name, args)
+    return short(_one_a_line(name, args), line)
 
 
 def tuple_text(items: list[str]) -> str:
@@ -27,7 +30,17 @@ def assign(var: str, expr: str) -> str:
     if len(line) > LONGEST and re.fullmatch(r"\w+( \+ [\w.]+\([^()]*\) \* \w+)+", expr):  # a pointer: one stride a line
         first, *rest = re.split(r" \+ (?=tl)", expr)
         return "\n".join([f"{var} = (", f"    {first}", *(f"    + {term}" for term in rest), ")"])
-    return broken(line, LONGEST)
+    return short(broken(line, LONGEST), line)
+
+
+def fold(line: str, most: int = LONGEST) -> str:
+    """A statement on lines that fit."""
+    return line if len(line) <= most else short(broken(line, most), line)
+
+
+def short(parts: str, line: str) -> str:
+    """A statement as it was broken at its brackets; where that leaves a line too long, broken at its operators too."""
+    return statement(line, LONGEST) if any(len(part) > MOST for part in parts.splitlines()) else parts
 
 
 def unpack(names: list[str], value: str) -> str:

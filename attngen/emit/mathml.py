@@ -226,6 +226,15 @@ class MathML(Printer):
     def _print_floordiv(self, e: Any) -> Markup:
         return _fenced(self._ratio(e), left="⌊", right="⌋")
 
+    def _print_floor(self, e: Any) -> Markup:
+        return _fenced(self._print(e.args[0]), left="⌊", right="⌋")
+
+    def _print_nearest(self, e: Any) -> Markup:
+        return self._called("round", e.args)
+
+    def _print_trunc(self, e: Any) -> Markup:
+        return self._called("int", e.args)
+
     def _print_cdiv(self, e: Any) -> Markup:
         return _fenced(self._ratio(e), left="⌈", right="⌉")
 

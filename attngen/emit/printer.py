@@ -14,7 +14,24 @@ from typing import Any
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import REAL, cdiv, clamp, exp2, floordiv, log2, mod, select, span, sqrt, to_text
+from attngen.ir.expr import (
+    REAL,
+    TO_INTEGER,
+    cdiv,
+    clamp,
+    exp2,
+    floor,
+    floordiv,
+    log2,
+    mod,
+    nearest,
+    select,
+    span,
+    sqrt,
+    symbol,
+    to_text,
+    trunc,
+)
 
 # (source text, dimensions, binding strength: 3 atom, 2 product, 1 sum, 0 comparison)
 Piece = tuple[str, tuple[str, ...], int]
@@ -25,12 +42,30 @@ LARGEST = {  # of the symbols that are no parameters: calls keep lengths below 2
     **dict.fromkeys(("b", "h", "hkv", "g", "group", "split", "splits"), 2**15 - 1),
     **dict.fromkeys(("BLOCK_Q", "BLOCK_KV"), 2**10),
 }
+CONSTANTS = {symbol("LOG2E"): sympy.Float(1.4426950408889634), symbol("LN2"): sympy.Float(0.6931471805599453)}
 PARAMETERS = (-(2**30), 2**30 - 1)  # what calls keep numbers within, and are told to keep tensors within
 
 
 def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
     """Source text of an expression whose value has `dims`; `lookup(symbol)` gives a symbol's text and dimensions."""
-    return _Printer(lookup, dims).print(e)[0]
+    return _Printer(lookup, dims).print(_numbers(e, lookup, not dims))[0]
+
+
+def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
+    """The expression with LOG2E and LN2 as numbers where they come before a scalar inside of it.
+
+    In the interpreter such a product is no tensor, as arguments of functions have to be. A whole statement's value becomes one.
+    """
+    if e in CONSTANTS:
+        return e if outermost else CONSTANTS[e]
+    if not e.args or not e.has(*CONSTANTS):
+        return e
+    if e.is_Mul and any(f in CONSTANTS for f in e.args):
+        rest = [f for f in e.args if f not in CONSTANTS]
+        if outermost or any(lookup(str(s))[1] for f in rest for s in f.free_symbols):
+            return e.func(*(f if f in CONSTANTS else _numbers(f, lookup, False) for f in e.args), evaluate=False)
+    args = [_numbers(a, lookup, outermost and (e.is_Add or e.is_Mul)) for a in e.args]
+    return e if all(a is b for a, b in zip(args, e.args)) else e.func(*args)
 
 
 @cache
@@ -40,6 +75,8 @@ def _range(e: Any) -> tuple[int, int]:
         return int(e), int(e)
     if e.is_Symbol:
         return (0, LARGEST[str(e)]) if str(e) in LARGEST else PARAMETERS
+    if isinstance(e, TO_INTEGER):
+        return PARAMETERS
     parts = [_range(a) for a in (e.args[1:] if isinstance(e, select) else e.args)]
     lows, highs = [low for low, _ in parts], [high for _, high in parts]
     if e.is_Add:
@@ -101,7 +138,10 @@ class _Printer:
         if e.is_Relational:
             real = not (e.lhs.is_integer and e.rhs.is_integer) and any(x.is_integer is False or x.has(sympy.Float) for x in e.args)
             e = e.reversed if e.lhs.is_number and not isinstance(e, (sympy.Eq, sympy.Ne)) else e  # what varies first
-            return self._join(f" {e.rel_op} ", [self.print(e.lhs, real), self.print(e.rhs, real)], 0)
+            text, dims, strength = self._join(f" {e.rel_op} ", [self.print(e.lhs, real), self.print(e.rhs, real)], 0)
+            if not dims and not (e.lhs.is_integer and e.rhs.is_integer):  # to the interpreter `a < b` of scalar reals is a real itself
+                text = f"tl.where({text}, 1, 0) == 1"
+            return text, dims, strength
         if isinstance(e, (sympy.And, sympy.Or)):
             pieces = [self.print(a) for a in sorted(e.args, key=sympy.default_sort_key)]
             return self._join(" & " if isinstance(e, sympy.And) else " | ", pieces, 0)
@@ -121,6 +161,8 @@ class _Printer:
         for kind, name in calls.items():
             if isinstance(e, kind):
                 return self._call(name, e, real)
+        if isinstance(e, TO_INTEGER):
+            return self._whole(e)
         if isinstance(e, clamp):
             x, low, high = e.args
             return self.print(sympy.Min(sympy.Max(x, low, evaluate=False), high, evaluate=False), real)
@@ -151,6 +193,13 @@ class _Printer:
         while len(texts) > 2 and symmetric:  # two operands at a time
             texts = [f"{name}({texts[0]}, {texts[1]})", *texts[2:]]
         return f"{name}({', '.join(texts)})", dims, 3
+
+    def _whole(self, e: Any) -> Piece:
+        """A real number as an integer, of 64 bits where these are wanted."""
+        before, self.wide = self.wide, False
+        text, dims, _ = self._call({floor: "to_floor", nearest: "to_round", trunc: "to_int"}[e.func], e, True)
+        self.wide = before
+        return (f"{text}.to(tl.int64)" if dims else f"tl.cast({text}, tl.int64)") if self.wide else text, dims, 3
 
     def _sum(self, e: Any, real: bool) -> Piece:
         """Positive terms first, tiles before rows before scalars; in a real sum, integers apart."""

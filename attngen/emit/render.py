@@ -58,7 +58,7 @@ def _environment() -> jinja2.Environment:
     )
     env.globals["call"] = layout.call
     env.globals["assign"] = layout.assign
-    env.globals["fold"] = lambda text, most=layout.LONGEST: layout.broken(text, most)
+    env.globals["fold"] = layout.fold
     env.globals["unpack"] = layout.unpack
     env.globals["fitted"] = layout.fitted
     env.globals["strings"] = layout.strings
@@ -89,6 +89,7 @@ def _kernels_context(module: Module, views: dict[str, KernelView]) -> dict[str, 
         "kernels": list(views.values()),
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
+        "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
     }

@@ -13,7 +13,7 @@ from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Blocks, Input, Module
 from attngen.ir.host import Host
 from attngen.ir.interface import STRIP, block_lists
-from attngen.ir.ops import Arg
+from attngen.ir.ops import BLOCKS, Arg
 from attngen.scores import derive_functions
 
 TORCH = {
@@ -117,7 +117,7 @@ class Wrapper:
         if not i.shape:
             least = -(2**30) if i.least is None else i.least
             return f'runtime.check_number("{i.name}", {i.name}, {_NUMBERS[i.dtype]}, {least}, "{i.help}")'
-        shape = ["None" if d == "*" else d for d in i.shape]
+        shape = ["None" if d == "*" else _size(d) for d in i.shape]
         if i.broadcast:
             shape[:2] = [f"(1, {size})" for size in shape[:2]]
         return f'{i.name} = runtime.take_input(q, "{i.name}", {i.name}, {TORCH[i.dtype]}, [{", ".join(shape)}], "{i.help}")'
@@ -180,7 +180,7 @@ class Wrapper:
         """The arguments that say what the tensors of a plan are."""
         types = {i.name: (i.dtype, i.shape) for i in self.module.inputs}
         types |= {name: (d.dtype, shape) for d in self.module.derived for name, shape in zip(d.names, d.shapes)}
-        return [f"{n}=({TORCH[types[n][0]]}, [{', '.join(types[n][1])}])" for n in self.fields]
+        return [f"{n}=({TORCH[types[n][0]]}, [{', '.join(map(_size, types[n][1]))}])" for n in self.fields]
 
     # ------------------------------------------------------------------ operators
 
@@ -264,6 +264,12 @@ class Wrapper:
         names = [d.function for d in self.module.derived]
         names += [self.module.blocks.pattern] if self.module.blocks and self.module.blocks.pattern else []
         return [_source(name) for name in dict.fromkeys(names)]
+
+
+def _size(dim: str) -> str:
+    """A dimension of an input in Python."""
+    blocks = re.fullmatch(BLOCKS, dim)
+    return f"-(-{blocks[1]} // {blocks[2]})" if blocks else dim
 
 
 def sizes_in(text: str) -> list[str]:

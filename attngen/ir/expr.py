@@ -141,6 +141,32 @@ class sigmoid(sympy.Function):  # noqa: N801
         return self * (1 - self)
 
 
+class _Whole(sympy.Function):
+    """An integer made of a real number; beyond 2**30 it counts as that."""
+
+    nargs = 1
+    is_integer = True
+
+    @classmethod
+    def eval(cls, x: Expr) -> Expr | None:
+        return x if x.is_integer else None
+
+    def _eval_derivative(self, s: Expr) -> Expr:
+        return sympy.Integer(0)
+
+
+class floor(_Whole):  # noqa: N801
+    """The greatest integer that is not above x."""
+
+
+class nearest(_Whole):  # noqa: N801
+    """The integer next to x; of two as near the even one."""
+
+
+class trunc(_Whole):  # noqa: N801
+    """The next integer from x towards zero."""
+
+
 class exp2(sympy.Function):  # noqa: N801
     """2 ** x, the exponential that the hardware has."""
 
@@ -155,6 +181,7 @@ class log2(sympy.Function):  # noqa: N801
     is_extended_real = True
 
 
+TO_INTEGER = (floor, nearest, trunc)  # functions of real numbers that give integers
 REAL = (exp2, log2, sympy.exp, log, sympy.tanh, sigmoid, sqrt)  # functions that are of no integer
 
 FUNCTIONS: dict[str, Any] = {
@@ -169,22 +196,25 @@ FUNCTIONS: dict[str, Any] = {
     "tanh": sympy.tanh,
     "sigmoid": sigmoid,
     "sqrt": sqrt,
+    "floor": floor,
+    "nearest": nearest,
+    "trunc": trunc,
     "abs": sympy.Abs,
     "min": sympy.Min,
     "max": sympy.Max,
 }
 
 # Integers the kernels are given or derive: sizes, tile sizes, positions. All are >= 0, tile sizes are >= 1.
-_POSITIVE = ("BLOCK_Q", "BLOCK_KV", "D_QK", "D_V", "D_QK_PAD", "D_V_PAD", "Hq", "Hkv", "group", "splits", "queries", "stages", "elem")
-_NONNEGATIVE = ("Nq", "Nk", "B", "b", "h", "hkv", "g", "split", "q_idx", "kv_idx", "q_start", "kv_start")
+POSITIVE = ("BLOCK_Q", "BLOCK_KV", "D_QK", "D_V", "D_QK_PAD", "D_V_PAD", "Hq", "Hkv", "group", "splits", "queries", "stages", "elem")
+NONNEGATIVE = ("Nq", "Nk", "B", "b", "h", "hkv", "g", "split", "q_idx", "kv_idx", "q_start", "kv_start")
 
 
 @cache
 def symbol(name: str) -> sympy.Symbol:
     """The symbol of that name, with what is known of its sign; any other name is a real number."""
-    if name in _POSITIVE:
+    if name in POSITIVE:
         return sympy.Symbol(name, integer=True, positive=True)
-    if name in _NONNEGATIVE:
+    if name in NONNEGATIVE:
         return sympy.Symbol(name, integer=True, nonnegative=True)
     return sympy.Symbol(name, extended_real=True)
 

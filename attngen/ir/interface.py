@@ -12,7 +12,7 @@ import sympy
 from attngen.errors import VerifyError
 from attngen.ir.expr import Expr, cdiv, floordiv, parse, symbol
 from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Learned, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Type
 from attngen.ir.text import print_module
 
 SHAPES = {
@@ -256,12 +256,15 @@ def _reasons(module: Module) -> Iterator[str]:
     given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     own = WRAPPER | {x.parts.lower() for x in module.learned}  # in which it has the parts of a gradient
+    if module.blocks is None or module.blocks.data:  # a call gives no list of blocks
+        own -= {"block_mask"}
     for name in names:
         taken = name in own or hasattr(builtins, name) or name.endswith("_strides")
         if names.count(name) > 1 or taken or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             yield f"`{name}` is declared twice, is a name of the wrapper's own, or is not in small letters"
     for name, type_ in given.items():
-        if type_.dtype not in ("b1", "i32", "f32", "T") or not all(d in INPUT_DIMS or d.isdigit() for d in type_.dims):
+        sized = all(d in INPUT_DIMS or d.isdigit() or re.fullmatch(BLOCKS, d) for d in type_.dims)
+        if type_.dtype not in ("b1", "i32", "f32", "T") or not sized:
             yield f"`input {name} : {type_.dtype}[{', '.join(type_.dims)}]`; expected b1, i32, f32 or T of {', '.join(INPUT_DIMS)}, numbers"
         if not type_.dims and type_.dtype not in ("i32", "f32"):
             yield f"`input {name} : {type_.dtype}[]`; expected a number, i32 or f32"
@@ -271,10 +274,10 @@ def _reasons(module: Module) -> Iterator[str]:
                 yield f"`input {i.name}` has the option `{option}`; expected grad, broadcast or least=n"
     for d in module.derived:
         for source in d.sources:
-            if source not in given and source not in SOURCES and not source.isdigit():
+            if source not in given and source not in SOURCES and not source.isdigit() and not re.fullmatch(BLOCKS, source):
                 yield f"`derive {' '.join(d.names)}` is of `{source}`, which is no input"
-        if len(d.names) != len(d.shapes) or d.dtype not in ("i32", "f32"):
-            yield f"`derive {' '.join(d.names)}` needs a shape for each name, and is i32 or f32"
+        if len(d.names) != len(d.shapes) or d.dtype not in ("b1", "i32", "f32"):
+            yield f"`derive {' '.join(d.names)}` needs a shape for each name, and is b1, i32 or f32"
     for x in module.learned:
         if not any(i.name == x.input and i.grad and len(x.index) in (0, len(i.shape)) for i in module.inputs):
             yield f"`learn {x}` is of no input with the option grad"

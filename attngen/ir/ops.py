@@ -7,16 +7,18 @@ Fields marked `operand` are references to other values: `name`, or `name.field` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import sympy
 
-from attngen.ir.expr import Bool, Expr
+from attngen.ir.expr import Bool, Expr, cdiv, symbol
 
 DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T` depends on the module
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
+BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension of blocks of so many queries or keys, the last of which may be cut
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
 
 
@@ -27,6 +29,13 @@ _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
 def unpadded(dim: str) -> str:
     """The dimension that a tile's dimension pads, or itself."""
     return _UNPADDED.get(dim, dim)
+
+
+def dimension(dim: str) -> Expr:
+    """How long a dimension of a tensor is: a number, a size of the call, or the number of blocks of so many rows in one."""
+    if blocks := re.fullmatch(BLOCKS, dim):
+        return cdiv(symbol(blocks[1]), sympy.Integer(int(blocks[2])))
+    return sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def _print_type(t: Type) -> str:
 
 
 def _parse_type(text: str, where: str) -> Type:
-    match = re.fullmatch(r"(\w+)\[([\w, *]*)\] @(hbm|sram|reg|\?)", text.strip())
+    match = re.fullmatch(r"(\w+)\[([\w/, *]*)\] @(hbm|sram|reg|\?)", text.strip())
     if not match:
         raise IRError(f"{where}: `{text.strip()}` is not a type; expected `f32[BLOCK_Q, D_V] @reg`")
     dims = tuple(d.strip() for d in match[2].split(",") if d.strip())
@@ -457,7 +457,7 @@ def _parse_kernel(text: str, where: str) -> dict[str, Any]:
 
 
 def _parse_input(text: str, where: str) -> Input:
-    match = re.fullmatch(r"(\w+) : (\w+)\[([\w, *]*)\] (?:((?:\w+|least=-?[0-9]{1,10})(?: (?:\w+|least=-?[0-9]{1,10}))*) \| )?(.*)", text)
+    match = re.fullmatch(r"(\w+) : (\w+)\[([\w/, *]*)\] (?:((?:\w+|least=-?[0-9]{1,10})(?: (?:\w+|least=-?[0-9]{1,10}))*) \| )?(.*)", text)
     if not match:
         raise IRError(f"{where}: not an input; expected `input kv_lengths : i32[B] what it is`")
     return Input(match[1], match[2], _words(match[3]), match[5], tuple((match[4] or "").split()))
@@ -468,10 +468,10 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _parse_derived(text: str, where: str) -> Derived:
-    match = re.fullmatch(r"(\w+) ((?:\w+\[[\w, ]*\](?: rising)? ?)+) = (\w+)\(([\w, ]+)\)", text)
+    match = re.fullmatch(r"(\w+) ((?:\w+\[[\w/, ]*\](?: rising)? ?)+) = (\w+)\(([\w/, ]+)\)", text)
     if not match:
         raise IRError(f"{where}: not a derived input; expected `derive i32 first[B] end[B] = key_span(key_padding)`")
-    made = re.findall(r"(\w+)\[([\w, ]*)\]( rising)?", match[2])
+    made = re.findall(r"(\w+)\[([\w/, ]*)\]( rising)?", match[2])
     names, shapes = tuple(name for name, _, _ in made), tuple(_words(shape) for _, shape, _ in made)
     return Derived(names, shapes, match[3], _words(match[4]), match[1], tuple(name for name, _, rising in made if rising))
 

@@ -6,6 +6,7 @@ A mask file holds one subclass of `Mask`: its parameters (pydantic fields), its 
 
 from __future__ import annotations
 
+import ast
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +30,14 @@ class Mask(Part):
     def blocks(self) -> Blocks | None:
         """Whole blocks of the score matrix that count, if the mask names them; the expression holds inside them."""
         return None
+
+    def names_blocks(self) -> bool:
+        """Whether the mask, or a part of it, is one of blocks."""
+        return False
+
+    def unlisted(self) -> Mask:
+        """The same mask as a part of one that shows what it hides: no list of blocks says which tiles are visited."""
+        return self
 
     def expression(self) -> Bool:
         """True where query q_idx may attend to key kv_idx."""
@@ -75,6 +84,12 @@ class Compound(Mask):
     def blocks(self) -> Blocks | None:
         return next((m.blocks() for m in self.masks if m.blocks()), None)
 
+    def names_blocks(self) -> bool:
+        return any(m.names_blocks() for m in self.masks)
+
+    def unlisted(self) -> Mask:
+        return self.model_copy(update={"masks": tuple(m.unlisted() for m in self.masks)})
+
     def facts(self) -> tuple[Fact, ...]:
         return unique(f for m in self.masks for f in m.facts())
 
@@ -84,8 +99,13 @@ class Compound(Mask):
     def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
         return {name: value for m in self.masks for name, value in m.workload(sizes, generator).items()}
 
+    def notes(self) -> tuple[str, ...]:
+        return unique(note for m in self.masks for note in m.notes())
+
     def _wrapped(self, m: Mask) -> str:
-        return f"({m.describe()})" if isinstance(m, (AllOf, AnyOf)) else m.describe()
+        """A part's text, in brackets where it is several conditions."""
+        several = isinstance(m, (AllOf, AnyOf)) or (isinstance(m, Written) and isinstance(m.parsed.tree.body, ast.BoolOp))
+        return f"({m.describe()})" if several else m.describe()
 
     def data(self) -> Any:
         return {self.name: [m.data() for m in self.masks]}

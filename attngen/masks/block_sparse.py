@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import sympy
 from pydantic import Field, field_validator, model_validator
 
-from attngen.ir.expr import Bool
-from attngen.ir.graph import Blocks
-from attngen.masks import Mask, Sizes
+from attngen.ir.expr import Bool, floordiv, symbol
+from attngen.ir.graph import Blocks, Derived, Input
+from attngen.lang import Read
+from attngen.masks import KV, Mask, Q, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,11 @@ def local_global(rows: int, columns: int, device: torch.device, local: int, glob
 
 
 class BlockSparse(Mask):
-    """Blocks of `block` x `block` scores that count: `block_mask=` (bool, broadcast to [B, Hq, Tq, Tk]), by default a `pattern`'s."""
+    """Blocks of `block` x `block` scores that count: `block_mask=` (bool, broadcast to [B, Hq, Tq, Tk]), by default a `pattern`'s.
+
+    Under `any_of` or `not` it hides no blocks from the others: `block_mask` has all four dimensions, the first two 1 or B and Hq, and
+    a pattern takes none.
+    """
 
     name: ClassVar[str] = "block_sparse"
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (butterfly, local_global)
@@ -60,6 +65,12 @@ class BlockSparse(Mask):
         params = (("local", self.local), ("globals", self.globals)) if self.pattern == "local_global" else ()
         return Blocks(self.block, self.pattern or "", tuple((name, value) for name, value in params if value is not None))
 
+    def names_blocks(self) -> bool:
+        return True
+
+    def unlisted(self) -> Mask:
+        return _BlocksRead(**self.model_dump())
+
     def expression(self) -> Bool:
         return sympy.true
 
@@ -80,3 +91,37 @@ class BlockSparse(Mask):
             return bin(i ^ j).count("1") <= 1
         local, globals_ = self.local or 0, self.globals or 0
         return abs(i + shift - j) <= local or i < globals_ or j < globals_
+
+
+class _BlocksRead(BlockSparse):
+    """The same as a condition on data: kernels read which blocks count."""
+
+    def blocks(self) -> None:  # type: ignore[override]
+        return None
+
+    def unlisted(self) -> Mask:
+        return self
+
+    def _shape(self) -> tuple[str, str]:
+        return f"Nq/{self.block}", f"Nk/{self.block}"
+
+    def inputs(self) -> tuple[Input, ...]:
+        if self.pattern:
+            return ()
+        return (Input("block_mask", "b1", ("B", "Hq", *self._shape()), "which blocks of scores count", ("broadcast",)),)
+
+    def derived(self) -> tuple[Derived, ...]:
+        if not self.pattern:
+            return ()
+        numbers = (str(self.local), str(self.globals)) if self.pattern == "local_global" else ()
+        return (Derived(("pattern_blocks",), (self._shape(),), self.pattern, (*self._shape(), "device", *numbers), "b1"),)
+
+    def reads(self) -> tuple[Read, ...]:
+        size = sympy.Integer(self.block)
+        places = floordiv(Q, size), floordiv(KV, size)
+        if self.pattern:
+            return (Read("pattern_blocks", "pattern_blocks", places),)
+        return (Read("block_mask", "block_mask", (symbol("b"), symbol("h"), *places)),)
+
+    def expression(self) -> Bool:
+        return symbol("pattern_blocks" if self.pattern else "block_mask")

@@ -8,17 +8,19 @@ None of the forms overflows into NaN: where exp2 gives infinity or zero, they gi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.expr import exp2, log, log2, sigmoid, symbol
+from attngen.ir.expr import TO_INTEGER, exp2, log, log2, parse, sigmoid, symbol, to_text
 from attngen.ir.graph import Module
-from attngen.ir.ops import Fact, Map, Mask, Op
+from attngen.ir.ops import Access, Fact, Gather, Map, Mask, Op, Scatter
 from attngen.passes.base import Pass
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
+NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,18 @@ class BaseTwo(Pass):
             if isinstance(op, Mask):
                 known = tuple(Fact(*map(in_base_two, fact)) for fact in op.known)
                 return [replace(op, where=in_base_two(op.where), known=known)]
+            if isinstance(op, Gather):
+                return [replace(op, src=_places(op.src), where=in_base_two(op.where))]
+            if isinstance(op, Scatter):
+                return [replace(op, dst=_places(op.dst), where=in_base_two(op.where))]
             return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, Map) else [op]
 
-        return module.map_kernels(lambda k: k.rewrite(change))
+        learned = tuple(replace(x, index=tuple(to_text(in_base_two(parse(e)).xreplace(NUMBERS)) for e in x.index)) for x in module.learned)
+        return replace(module, learned=learned).map_kernels(lambda k: k.rewrite(change))
+
+
+def _places(access: Access) -> Access:
+    return replace(access, index=tuple(map(in_base_two, access.index)))
 
 
 def in_base_two(e: Any) -> Any:
@@ -41,6 +52,8 @@ def in_base_two(e: Any) -> Any:
     if not e.args or not e.has(sympy.exp, log, sympy.tanh, sigmoid, sympy.Pow):
         return e
     args = [in_base_two(a) for a in e.args]
+    if isinstance(e, TO_INTEGER):  # with its constants as one number: 2 * LN2 * log2(x), say, would lie below what it is exactly
+        return e.func(args[0].xreplace(NUMBERS))
     if isinstance(e, sympy.exp):
         return exp2(LOG2E * args[0])
     if isinstance(e, log):

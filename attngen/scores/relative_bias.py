@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class RelativeBias(Score):
-    """s + table[h, distance + max_distance], distance = query - key within +-max_distance (T5, Raffel et al. 2020, without its buckets).
+    """s + table[h, distance + max_distance], distance = q_pos - kv_idx within +-max_distance (T5, Raffel et al. 2020, without its buckets).
 
-    `relative_bias` is fp32 [Hq, 2 max_distance + 1]; the queries are the last positions. T5's buckets: index a small table into it.
+    `relative_bias` is fp32 [Hq, 2 max_distance + 1]; the queries are the last positions. T5's buckets are an expression (see README).
     """
 
     name: ClassVar[str] = "relative_bias"

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from attngen import document
 from attngen.document import shown
 from attngen.errors import suggest
-from attngen.lang import LangError, Param, name_problem
+from attngen.lang import LangError, Param, name_problem, names_schema
 from attngen.masks import AllOf, AnyOf, Mask, Not, Written, registry
 from attngen.parts import Part
 from attngen.scores import Score, WrittenScore, score_registry
@@ -45,9 +45,7 @@ def parse_mask(value: Any) -> Mask:
             mask = parse_mask(params)
         except Mistakes as error:
             raise Mistakes(*((("not", *path), text) for path, text in error.found)) from None
-        if mask.blocks():
-            raise Mistakes((("not",), "holds `block_sparse`, which names blocks to visit; expected it outside, in an `all_of`"))
-        return Not(masks=(mask,))
+        return Not(masks=(mask.unlisted(),))
     known = registry()
     if name not in known:
         raise Mistakes(((), f"is `{shown(name)}`, which is not a mask; {suggest(str(name), [*known, *ALGEBRA])}"))
@@ -115,7 +113,7 @@ def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
     text, declared = value["expr"], value.get("params")
     declared = {} if declared is None else declared
     if not isinstance(text, str):
-        raise Mistakes((("expr",), f'is {said(text)}; expected an expression in quotes, as in "kv_idx <= q_idx"'))
+        raise Mistakes((("expr",), f'is {said(text)}; expected an expression in quotes, as in "kv_idx <= q_pos"'))
     if not isinstance(declared, dict):
         raise Mistakes((("params",), f"is {said(declared)}; expected the declarations of parameters by name"))
     params: dict[str, Param] = {}
@@ -152,13 +150,11 @@ def _parse_several(cls: type[AllOf] | type[AnyOf], value: Any) -> Mask:
         except Mistakes as error:
             found += [((name, i, *path), text) for path, text in error.found]
             continue
-        if mask.blocks() and name == "any_of":
-            found.append(((name, i), "names blocks to visit; expected `block_sparse` outside, in an `all_of`"))
-        if mask.blocks() and any(m.blocks() for m in masks):
+        if mask.names_blocks() and any(m.names_blocks() for m in masks):
             found.append(((name, i), "names blocks a second time; expected one `block_sparse`: combine the block masks in the call"))
         if mask in masks:
             found.append(((name, i), f"is `{mask.describe()}` again; expected each mask once: a repeat {_REPEAT[name]}"))
-        masks.append(mask)
+        masks.append(mask if name == "all_of" else mask.unlisted())
     if found:
         raise Mistakes(*found)
     return cls(masks=tuple(masks))
@@ -199,6 +195,13 @@ def _named_schemas(known: Mapping[str, type[Part]]) -> list[dict[str, Any]]:
 
 
 def _written_schema() -> dict[str, Any]:
-    params = {"type": "object", "additionalProperties": {**Param.model_json_schema(), "title": "parameter"}}
-    text = {"type": "string", "description": "an expression over q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores"}
+    params = {
+        "type": "object",
+        "propertyNames": names_schema(),
+        "additionalProperties": {**Param.model_json_schema(), "title": "parameter"},
+    }
+    text = {
+        "type": "string",
+        "description": "an expression over q_pos, q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores",
+    }
     return {"type": "object", "properties": {"expr": text, "params": params}, "required": ["expr"], "additionalProperties": False}

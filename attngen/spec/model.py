@@ -186,7 +186,27 @@ class Spec(BaseModel):
                 raise Mistakes((path, f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out"))
             if isinstance(part, Score) and part.sink() is None and symbol("s") not in part.expression().free_symbols:
                 raise Mistakes((path, "forgets the score `s`; expected an expression in it"))
+        if gone := self._forgotten():
+            said = f"does not depend on `{gone}`, once simplified; expected it to, or the part that declares it left out"
+            raise Mistakes((self.key_of(gone), said))
         return self
+
+    def _forgotten(self) -> str | None:
+        """An input on which neither the mask nor the scores depend as a whole."""
+        score: Any = symbol("s")
+        for part in self.score:
+            score = part.expression().xreplace({symbol("s"): score})
+        sinks = [sink for part in self.score if (sink := part.sink()) is not None]
+        masks = (self.mask.expression(), self.mask.by_key())
+        facts = [e for fact in self.mask.facts() if any(mask.has(fact.literal) for mask in masks) for e in fact]
+        seen = {str(s) for e in (*masks, *facts, score, *sinks) for s in e.free_symbols}
+        for read in reversed(self.reads()):
+            if read.name in seen:
+                seen |= {read.tensor, *(str(s) for e in read.index for s in e.free_symbols)}
+        for made in self.derived():
+            if not seen.isdisjoint(made.names):
+                seen |= set(made.sources)
+        return next((i.name for i in self.inputs() if i.name not in seen), None)
 
     @model_validator(mode="after")
     def _order_can(self) -> Spec:
@@ -228,6 +248,10 @@ class Spec(BaseModel):
     def reads(self) -> tuple[Read, ...]:
         """How mask and modifiers read tensors; each read has a name of its own."""
         return unique(read for part in (self.mask, *self.score) for read in part.reads())
+
+    def notes(self) -> tuple[tuple[document.Path, str], ...]:
+        """What may not be what the author means: the path of the key, and the sentence that follows its name."""
+        return unique((path, note) for path, part in self._parts() for note in part.notes())
 
     def canonical(self) -> dict[str, Any]:
         """The spec as plain data with every default filled in; `score`, `backward` and the order of loops only where they say something."""

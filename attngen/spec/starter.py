@@ -24,11 +24,11 @@ dtype: [bf16, fp16]
 
 # Which keys a query sees. Masks: {masks}. `attngen list` says what each does.
 # With parameters: {{sliding_window: {{left: 1023, right: 0}}}}. Several at once: {{all_of: [causal, key_padding]}},
-# any_of, not. Or an expression: {{expr: "kv_idx <= q_idx + extra", params: {{extra: {{scalar: int}}}}}}.
+# any_of, not. Or an expression: {{expr: "kv_idx <= q_pos + extra", params: {{extra: {{scalar: int}}}}}}.
 mask: causal
 
 # What is done to scores, in order, before the mask: {modifiers}, or an expression.
-# score: [{{softcap: 30.0}}, {{expr: "s - 0.1 * abs(q_idx - kv_idx)"}}]
+# score: [{{softcap: 30.0}}, {{expr: "s - 0.1 * abs(q_pos - kv_idx)"}}]
 
 # Dropout on the attention weights: calls take dropout_p and seed. Without it, leave this out.
 # dropout: true

@@ -28,6 +28,7 @@ from attngen.ir.ops import (
     Scatter,
     SoftmaxStep,
     Store,
+    dimension,
 )
 from attngen.verify.types import POSITIONS, dimensions
 
@@ -92,7 +93,7 @@ def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], head
     conditions = conjuncts(op.where)
     does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
-        extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+        extent = dimension(dim)
         low, high = span(index)
         if dim not in ("Nq", "Nk") and index in [letters.get(dim), *heads.get(dim, [])]:
             continue

@@ -16,7 +16,7 @@ from attngen.bounds.intervals import implies
 from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read
 from attngen.ir.interface import input_tensors
-from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type
+from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
 from attngen.verify.algebra import normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
@@ -131,7 +131,7 @@ class Values:
         """An element whose place counts from the end where it is negative, and which is 0 outside of the tensor: so reads the header."""
         rest, at = conjuncts(op.where), []
         for dim, e in zip(self.kernel.type_of(op.src.tensor).dims, op.src.index):
-            extent = sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+            extent = dimension(dim)
             rest = [c for c in rest if c not in (e >= 0, e < extent)]
             wrapped = isinstance(e, select) and e.args[0] == (e.args[2] < 0) and e.args[1] == e.args[2] + extent
             if wrapped or e.is_nonnegative or span(e)[0] >= 0:

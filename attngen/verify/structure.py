@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import sympy
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import input_tensors, query_heads
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
 
 SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # that the header's mask and score may name
@@ -90,7 +91,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
             dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out", "inout") else ()
-            sizes = SIZES | {d for d in dims if d.isdigit()}
+            sizes = SIZES | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
             if isinstance(op, Arg) and op.role in ("out", "inout") and op.name not in written:

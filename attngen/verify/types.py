@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import REAL, cdiv, floordiv, mod, select, symbol, to_text
+from attngen.ir.expr import REAL, TO_INTEGER, cdiv, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -230,9 +230,10 @@ def _numbers_in(e: Any) -> tuple[Any, ...]:
 
 def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
+    e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # of whatever they are made
     refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - kernel.variables
     whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
-    divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow))
+    divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow)) or not all(n.is_Integer for n in e.atoms(sympy.Rational))
     return whole and not divided and not e.has(*REAL, sympy.Float, sympy.oo)
 
 

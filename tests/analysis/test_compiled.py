@@ -15,8 +15,9 @@ from attngen.devices import CLASSES
 from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.passes.pipeline import lower
-from attngen.spec import parse_spec
+from attngen.spec import make_spec, parse_spec
 from tests.helpers import target
+from tests.test_language import VARIANTS
 
 READING = Reading(shared_bytes=65536, registers=200, spilled_bytes=0, code_bytes=4096, triton="0", seconds=1.0)
 
@@ -216,3 +217,21 @@ def run(*args):
     with pytest.raises(SystemExit) as done:
         main(list(args))
     assert done.value.code in (0, None)
+
+
+def test_functions_of_scalars_and_casts_compile(tmp_path):
+    """What is computed of a head, of numbers of the call, and integers of reals: in scores and masks, each kernel for each kind of GPU."""
+    names = ["functions of scalars in a score", "functions of scalars in a mask", "floor, round and casts in a score"]
+    classes = ("sm80", "sm90", "gfx942")
+    asked, jobs = [], []
+    for i, name in enumerate(names):
+        module = lower(make_spec({"name": f"scalars_{i}", "head_dim": 64, **VARIANTS[name].parts}))
+        file = tmp_path / f"{module.name}.py"
+        file.write_text(render(module)["kernels.py"])
+        for kernel, cls in zip(("fwd", "dq", "dkdv"), (classes * 2)[i:]):
+            asked.append((name, kernel, cls))
+            row = next(r for r in reversed(module.rows(kernel)) if r.device == cls)
+            jobs.append(job(module, module.kernel(kernel), row, file))
+    wrong = [(*what, found) for what, found in zip(asked, compile_all(jobs, 2)) if not isinstance(found, Reading)]
+    assert wrong == []
+    assert {(kernel, cls) for _, kernel, cls in asked} == {(k, c) for k in ("fwd", "dq", "dkdv") for c in classes}

@@ -1,0 +1,81 @@
+"""The expression language of a spec's masks and scores: text and declared parameters in, sympy out.
+
+Text is read with Python's `ast` on a whitelist, and never evaluated. Every part of an expression is a condition, an integer or a
+real; a mask is a condition, a score is a number. `//` and `%` round down, as Python's. A read of a tensor parameter takes a negative
+index from the end, as Python does; what is outside even so reads 0 (false). Whatever the language does not have is refused by name.
+
+Functions are those of real numbers: the root of a negative number, or 0 / 0, is not defined, and simplification may hide it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from attngen.document import shown
+from attngen.errors import IRError
+from attngen.ir.expr import Bool, Expr
+from attngen.lang.convert import Builder
+from attngen.lang.grammar import LangError, read_tree
+from attngen.lang.limits import MAX_TEXT
+from attngen.lang.names import TAKEN, name_problem, names_schema
+from attngen.lang.params import SAID, Param
+from attngen.lang.positions import position_note
+from attngen.lang.reads import Read
+
+__all__ = [
+    "MAX_TEXT",
+    "TAKEN",
+    "Expression",
+    "LangError",
+    "Param",
+    "Read",
+    "name_problem",
+    "names_schema",
+    "parse_mask",
+    "parse_score",
+    "position_note",
+]
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A parsed mask or score: its text, all declared parameters, the sympy expression, and the reads in it, nested ones first."""
+
+    text: str
+    params: tuple[tuple[str, Param], ...]
+    expr: Expr | Bool
+    reads: tuple[Read, ...]
+    tree: ast.Expression = field(compare=False, repr=False)
+
+
+def parse_mask(text: str, params: Mapping[str, Param]) -> Expression:
+    """A condition over positions and parameters. Raises LangError."""
+    return _parse(text, params, score=False)
+
+
+def parse_score(text: str, params: Mapping[str, Param]) -> Expression:
+    """A number over the score `s`, positions and parameters. Raises LangError."""
+    return _parse(text, params, score=True)
+
+
+def _parse(text: str, params: Mapping[str, Param], score: bool) -> Expression:
+    for name in params:
+        if problem := name_problem(name):
+            raise LangError(None, f"the parameter `{shown(name)}` {problem}")
+    tree, lead = read_tree(text)
+    builder = Builder(text, lead, params, score)
+    try:
+        built = builder.build(tree.body)
+        expr, reads = builder.finish(built.expr)
+    except (RecursionError, MemoryError) as error:
+        raise LangError(None, "is nested too deeply") from error
+    except IRError as error:
+        raise LangError(None, f"is not what kernels can compute: {error}") from error
+    if (built.kind == "bool") == score:
+        hint = "write where(condition, a, b)" if score else "compare it with something"
+        raise builder.error(tree.body, f"is {SAID[built.kind]}; expected {'a number' if score else 'a condition'}: {hint}")
+    if unused := next((name for name in params if name not in builder.used), None):
+        raise LangError(None, f"does not use the parameter `{unused}`; expected each declared one to be used")
+    return Expression(text, tuple(params.items()), expr, reads, tree)

@@ -1,0 +1,164 @@
+"""Calls in expressions: the functions of the language."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+
+from attngen.document import shown
+from attngen.errors import suggest
+from attngen.ir.expr import FUNCTIONS, Bool, Expr, clamp, floor, floordiv, mod, nearest, select, sigmoid, trunc
+from attngen.lang.checks import Checks, Part
+from attngen.lang.limits import MAX_EXTREMES, MAX_INT
+from attngen.lang.names import CALLS, LANGUAGE, MEANT
+from attngen.lang.params import Kind, Param
+
+OTHERS: dict[type, str] = {
+    ast.Lambda: "a `lambda`",
+    ast.NamedExpr: "`:=`",
+    ast.Starred: "`*` before an argument",
+    ast.JoinedStr: "an f-string",
+    ast.Dict: "a dictionary",
+    ast.Set: "a set",
+    ast.List: "a list",
+    ast.Tuple: "a tuple",
+    ast.Slice: "a slice",
+    ast.ListComp: "a comprehension",
+    ast.SetComp: "a comprehension",
+    ast.DictComp: "a comprehension",
+    ast.GeneratorExp: "a comprehension",
+    ast.Await: "`await`",
+    ast.Yield: "`yield`",
+    ast.YieldFrom: "`yield`",
+}
+
+
+class Functions(Checks):
+    """Builds calls."""
+
+    def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
+        super().__init__(text, lead, params, score)
+        self.extremes = 0  # arguments of min and max so far
+
+    def _call(self, node: ast.Call) -> Part:
+        if not isinstance(node.func, ast.Name):
+            if isinstance(node.func, ast.Attribute):
+                self.build(node.func)
+            raise self.error(node, f"calls `{self.written(node.func)}`, which is not a function")
+        name = node.func.id
+        if name not in CALLS:
+            if name in self.params or name in LANGUAGE:
+                tensor = name in self.params and self.params[name].tensor is not None
+                raise self.error(node, f"calls `{name}`, which is not a function" + (f"; write {name}[...]" if tensor else ""))
+            meant = MEANT.get(name)
+            hint = f"did you mean `{meant}`?" if meant in {*CALLS, "**"} else suggest(name, CALLS)
+            raise self.error(node, f"calls `{shown(name)}`, which expressions do not have; {hint}")
+        words, least, most = CALLS[name]
+        if node.keywords:
+            raise self.error(node.keywords[0], f"gives `{name}` an argument by name, which expressions do not have")
+        if other := next((a for a in node.args if type(a) in OTHERS), None):
+            self.build(other)
+        if not least <= len(node.args) <= most:
+            raise self.error(node, f"`{name}` takes {words}; here are {len(node.args)}")
+        return self._where(node) if name == "where" else self._function(node, name)
+
+    def _where(self, node: ast.Call) -> Part:
+        c = self.condition(node.args[0], "the first argument of `where`")
+        a, b = (self.build(n) for n in node.args[1:])
+        constant = c.constant and a.constant and b.constant
+        if a.kind == b.kind == "bool":
+
+            def either() -> Bool:
+                return sympy.Or(sympy.And(c.expr, a.expr), sympy.And(sympy.Not(c.expr), b.expr))
+
+            return self.made(node, "bool", either, constant)
+        if "bool" in (a.kind, b.kind):
+            raise self.error(node, "`where` takes two numbers or two conditions after the first argument; here is one of each")
+        kind: Kind = "int" if a.kind == b.kind == "int" else "real"
+        return self.made(node, kind, lambda: select(c.expr, a.expr, b.expr), constant)
+
+    def _function(self, node: ast.Call, name: str) -> Part:
+        if name in ("int", "floor", "round") and (quotient := self._quotient(node.args[0])):
+            return self.made(node, "int", lambda: _rounded(name, *quotient), False)
+        if name in ("int", "float"):
+            return self._cast(node, name)
+        parts = [self.number(n, f"`{name}`") for n in node.args]
+        exprs, constant = [p.expr for p in parts], all(p.constant for p in parts)
+        kind: Kind = "int" if all(p.kind == "int" for p in parts) else "real"
+        match name:
+            case "min" | "max":
+                self.extremes += len(parts)
+                if self.extremes > MAX_EXTREMES:
+                    raise self.error(node, f"`min` and `max` have more than {MAX_EXTREMES} arguments together; expected fewer")
+                return self.made(node, kind, lambda: FUNCTIONS[name](*exprs), constant)
+            case "abs":
+                return self.made(node, kind, lambda: _abs(exprs[0]), constant)
+            case "clamp":
+                return self.made(node, kind, lambda: clamp(*exprs), constant)
+            case "floor" | "round":
+                return self._whole(node, parts[0], name)
+        if constant:
+            return self.made(node, "real", lambda: sympy.Float(_REAL[name](float(exprs[0]))), True)
+        known = sigmoid if name == "sigmoid" else FUNCTIONS[name]
+        return self.made(node, "real", lambda: known(exprs[0]), False)
+
+    def _cast(self, node: ast.Call, name: str) -> Part:
+        """`int` cuts towards zero; of a condition both are 1 or 0. A real that is an integer stays one in sympy: no kernel rounds it."""
+        part = self.build(node.args[0])
+        if part.kind == "bool":
+            part = Part("int", select(part.expr, sympy.Integer(1), sympy.Integer(0)), part.constant)
+        if name == "int":
+            return self._whole(node, part, name)
+        return self.made(node, "real", lambda: part.expr, part.constant)
+
+    def _quotient(self, node: ast.expr) -> tuple[Expr, Expr] | None:
+        """An integer over a positive whole constant, whose rounding integers do exactly."""
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+            return None
+        over = node.right.value if isinstance(node.right, ast.Constant) else 0
+        above = self.build(node.left) if type(over) is int and 0 < over <= MAX_INT else None
+        return (above.expr, sympy.Integer(over)) if above and above.kind == "int" and not above.constant else None
+
+    def _whole(self, node: ast.Call, part: Part, name: str) -> Part:
+        """`floor`, `round` (half to even) or `int`."""
+        if part.kind == "int":
+            return part
+        of_number, symbolic = _WHOLE[name]
+        if part.constant:
+            return self.made(node, "int", lambda: sympy.Integer(of_number(float(part.expr))), True)
+        return self.made(node, "int", lambda: symbolic(part.expr), False)
+
+
+def _abs(x: Expr) -> Expr:
+    """The absolute value; of what sympy does not know to be real, by its definition."""
+    value = sympy.Abs(x)
+    return sympy.Max(x, -x) if value.has(sympy.conjugate, sympy.re, sympy.im, sympy.arg) else value
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))
+
+
+_REAL: dict[str, Callable[[float], float]] = {
+    "exp": math.exp,
+    "log": math.log,
+    "tanh": math.tanh,
+    "sqrt": math.sqrt,
+    "sigmoid": _sigmoid,
+}
+
+_WHOLE: dict[str, tuple[Callable[[float], int], Any]] = {"floor": (math.floor, floor), "round": (round, nearest), "int": (int, trunc)}
+
+
+def _rounded(name: str, a: Expr, b: Expr) -> Expr:
+    """a / b of integers, b > 0, as an integer: rounded down, to the next one (half to even), or towards zero."""
+    if name == "floor":
+        return floordiv(a, b)
+    if name == "int":
+        return select(a >= 0, floordiv(a, b), -floordiv(-a, b))
+    up = floordiv(2 * a + b, 2 * b)
+    return up - select(sympy.And(sympy.Eq(mod(2 * a + b, 2 * b), 0), sympy.Eq(mod(up, sympy.Integer(2)), 1)), sympy.Integer(1), 0)

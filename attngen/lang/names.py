@@ -1,0 +1,77 @@
+"""The names of the language, and those that a parameter cannot have, each with its reason."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from typing import Any
+
+from attngen.ir.expr import FUNCTIONS, NONNEGATIVE, POSITIVE, symbol
+from attngen.ir.interface import WRAPPER
+from attngen.lang.limits import MAX_EXTREMES
+
+NAME = "[a-z][a-z0-9_]{0,31}"  # of a parameter
+
+# The names of the language as expressions of the IR's symbols. `q_pos` is the query's position among the keys: the last query is level
+# with the last key.
+POSITIONS = {name: symbol(of) for name, of in (("q_idx", "q_idx"), ("kv_idx", "kv_idx"), ("b", "b"), ("h", "h"), ("hkv", "hkv"))}
+POSITIONS |= {"q_len": symbol("Nq"), "kv_len": symbol("Nk"), "q_pos": symbol("q_idx") + symbol("Nk") - symbol("Nq")}
+CONDITIONS = {"true": True, "false": False}
+SCORE = "s"
+# What a function takes, in words, and the least and most arguments.
+CALLS = {
+    "min": (f"2 to {MAX_EXTREMES} numbers", 2, MAX_EXTREMES),
+    "max": (f"2 to {MAX_EXTREMES} numbers", 2, MAX_EXTREMES),
+    "abs": ("1 number", 1, 1),
+    "clamp": ("3 numbers: x, the least, the most", 3, 3),
+    "where": ("3 arguments: a condition, what holds if it is true, and if not", 3, 3),
+    **dict.fromkeys(("exp", "log", "tanh", "sigmoid", "sqrt", "floor", "round"), ("1 number", 1, 1)),
+    **dict.fromkeys(("int", "float"), ("1 number or condition", 1, 1)),
+}
+LANGUAGE = frozenset({*POSITIONS, *CONDITIONS, SCORE, *CALLS})
+# What a name is likely meant for.
+MEANT = {"q": "q_idx", "k": "kv_idx", "kv": "kv_idx", "Nq": "q_len", "Nk": "kv_len", "select": "where", "score": "s", "pow": "**"}
+MEANT |= {"ceil": "floor", "trunc": "int"}
+
+# What calls of a generated function, its wrapper, its kernels and the IR's text name already: what has the name -> names.
+RESERVED: dict[str, frozenset[str]] = {
+    "an argument or a variable of generated functions": frozenset(WRAPPER),
+    "a function or a module that kernels use": frozenset(FUNCTIONS) | {
+        *("at", "dropout_keep", "floor_div", "floor_mod", "keep_mask", "math", "mod", "philox", "position", "store_distances", "tile_at"),
+        *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
+    },
+    "a variable of kernels": frozenset(("d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn"))
+    | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")},
+}  # fmt: skip
+TAKEN = frozenset().union(*RESERVED.values())
+# Values of the kernels, and how those made of them are named.
+_VALUES = "acc alpha count d[koqpsv] delta dlse dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p product q qk "
+_VALUES += "queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible"
+_MADE = "all at batch cast end first full head init kept list new next out partial rank row rows scale scale2 seen step sum"
+VALUE = f"({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*"
+
+
+def name_problem(name: Any) -> str | None:
+    """Why a parameter cannot have that name, as a sentence that follows the name; None if it can."""
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):
+        return "is not a name; expected small letters, digits and _, 32 at most, the first a letter"
+    if keyword.iskeyword(name) or name in LANGUAGE or hasattr(builtins, name):
+        return f"is a word of {'the language' if name in LANGUAGE else 'Python'}; expected another name"
+    what = next((what for what, names in RESERVED.items() if name in names), None)
+    if what is None and symbol(name).is_integer:
+        what = "a size or a position of kernels"
+    if what is None and re.fullmatch(VALUE, name):
+        what = "a value of kernels"
+    return f"is reserved: {what} has that name; expected another name, as in `my_{name}`" if what else None
+
+
+def names_schema() -> dict[str, Any]:
+    """JSON schema of the names that parameters can have: `not` lists those that are reserved."""
+    words = [*keyword.kwlist, *dir(builtins), *LANGUAGE, *TAKEN]
+    reserved = sorted({w for w in words if re.fullmatch(NAME, w)} | {w for w in (*POSITIVE, *NONNEGATIVE) if re.fullmatch(NAME, w)})
+    return {
+        "description": "small letters, digits and _, 32 at most; words of the language, of Python and of generated code are reserved",
+        "pattern": f"^{NAME}$",
+        "not": {"anyOf": [{"enum": reserved}, {"pattern": f"^{VALUE}$"}]},
+    }

@@ -1,0 +1,136 @@
+"""Names in expressions, and reads of tensor parameters: each distinct one gets a symbol, named after its tensor."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from attngen.document import shown
+from attngen.errors import suggest
+from attngen.ir.expr import Expr, parse, symbol, to_text
+from attngen.lang.checks import Part
+from attngen.lang.functions import Functions
+from attngen.lang.names import CALLS, CONDITIONS, LANGUAGE, MEANT, POSITIONS, SCORE, TAKEN
+from attngen.lang.params import SAID, Param
+
+
+@dataclass(frozen=True)
+class Read:
+    """One distinct access of a tensor parameter: `name` is its symbol's, `index` has an integer expression per dimension.
+
+    The expressions are over q_idx, kv_idx, b, h, hkv, Nq, Nk, scalars and the names of earlier reads. A negative index counts from
+    the end; what is outside even so reads 0 (false).
+    """
+
+    name: str
+    tensor: str
+    index: tuple[Expr, ...]
+
+
+class Reads(Functions):
+    """Builds names, and reads of tensors."""
+
+    def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
+        super().__init__(text, lead, params, score)
+        self.reads: dict[tuple[str, tuple[Expr, ...]], sympy.Symbol] = {}
+
+    def _name(self, node: ast.Name) -> Part:
+        name = node.id
+        if name in self.params:
+            self.used.add(name)
+            param = self.params[name]
+            if param.tensor is not None:
+                raise self.error(node, f"uses the tensor `{name}` without an index; write {name}[{', '.join(self._indices(param))}]")
+            if param.value is None:
+                return Part(param.kind, symbol(name))
+            make = {"bool": lambda v: sympy.true if v else sympy.false, "int": sympy.Integer, "real": sympy.Float}[param.kind]
+            return Part(param.kind, make(param.value), True)
+        if name in POSITIONS:
+            return Part("int", POSITIONS[name])
+        if name in CONDITIONS:
+            return Part("bool", sympy.true if CONDITIONS[name] else sympy.false, True)
+        if name == SCORE and self.score:
+            return Part("real", symbol(SCORE))
+        if name == SCORE:
+            raise self.error(node, "uses the score `s`, which masks do not have")
+        if name in CALLS:
+            raise self.error(node, f"uses the function `{name}` without arguments; it takes {CALLS[name][0]}")
+        known = {*POSITIONS, *CONDITIONS, *self.params, *((SCORE,) if self.score else ())}
+        meant = MEANT.get(name)
+        hint = f"did you mean `{meant}`?" if meant in known else suggest(name, known)
+        raise self.error(node, f"uses `{shown(name)}`, which is no name of the language and not declared in `params`; {hint}")
+
+    def _indices(self, param: Param) -> list[str]:
+        """An index as it is likely meant, for a hint."""
+        letters = {"B": "b", "Hq": "h", "Hkv": "hkv", "Nq": "q_idx", "Nk": "kv_idx"}
+        parts = [d.partition("/") for d in param.dims]
+        return [letters[d] + (f" // {by}" if by else "") if d in letters else "q_idx - kv_idx" for d, _, by in parts]
+
+    def _read(self, node: ast.Subscript) -> Part:
+        param = self.params.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        if param is None or param.tensor is None or not isinstance(node.value, ast.Name):
+            if not isinstance(node.value, ast.Name):
+                raise self.error(node, f"indexes `{self.written(node.value)}`, which is not a tensor parameter")
+            if node.value.id not in LANGUAGE and param is None:
+                self._name(node.value)
+            raise self.error(node, f"indexes `{node.value.id}`, which is not a tensor parameter")
+        tensor = node.value.id
+        self.used.add(tensor)
+        indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if len(indices) != len(param.dims):
+            want = f"{tensor}[{', '.join(self._indices(param))}]"
+            raise self.error(node, f"indexes `{tensor}` by {len(indices)}, but it has {len(param.dims)} dimensions; expected as in {want}")
+        parts = [self.build(n) for n in indices]
+        for n, part in zip(indices, parts):
+            if symbol(SCORE) in part.expr.free_symbols:
+                raise self.error(n, f"the index `{self.written(n)}` of `{tensor}` depends on the score; expected positions and parameters")
+            if part.kind != "int":
+                raise self.error(n, f"the index `{self.written(n)}` of `{tensor}` is {SAID[part.kind]}; expected an integer")
+        key = tensor, tuple(p.expr for p in parts)
+        if key not in self.reads:
+            ways = sum(t == tensor for t, _ in self.reads)
+            # a name with a space cannot be declared; `finish` gives the final ones
+            self.reads[key] = symbol(tensor) if not ways else symbol(f"{tensor} {ways}")
+        return Part(param.kind, self.reads[key])
+
+    def finish(self, expr: Any) -> tuple[Any, tuple[Read, ...]]:
+        """The expression and its reads under their final names."""
+        taken = {*self.params, *LANGUAGE, *TAKEN}
+        names: dict[sympy.Symbol, sympy.Symbol] = {}
+        for tensor in {t: None for t, _ in self.reads}:
+            ways = [(index, at) for (t, index), at in self.reads.items() if t == tensor]
+            if len(ways) == 1:
+                continue
+            number = 0
+            for index, at in ways:
+                name = _suffixed(tensor, index)
+                while name is None or name in taken or symbol(name).is_integer:
+                    number += 1
+                    name = f"{tensor}_{number}"
+                taken.add(name)
+                names[at] = symbol(name)
+        reads = ((t, index, at) for (t, index), at in self.reads.items())
+        final = tuple(Read(names.get(at, at).name, t, tuple(_settled(i.xreplace(names)) for i in index)) for t, index, at in reads)
+        return _settled(expr.xreplace(names)), final
+
+
+def _suffixed(tensor: str, index: tuple[Expr, ...]) -> str | None:
+    """`doc_q` for doc[b, q_idx]: by the positions that are indices as they are, if there are any and all others are b, h or hkv."""
+    short = {symbol("q_idx"): "q", symbol("kv_idx"): "kv"}
+    plain = {symbol(n) for n in ("b", "h", "hkv")}
+    letters = [short[i] for i in index if i in short]
+    return "_".join([tensor, *letters]) if letters and all(i in short or i in plain for i in index) else None
+
+
+def _settled(expr: Any) -> Any:
+    """The expression as the IR's text gives it back: sympy leaves some parts, as min(x, max(1, 2)), for a second look."""
+    for _ in range(4):
+        again = parse(to_text(expr))
+        if again == expr:
+            return expr
+        expr = again
+    return expr
