@@ -143,6 +143,20 @@ def _each(make: Callable[..., T], loaded: Sequence[tuple[Path, Spec]], *args: ob
             yield next(made)
 
 
+def _emitted(folder: Path) -> tuple[Module, dict[str, str]]:
+    """The module that the schedule.ir in a folder gives, and its files, with the readings that the folder has of them."""
+    from attngen.certify.certificate import keep
+    from attngen.emit.render import render
+    from attngen.ir.text import parse_module
+    from attngen.ir.verify import verify
+
+    ir = folder / "schedule.ir"
+    if not ir.is_file():
+        raise AttngenError(f"{folder} is not built; run `attngen build` first")
+    module = verify(parse_module(ir.read_text(encoding="utf-8"), str(ir)))
+    return module, keep(render(module), folder)
+
+
 def _module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str, str]]:
     from attngen.certify.certificate import keep
     from attngen.emit.render import render
@@ -199,6 +213,14 @@ def verify_fit(
     every: Annotated[bool, typer.Option("--all", help="every spec in specs/")] = False,
     target: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(CLASSES)} [default: all but `any`]")] = None,
     rows: Annotated[bool, typer.Option("--every-row", help="compile the schedules for few rows, and for every element size, too")] = False,
+    changed: Annotated[
+        bool,
+        typer.Option(
+            "--changed",
+            help="of the modules as they are built: compile kernels whose reading in report.json is not of them, and one in "
+            "16 of the others, which the commit draws",
+        ),
+    ] = False,
     write: Annotated[bool, typer.Option("--write", help="build the modules, and record the readings in their report.json")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes [default: one a core]")] = None,
 ) -> None:
@@ -211,13 +233,14 @@ def verify_fit(
     \b
     attngen verify specs/causal_mqa.yaml                 after attngen build, and verify --write
     attngen verify specs/causal_mqa.yaml --target sm90 --write
-    attngen verify --all                                 for CI
+    attngen verify --all                                 every kernel of every spec
+    attngen verify --all --changed                       for CI: what has changed, and a share of the rest
     """
     import tempfile
     import time
 
     from attngen.analysis.sram import sram_bytes
-    from attngen.certify.certificate import Found, chosen, percent, reason, record, stale, violations
+    from attngen.certify.certificate import Found, chosen, commit, drawn, percent, reason, record, recorded, stale, violations
     from attngen.certify.compiler import Reading, compile_all, job
     from attngen.emit.files import write_module
     from attngen.spec import load_spec
@@ -226,7 +249,8 @@ def verify_fit(
     for name in targets:
         if name not in CLASSES:
             raise typer.BadParameter(f"`{name}` is not a target; {suggest(name, CLASSES)}", param_hint="--target")
-    made = list(_modules([(path, load_spec(path)) for path in _given(specs, every, "verify")], out_dir, jobs))
+    loaded = [(path, load_spec(path)) for path in _given(specs, every, "verify")]
+    made = [_emitted(out_dir / spec.name) for _, spec in loaded] if changed else list(_modules(loaded, out_dir, jobs))
     modules, files = [module for module, _ in made], {module.name: texts for module, texts in made}
     work = [(module, kernel, row) for module in modules for kernel, row in chosen(module, targets, rows)]
     found: dict[str, Found] = {module.name: {} for module in modules}
@@ -237,8 +261,12 @@ def verify_fit(
         sources = {name: Path(folder) / f"{name}.py" for name in files}
         for name, path in sources.items():
             path.write_text(files[name]["kernels.py"], encoding="utf-8")
-        readings = compile_all([job(module, kernel, row, sources[module.name]) for module, kernel, row in work], jobs)
-        for i, ((module, kernel, row), reading) in enumerate(zip(work, readings), 1):
+        asked = [job(module, kernel, row, sources[module.name]) for module, kernel, row in work]
+        again = drawn(asked, commit(out_dir, asked)) if changed else {one.digest for one in asked}
+        taken = [None if one.digest in again else recorded(*what, one, files[what[0].name]) for what, one in zip(work, asked)]
+        compiled = compile_all([one for one, reading in zip(asked, taken) if reading is None], jobs)
+        for i, ((module, kernel, row), before) in enumerate(zip(work, taken), 1):
+            reading = before or next(compiled)
             status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {row.device}")
             wrong += violations(module, kernel, row, reading)
             tile, predicted = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}", sram_bytes(module, kernel, row)
@@ -249,14 +277,18 @@ def verify_fit(
                 cells += [f"{reading.shared_bytes:,}", percent(predicted, reading.shared_bytes), f"{reading.registers}"]
                 cells += [f"{reading.spilled_bytes:,}", f"{reading.code_bytes:,}", f"{reading.seconds:.1f}"]
                 cells.append(reason(module, kernel, row, reading))
-            table.add_row(*cells)
+            if before is None:
+                table.add_row(*cells)
     for module in modules:
         for kernel in module.kernels:
             for unfit in module.unfit(kernel.name):
                 if unfit.device in targets:
                     table.add_row(module.name, kernel.name, unfit.device, "none", *[""] * 7, unfit.reason)
     out.print(table)
-    print(f"{_count(len(work), 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
+    known = sum(reading is not None for reading in taken)
+    print(f"{_count(len(work) - known, 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
+    if changed:
+        print(f"{_count(known, 'reading')} of the same kernels by the same compiler taken from report.json")
     if write:
         for module in modules:
             write_module(record(module, files[module.name], found[module.name]), out_dir / module.name)
