@@ -240,7 +240,7 @@ def verify_fit(
     import time
 
     from attngen.analysis.sram import sram_bytes
-    from attngen.certify.certificate import Found, chosen, commit, drawn, percent, reason, record, recorded, stale, violations
+    from attngen.certify.certificate import Found, chosen, known, percent, reason, record, stale, violations
     from attngen.certify.compiler import Reading, compile_all, job
     from attngen.emit.files import write_module
     from attngen.spec import load_spec
@@ -262,8 +262,7 @@ def verify_fit(
         for name, path in sources.items():
             path.write_text(files[name]["kernels.py"], encoding="utf-8")
         asked = [job(module, kernel, row, sources[module.name]) for module, kernel, row in work]
-        again = drawn(asked, commit(out_dir, asked)) if changed else {one.digest for one in asked}
-        taken = [None if one.digest in again else recorded(*what, one, files[what[0].name]) for what, one in zip(work, asked)]
+        taken = known(work, asked, files, out_dir) if changed else [None] * len(work)
         compiled = compile_all([one for one, reading in zip(asked, taken) if reading is None], jobs)
         for i, ((module, kernel, row), before) in enumerate(zip(work, taken), 1):
             reading = before or next(compiled)
@@ -285,10 +284,10 @@ def verify_fit(
                 if unfit.device in targets:
                     table.add_row(module.name, kernel.name, unfit.device, "none", *[""] * 7, unfit.reason)
     out.print(table)
-    known = sum(reading is not None for reading in taken)
-    print(f"{_count(len(work) - known, 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
+    kept = len(taken) - taken.count(None)
+    print(f"{_count(len(work) - kept, 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
     if changed:
-        print(f"{_count(known, 'reading')} of the same kernels by the same compiler taken from report.json")
+        print(f"{_count(kept, 'reading')} of the same kernels by the same compiler taken from report.json")
     if write:
         for module in modules:
             write_module(record(module, files[module.name], found[module.name]), out_dir / module.name)

@@ -76,6 +76,17 @@ def recorded(module: Module, kernel: Kernel, row: Row, job: Job, files: dict[str
         return None
 
 
+def known(
+    work: Sequence[tuple[Module, Kernel, Row]], jobs: Sequence[Job], files: dict[str, dict[str, str]], folder: Path
+) -> list[Reading | None]:
+    """For each kernel and row its reading in report.json; None where it is to be compiled.
+
+    That is where no reading of this job holds, and where the commit of `folder` draws it. `files`: of the modules, by name.
+    """
+    again = drawn(jobs, commit(folder, jobs))
+    return [None if job.digest in again else recorded(*what, job, files[what[0].name]) for what, job in zip(work, jobs)]
+
+
 def drawn(jobs: Iterable[Job], seed: str) -> set[str]:
     """The digests of one job in SHARE, at least one: each seed draws others, so that in time all are drawn."""
     digests = sorted({job.digest for job in jobs}, key=lambda digest: short_digest(f"{seed} {digest}"))
