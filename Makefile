@@ -18,12 +18,15 @@ endif
 INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements-cpu.txt)
 
-.PHONY: help demo test lint regen gpu-test
+.PHONY: help ready demo test lint verify verify-all nightly regen gpu-test
 
 help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
 	@echo "make test      the test suite (CPU: Triton's interpreter; with CUDA: on the device)"
 	@echo "make lint      ruff and mypy"
+	@echo "make verify    compile, without a GPU, the kernels that changed and a share of the others"
+	@echo "make verify-all  compile every kernel for every target"
+	@echo "make nightly   verify-all, the test suite with what only repeats, a million checks of random masks"
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
@@ -41,6 +44,8 @@ $(READY): pyproject.toml requirements-cpu.txt
 	fi
 	@touch $@
 
+ready: $(READY)
+
 demo: $(READY)
 	@echo; echo "== $(SPEC)"; cat $(SPEC)
 	@echo; echo "== attngen build $(SPEC)"; $(PYTHON) -m attngen build $(SPEC)
@@ -48,12 +53,23 @@ demo: $(READY)
 	@echo "== attngen test $(SPEC)"; $(PYTHON) -m attngen test $(SPEC)
 
 test: $(READY)
-	$(PYTHON) -m pytest -n auto
+	$(PYTHON) -m pytest -n auto --dist worksteal
 
 lint: $(READY)
 	$(PYTHON) -m ruff check attngen tests examples generated
 	$(PYTHON) -m ruff format --check attngen tests examples
 	$(PYTHON) -m mypy
+
+verify: $(READY)
+	$(PYTHON) -m attngen verify --all --changed
+
+verify-all: $(READY)
+	$(PYTHON) -m attngen verify --all
+
+# Other masks every night: the date is the seed.
+nightly: verify-all
+	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly"
+	$(PYTHON) -m tests.passes.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
 
 regen: $(READY)
 	$(PYTHON) -m attngen build --all

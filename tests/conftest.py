@@ -9,20 +9,26 @@ from __future__ import annotations
 import os
 
 import pytest
+
+os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # read when sympy is first imported; 1,000 by default, which one module exceeds
+
 import torch
 
 from attngen.errors import AttngenError
 from attngen.testing import check_interpreter
+from tests.interpreter import lighten
 
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the other cores have workers of their own
+    lighten()
+    torch.set_num_threads(1)  # tensors are small, and the other cores have workers of their own
 try:
     check_interpreter()
 except AttngenError as error:
     pytest.exit(str(error), returncode=4)
+
+SLOW = ("test_compiled.py", "test_random_masks.py", "test_run.py", "test_example.py")  # files whose tests take ten seconds and more
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +39,7 @@ def device() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in SLOW)  # what takes long starts first, so that no worker is left with it at the end
     for item in items:
         if CUDA and "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")

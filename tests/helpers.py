@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import sympy
 import torch
 
@@ -60,6 +61,8 @@ def _kind(name: str) -> tuple[object, ...]:
 KINDS = WRAPPERS if CUDA else sorted({_kind(n): n for n in sorted(WRAPPERS, key=lambda n: -spec(n).head_dim.qk)}.values())
 # Of what wrappers do alike for all kinds, in the interpreter: groups of heads and blocks; one K/V head and dropout; an input.
 FEW = KINDS if CUDA else ["butterfly_gqa", "causal_dropout_mqa", "padding_mha"]
+# Cases that repeat in the interpreter what others hold: `make nightly` runs them, and a GPU does.
+NIGHTLY = () if CUDA else pytest.mark.nightly
 
 
 @cache

@@ -12,7 +12,7 @@ from attngen.parts import Sizes
 from attngen.reference import reference_mask
 from attngen.spec import make_spec
 from attngen.testing import KEYS, Case, heads_for, run_case
-from tests.helpers import SPECS, built, module_of
+from tests.helpers import NIGHTLY, SPECS, built, module_of
 from tests.helpers import spec as spec_of
 from tests.test_numerics import SEQUENCES, dtypes, problem, run, small
 
@@ -41,8 +41,16 @@ def masks(rows: int, columns: int, device: str, heads: int = 4) -> dict[str, tor
     return {name: mask.to(device) for name, mask in found.items()}
 
 
-@pytest.mark.parametrize("kind", list(masks(1, 1, "cpu")))
-@pytest.mark.parametrize("name", SPARSE)
+EACH = ("none", "random", "of each head", "empty rows and columns")  # for each spec; wrappers make lists of all kinds alike
+
+
+def kinds():
+    """Every spec with every kind of mask."""
+    pairs = [(name, kind) for name in SPARSE for kind in masks(1, 1, "cpu")]
+    return [pytest.param(n, k, marks=() if n == SPARSE[0] or k in EACH else NIGHTLY) for n, k in pairs]
+
+
+@pytest.mark.parametrize(("name", "kind"), kinds())
 def test_any_mask_of_blocks(name, kind, device):
     size = spec_of(name).mask.blocks().size
     n_q, n_kv = size + 9, 2 * size + 1

@@ -97,11 +97,23 @@ def test_make_takes_torch_from_an_index_of_its_own() -> None:
 
 
 def test_the_workflow_runs_what_there_is() -> None:
-    """Its GPU job calls make gpu-test, which rebuilds and tests; its CPU job what CI runs."""
-    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    """Its GPU job calls make gpu-test, which rebuilds and tests; its CPU job what CI runs; its nightly job what that leaves out."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
+    jobs = workflow["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
-    assert commands == {"cpu": [".ci/run"], "gpu": ["make gpu-test VENV=system", "git diff --exit-code generated"]}
-    recipe = (ROOT / "Makefile").read_text().partition("\ngpu-test:")[2]
-    assert (
-        "attngen build --all" in recipe and "pytest -m gpu" in recipe and "attngen test --all --report docs/gpu-verification.md" in recipe
-    )
+    gpu = ["make gpu-test VENV=system", "git diff --exit-code generated"]
+    assert commands == {"cpu": [".ci/run"], "nightly": ["make nightly"], "gpu": gpu}
+    assert {name: job["if"] for name, job in jobs.items()} == {
+        "cpu": "github.event_name != 'schedule'",
+        "nightly": "github.event_name == 'schedule'",
+        "gpu": "github.event_name != 'schedule'",
+    }
+    assert "cron" in workflow[True]["schedule"][0]  # YAML's `on`
+    makefile = (ROOT / "Makefile").read_text()
+    nightly = makefile.partition("\nnightly: verify-all\n")[2].partition("\n\n")[0]
+    assert '-m "nightly or not nightly"' in nightly and "test_random_masks" in nightly
+    assert "attngen verify --all\n" in makefile.partition("\nverify-all:")[2]
+    assert "attngen verify --all --changed\n" in makefile.partition("\nverify:")[2]
+    recipe = makefile.partition("\ngpu-test:")[2]
+    assert "attngen build --all" in recipe and "pytest -m gpu" in recipe
+    assert "attngen test --all --report docs/gpu-verification.md" in recipe

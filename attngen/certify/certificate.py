@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from attngen.analysis.cost import schedule_key
 from attngen.analysis.report import schedule
 from attngen.analysis.sram import elem_sizes, slack, sram_bytes
-from attngen.certify.compiler import Reading, source_digest
+from attngen.certify.compiler import Job, Reading, short_digest, source_digest, triton_version
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 
 TOLERANCE = 1.1  # of a prediction over its reading, without a reason
+NUMBERS = ("shared_bytes", "registers", "spilled_bytes", "code_bytes", "triton")  # of a reading, as report.json has it
+SHARE = 16  # one kernel in so many is compiled although report.json has its reading
 Found = dict[tuple[str, Row], Reading]  # by kernel and schedule row
 
 
@@ -40,9 +44,9 @@ def _entry(report: dict[str, Any], kernel: str, row: Row) -> dict[str, Any]:
 
 def plain(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> dict[str, Any]:
     """A reading as report.json has it, with what is to be said of it; without the time, which no two runs share."""
-    numbers = {k: v for k, v in vars(reading).items() if k != "seconds"}
-    source = source_digest(files["kernels.py"], kernel.name)
-    return {"target": row.device, **numbers, "source": source, "states": reason(module, kernel, row, reading)}
+    numbers = {key: getattr(reading, key) for key in NUMBERS}
+    digests = {"source": source_digest(files["kernels.py"], kernel.name), "digest": reading.digest}
+    return {"target": row.device, **numbers, **digests, "states": reason(module, kernel, row, reading)}
 
 
 def keep(files: dict[str, str], folder: Path) -> dict[str, str]:
@@ -60,6 +64,42 @@ def keep(files: dict[str, str], folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # nothing there, or not a report of ours
         return files
     return {**files, "report.json": json.dumps(report, indent=2) + "\n"}
+
+
+def recorded(module: Module, kernel: Kernel, row: Row, job: Job, files: dict[str, str]) -> Reading | None:
+    """The reading that report.json has of a row, if its digest says that it is of this job, by this Triton, and was not edited."""
+    entry = _entry(json.loads(files["report.json"]), kernel.name, row)["reading"]
+    try:
+        reading = Reading(**{key: entry[key] for key in NUMBERS}, job=job.digest, seconds=0.0)
+        return reading if (reading.digest, reading.triton) == (entry["digest"], triton_version()) else None
+    except (KeyError, TypeError):  # there is none, or it is not one of ours
+        return None
+
+
+def known(
+    work: Sequence[tuple[Module, Kernel, Row]], jobs: Sequence[Job], files: dict[str, dict[str, str]], folder: Path
+) -> list[Reading | None]:
+    """For each kernel and row its reading in report.json; None where it is to be compiled.
+
+    That is where no reading of this job holds, and where the commit of `folder` draws it. `files`: of the modules, by name.
+    """
+    again = drawn(jobs, commit(folder, jobs))
+    return [None if job.digest in again else recorded(*what, job, files[what[0].name]) for what, job in zip(work, jobs)]
+
+
+def drawn(jobs: Iterable[Job], seed: str) -> set[str]:
+    """The digests of one job in SHARE, at least one: each seed draws others, so that in time all are drawn."""
+    digests = sorted({job.digest for job in jobs}, key=lambda digest: short_digest(f"{seed} {digest}"))
+    return set(digests[: ceil(len(digests) / SHARE)])
+
+
+def commit(folder: Path, jobs: Iterable[Job]) -> str:
+    """A seed: the commit that git has checked out in `folder`; where there is no git, the digests of the jobs."""
+    try:
+        found = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return short_digest(sorted({job.digest for job in jobs}))
 
 
 def reason(module: Module, kernel: Kernel, row: Row, reading: Reading) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -43,6 +44,12 @@ class Reading:
     code_bytes: int
     triton: str
     seconds: float = field(compare=False)
+    job: str = ""  # the digest of what was compiled
+
+    @property
+    def digest(self) -> str:
+        """A short digest of what was compiled, by which Triton, and of what was said of it: an edited number has another."""
+        return short_digest({key: value for key, value in vars(self).items() if key != "seconds"})
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,25 @@ class Job:
     arch: int | str
     warp_size: int
     aligned_rows: bool  # strides of rows are multiples of 16
-    source: str = ""  # the digest of what is compiled
+    source: str = ""  # the digest of the kernel's source
+
+    @property
+    def digest(self) -> str:
+        """A short digest of all that the compiler is given; modules that have the same kernel share it."""
+        return short_digest({key: value for key, value in vars(self).items() if key != "file"})
+
+
+def short_digest(of: Any) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of something that JSON can hold, or of a text."""
+    text = of if isinstance(of, str) else json.dumps(of, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def triton_version() -> str:
+    """The version of the compiler that is installed."""
+    import triton
+
+    return str(triton.__version__)
 
 
 def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | None = None) -> Job:
@@ -90,18 +115,34 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
     )
 
 
+@cache
 def source_digest(kernels: str, name: str) -> str:
-    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest: other functions, constants."""
-    tree, lines, parts = ast.parse(kernels), kernels.splitlines(), []
-    tables = {n.targets[0].id: n.value for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)}
-    others = set(ast.literal_eval(tables["SCHEDULES"])) - {name}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name not in others:
-            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            parts += lines[start - 1 : node.end_lineno]
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):  # constants; tables of schedules are not calls
-            parts += lines[node.lineno - 1 : node.end_lineno]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest.
+
+    That is constants and functions that Triton compiles, but for the other kernels: those that SCHEDULES names.
+    """
+    others = {kernel for kernel in _kernels(kernels) if kernel != name}
+    return short_digest("\n".join(text for defines, text in _compiled_parts(kernels) if defines not in others))
+
+
+def _kernels(kernels: str) -> list[str]:
+    """The names of its kernels: the keys of its table of schedules."""
+    tables = (n for n in ast.parse(kernels).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SCHEDULES")
+    return list(ast.literal_eval(next(tables).value))
+
+
+@cache
+def _compiled_parts(kernels: str) -> tuple[tuple[str, str], ...]:
+    """The name and the text of each constant and of each function that Triton compiles, in the order written."""
+    lines, parts = kernels.splitlines(), []
+    for node in ast.parse(kernels).body:
+        start, name = node.lineno, ""
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+            start, name = min(d.lineno for d in node.decorator_list), node.name
+        elif not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):  # constants; tables of schedules are not calls
+            continue
+        parts.append((name, "\n".join(lines[start - 1 : node.end_lineno])))
+    return tuple(parts)
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[Reading | str]:
@@ -155,7 +196,7 @@ def _compile(j: Job) -> Reading | str:
     seconds = time.perf_counter() - start
     registers, spilled = _amd(made.asm["amdgcn"]) if target.backend == "hip" else _nvidia(said.getvalue())
     binary = made.asm["hsaco" if target.backend == "hip" else "cubin"]
-    return Reading(made.metadata.shared, registers, spilled, code_bytes(binary), triton.__version__, seconds)
+    return Reading(made.metadata.shared, registers, spilled, code_bytes(binary), triton_version(), seconds, j.digest)
 
 
 @cache

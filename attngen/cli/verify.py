@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from attngen.spec import Spec
 
     Work = list[tuple[Module, Kernel, Row]]
+Changed = typer.Option(
+    "--changed",
+    help="of the modules as they are built: compile kernels whose reading in report.json is not of them, and one in 16 of the others, "
+    "which the commit draws",
+)
 HEADINGS = ("module", "kernel", "target", "tile", "predicted", "reported", "", "registers", "spills", "code", "s", "")
 
 
@@ -33,6 +38,7 @@ def verify(
     every: Every = False,
     target: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(CLASSES)} [default: all but `any`]")] = None,
     rows: Annotated[bool, typer.Option("--every-row", help="compile the schedules for few rows, and for every element size, too")] = False,
+    changed: Annotated[bool, Changed] = False,
     write: Annotated[bool, typer.Option("--write", help="build the modules, and record the readings in their report.json")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes [default: one a core]")] = None,
 ) -> None:
@@ -45,7 +51,8 @@ def verify(
     \b
     attngen verify specs/causal_mqa.yaml                 after attngen build, and verify --write
     attngen verify specs/causal_mqa.yaml --target sm90 --write
-    attngen verify --all                                 for CI
+    attngen verify --all                                 every kernel of every spec
+    attngen verify --all --changed                       for CI: what has changed, and a share of the rest
     """
     from attngen.certify.certificate import chosen, record
     from attngen.emit.files import write_module
@@ -57,16 +64,20 @@ def verify(
     loaded = load_specs(given(specs, every, "verify"))
     if not write:
         _check_built(loaded, out_dir)
-    made, unbuilt = make_each(make_module, loaded, out_dir, workers=jobs)
+    made, unbuilt = (
+        ([_emitted(out_dir / spec.name) for _, spec in loaded], []) if changed else make_each(make_module, loaded, out_dir, workers=jobs)
+    )
     if unbuilt:
         raise AttngenError("\n".join(unbuilt))
     modules, files = [module for module, _ in made], {module.name: texts for module, texts in made}
     work = [(module, kernel, row) for module in modules for kernel, row in chosen(module, targets, rows)]
     start = time.perf_counter()
-    table, found, wrong = _compiled(work, files, jobs, compare=not write)
+    table, found, wrong, kept = _compiled(work, files, jobs, None if write else out_dir, changed)
     _add_unfit(table, modules, targets)
     out.print(table)
-    print(f"{count(len(work), 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
+    print(f"{count(len(work) - kept, 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s")
+    if changed:
+        print(f"{count(kept, 'reading')} of the same kernels by the same compiler taken from report.json")
     if write:
         for module in modules:
             write_module(record(module, files[module.name], found.get(module.name, {})), out_dir / module.name)
@@ -87,10 +98,27 @@ def _check_built(loaded: Sequence[tuple[Path, Spec]], out_dir: Path) -> None:
         raise AttngenError("\n".join(wrong))
 
 
-def _compiled(work: Work, files: dict[str, dict[str, str]], jobs: int | None, compare: bool) -> tuple[Table, dict[str, Found], list[str]]:
-    """Compile kernels: a table of them, what the compiler reports by module, and what is wrong."""
+def _emitted(folder: Path) -> tuple[Module, dict[str, str]]:
+    """The module that the schedule.ir in a folder gives, and its files, with the readings that the folder has of them."""
+    from attngen.certify.certificate import keep
+    from attngen.emit.render import render
+    from attngen.ir.text import parse_module
+    from attngen.verify import verify as verified
+
+    ir = folder / "schedule.ir"
+    module = verified(parse_module(ir.read_text(encoding="utf-8"), str(ir)))
+    return module, keep(render(module), folder)
+
+
+def _compiled(
+    work: Work, files: dict[str, dict[str, str]], jobs: int | None, built: Path | None, changed: bool
+) -> tuple[Table, dict[str, Found], list[str], int]:
+    """Compile kernels: a table of them, what the compiler reports by module, what is wrong, and how many were not compiled.
+
+    The readings are held against those of the modules in `built`. With `changed` those of the same kernels are taken from there.
+    """
     from attngen.analysis.sram import sram_bytes
-    from attngen.certify.certificate import stale, violations
+    from attngen.certify.certificate import known, stale, violations
     from attngen.certify.compiler import Reading, compile_all, job
 
     found: dict[str, Found] = {}
@@ -100,18 +128,22 @@ def _compiled(work: Work, files: dict[str, dict[str, str]], jobs: int | None, co
         sources = {name: Path(folder) / f"{name}.py" for name in files}
         for name, path in sources.items():
             path.write_text(files[name]["kernels.py"], encoding="utf-8")
-        readings = compile_all([job(module, kernel, row, sources[module.name]) for module, kernel, row in work], jobs)
-        for i, ((module, kernel, row), reading) in enumerate(zip(work, readings), 1):
+        asked = [job(module, kernel, row, sources[module.name]) for module, kernel, row in work]
+        taken = known(work, asked, files, built) if changed and built else [None] * len(work)
+        compiled = compile_all([one for one, before in zip(asked, taken) if before is None], jobs)
+        for i, ((module, kernel, row), before) in enumerate(zip(work, taken), 1):
+            reading = before or next(compiled)
             status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {row.device}")
             wrong += violations(module, kernel, row, reading)
             tile, predicted = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}", sram_bytes(module, kernel, row)
             cells = [module.name, kernel.name, row.device, tile, f"{predicted:,}"]
             if isinstance(reading, Reading):
                 found.setdefault(module.name, {})[kernel.name, row] = reading
-                wrong += stale(module, kernel, row, reading, files[module.name]) if compare else []
+                wrong += stale(module, kernel, row, reading, files[module.name]) if built else []
                 cells += _read_cells(module, kernel, row, reading, predicted)
-            table.add_row(*cells)
-    return table, found, wrong
+            if before is None:
+                table.add_row(*cells)
+    return table, found, wrong, len(taken) - taken.count(None)
 
 
 def _read_cells(module: Module, kernel: Kernel, row: Row, reading: Reading, predicted: int) -> list[str]:

@@ -30,13 +30,7 @@ SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fe
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(
-    kernels,
-    "fwd",
-    "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
-    specialised=(1, 2, 3),
-)
+FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), specialised=(1, 2, 3))
 DQ = runtime.Kernel(
     kernels,
     "dq",

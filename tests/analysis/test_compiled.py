@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from attngen.analysis.sram import random_bytes, sram_bytes
-from attngen.certify.certificate import chosen, keep, reason, record, stale, violations
-from attngen.certify.compiler import Reading, compile_all, job
+from attngen.certify.certificate import SHARE, chosen, commit, drawn, keep, reason, record, recorded, stale, violations
+from attngen.certify.compiler import Job, Reading, compile_all, job, source_digest, triton_version
 from attngen.cli import main
 from attngen.devices import CLASSES
 from attngen.emit.files import write_module
@@ -32,7 +33,7 @@ def compiled(tmp_path, *asked):
         row = replace([r for r in module.rows(kernel) if r.device == cls][-1], **changes)
         found.append((module, module.kernel(kernel), row))
         jobs.append(job(module, module.kernel(kernel), row, file, arch))
-    return [(*what, reading) for what, reading in zip(found, compile_all(jobs, 2))]
+    return [(*what, reading) for what, reading in zip(found, compile_all(jobs, 1))]
 
 
 def test_what_is_compiled_is_what_is_predicted(tmp_path):
@@ -115,7 +116,7 @@ def test_blocks_that_data_lists_are_found_within_what_is_predicted(tmp_path):
             row = next(r for r in reversed(module.rows(kernel)) if r.device == cls)
             found.append((module, module.kernel(kernel), row))
             jobs.append(job(*found[-1], file))
-    for (module, kernel, row), reading in zip(found, compile_all(jobs, 2)):
+    for (module, kernel, row), reading in zip(found, compile_all(jobs, 1)):
         assert isinstance(reading, Reading), reading
         assert list(violations(module, kernel, row, reading)) == []
 
@@ -194,6 +195,84 @@ def test_a_doctored_reading_is_told(kept):
     assert "has no reading in report.json" in said
 
 
+def test_a_digest_is_of_what_triton_compiles():
+    """A kernel's own source, constants and functions of the device; not what Python alone runs, and not the other kernels."""
+    text = render(target("causal_dropout_mqa"))["kernels.py"]
+    for old, new, counts in (
+        ("def schedule(kernel: str", "def schedules(kernel: str", False),
+        ("class Launch:", "class Launches:", False),
+        ('"num_stages": 2', '"num_stages": 5', False),
+        ("# Backward, dQ:", "# dQ:", False),
+        ("# Forward: online softmax", "# Forward:", True),
+        ("D_QK = tl.constexpr(64)", "D_QK = tl.constexpr(32)", True),
+        ("def dropout_keep(", "def dropout_kept(", True),
+    ):
+        assert old in text
+        assert (source_digest(text.replace(old, new), "fwd") != source_digest(text, "fwd")) is counts, old
+
+
+@pytest.fixture
+def known(tmp_path):
+    """The files of a module with one reading recorded; the arguments of `recorded`, without them."""
+    module = target("full_mha")
+    files, row, kernel = render(module), module.rows("fwd")[-1], module.kernel("fwd")
+    (tmp_path / "kernels.py").write_text(files["kernels.py"])
+    made = job(module, kernel, row, tmp_path / "kernels.py")
+    reading = replace(READING, triton=triton_version(), job=made.digest)
+    return record(module, files, {("fwd", row): reading}), (module, kernel, row, made), reading
+
+
+def test_a_reading_whose_digest_holds_is_not_compiled_again(known):
+    files, what, reading = known
+    assert recorded(*what, files) == reading
+    assert list(stale(*what[:3], recorded(*what, files), files)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"registers": 200', '"registers": 100'),
+        ('"spilled_bytes": 0', '"spilled_bytes": 1'),
+        (f'"triton": "{triton_version()}"', '"triton": "0"'),
+        ('"digest": ', '"digests": '),
+        ('"code_bytes": 4096,', ""),
+    ],
+)
+def test_an_edited_reading_is_compiled_again(known, old, new):
+    files, what, _ = known
+    assert old in files["report.json"]
+    assert recorded(*what, {**files, "report.json": files["report.json"].replace(old, new)}) is None
+
+
+@pytest.mark.parametrize("change", [{"types": ()}, {"tiles": ()}, {"options": ()}, {"arch": 80}, {"aligned_rows": False}, {"source": "0"}])
+def test_a_reading_of_what_was_compiled_otherwise_is_compiled_again(known, change):
+    files, (module, kernel, row, made), _ = known
+    assert recorded(module, kernel, row, replace(made, **change), files) is None
+    assert recorded(module, kernel, row, made, render(module)) is None  # and one that is missing
+
+
+def test_a_share_is_drawn_and_in_time_all_are(tmp_path):
+    jobs = [Job(tmp_path, f"kernel_{i}", (), (), (), 90, 32, True) for i in range(100)]
+    shares = [drawn(jobs, f"commit {i}") for i in range(200)]
+    assert {len(share) for share in shares} == {-(-100 // SHARE)} and shares[0] != shares[1]
+    assert drawn(reversed(jobs), "commit 0") == shares[0]
+    assert set().union(*shares) == {one.digest for one in jobs}
+    assert len(drawn(jobs[:1], "")) == 1
+
+
+def test_the_commit_draws_and_without_git_the_jobs_do(tmp_path):
+    jobs = [Job(tmp_path, name, (), (), (), 90, 32, True) for name in ("fwd", "dq")]
+    without = commit(tmp_path, jobs)
+    assert without == commit(tmp_path, reversed(jobs)) != commit(tmp_path, jobs[:1])
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    found = []
+    for message in ("one", "two"):
+        subprocess.run([*git, "init", "-q"], check=True)
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", message], check=True)
+        found.append(commit(tmp_path, jobs))
+    assert len({without, *found}) == 3
+
+
 def test_verify_compiles_writes_and_checks(tmp_path, capsys):
     spec, to = "specs/butterfly_gqa.yaml", ["--target", "sm90", "--jobs", "1", "--out", str(tmp_path)]
     with pytest.raises(SystemExit):
@@ -204,12 +283,24 @@ def test_verify_compiles_writes_and_checks(tmp_path, capsys):
     assert rows == 4 and f"{rows} kernels compiled for sm90" in capsys.readouterr().out
     assert len(chosen(target("causal_mha"), ["sm90"], False)) > 4  # measured ones for few rows too
     run("verify", spec, *to)
+    assert f"{rows} kernels compiled for sm90" in capsys.readouterr().out
+    run("verify", spec, *to, "--changed")
+    said = capsys.readouterr().out
+    assert "1 kernel compiled for sm90" in said and f"{rows - 1} readings of the same kernels" in said
     run("build", spec, "--out", str(tmp_path), "--check")
     report = json.loads((tmp_path / "butterfly_gqa" / "report.json").read_text())
     readings = [r["reading"] for k in report["kernels"].values() for r in k["schedules"] if r["device"] == "sm90" and r["max_rows"] is None]
     assert [sorted(r) for r in readings] == [
-        ["code_bytes", "registers", "shared_bytes", "source", "spilled_bytes", "states", "target", "triton"]
+        ["code_bytes", "digest", "registers", "shared_bytes", "source", "spilled_bytes", "states", "target", "triton"]
     ] * 4
+    readings[0]["registers"] += 1
+    (tmp_path / "butterfly_gqa" / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    with pytest.raises(SystemExit):
+        main(["verify", spec, *to, "--changed"])
+    assert capsys.readouterr().err.count("has another reading in report.json: registers") == 1
+    with pytest.raises(SystemExit):
+        main(["verify", spec, *to[:-1], str(tmp_path / "elsewhere"), "--changed"])
+    assert "butterfly_gqa is not built; run `attngen build`" in capsys.readouterr().err
 
 
 def run(*args):
