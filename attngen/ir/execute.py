@@ -251,7 +251,8 @@ class _Launch:
     def window(self, op: Op, access: Access, checks: Checks, dims: tuple[str, ...], values: Values, cls: str) -> tuple[Window, Window]:
         """Where a tile of dimensions `dims` is in the tensor, and which of its rows and columns these are: those before a checked end."""
         inside = {axis for axis, when in checks if applies(when, cls)}
-        places, parts = [], {}
+        places: list[Any] = []
+        parts = {}
         for at, (e, length) in enumerate(zip(access.index, values[access.tensor].shape)):
             axis = _letter(e)
             if not axis:

@@ -114,7 +114,10 @@ class _Call:
             self.allocate(self.kernels["packed"])
             self.launch("packed")
             of_query = (sizes["B"], sizes["Hq"], queries)
-            found |= {"packed out": self.tensors["O"].reshape(*of_query, self.module.head_dim_v), "packed lse": self.tensors["LSE"].reshape(of_query)}
+            found |= {
+                "packed out": self.tensors["O"].reshape(*of_query, self.module.head_dim_v),
+                "packed lse": self.tensors["LSE"].reshape(of_query),
+            }
         return found
 
     def block_lists(self) -> Arrays:
@@ -123,22 +126,17 @@ class _Call:
         assert blocks is not None
         rows, columns = (-(-self.sizes[n] // blocks.size) for n in ("Nq", "Nk"))
         if not blocks.data:
-            seen, full = self.inputs["block_mask"], None
+            seen: np.ndarray = self.inputs["block_mask"]
+            full = np.zeros_like(seen)
         else:
             strips = blocks.size // STRIP
             count = np.zeros((self.sizes["B"], self.sizes["Hq"], rows, columns * strips))
             self.tensors["COUNT"] = count
             self.launch("blocks", {"BLOCK_Q": blocks.size, "BLOCK_KV": STRIP})
             visible = count.reshape(*count.shape[:3], columns, strips).sum(4)
-            seen, full = visible > 0, visible == blocks.size**2
-        found = {}
-        for name, turn in (("KV", lambda x: x), ("Q", lambda x: x.swapaxes(2, 3))):
-            first = np.zeros_like(turn(seen)) if full is None else turn(full)
-            found[f"{name}_FULL_RANK"] = _ranks(first)
-            found[f"{name}_RANK"] = _ranks(turn(seen) & ~first) + first.sum(3, keepdims=True)
-            order = 2 - turn(seen).astype(int) - first  # what is full, what is seen, what is hidden
-            found[f"{name}_LIST"] = np.argsort(order, axis=3, kind="stable")
-        return found
+            inside = np.arange(rows) < self.sizes["Nq"] // blocks.size  # rows past the end may count as visible
+            seen, full = visible > 0, (visible == blocks.size**2) & inside[:, None]
+        return {**_lists("KV", seen, full), **_lists("Q", seen.swapaxes(2, 3), full.swapaxes(2, 3))}
 
     def summed(self, x: Learned) -> np.ndarray:
         """A gradient of an input from its parts: each is added where the input is read for it."""
@@ -152,9 +150,8 @@ class _Call:
         parts = self.tensors[x.parts]
         if x.by == "distance":
             parts = parts.sum(2) * keep_scale
-        b, h, *rest = np.indices(parts.shape, sparse=True)
-        places = {**self.sizes, "b": b, "h": h, "hkv": h // self.sizes["group"], **dict(zip(("q", "kv"), rest))}
-        places["distance"] = np.arange(-n_q, n_kv)
+        places: Arrays = {**self.sizes, **dict(zip(("b", "h", "q", "kv"), np.indices(parts.shape, sparse=True)))}
+        places |= {"hkv": places["h"] // self.sizes["group"], "distance": np.arange(-n_q, n_kv)}
         at = [np.broadcast_to(value(parse(e), places), parts.shape) for e in x.index]
         inside = np.all([(i >= -n) & (i < n) for i, n in zip(at, like.shape)], axis=0)
         found = np.zeros_like(like)
@@ -162,6 +159,15 @@ class _Call:
         return found
 
 
-def _ranks(listed: np.ndarray) -> np.ndarray:
-    """How many blocks of a row are listed before each block, and in all."""
-    return np.pad(listed.cumsum(3), ((0, 0), (0, 0), (0, 0), (1, 0)))
+def _lists(name: str, seen: np.ndarray, full: np.ndarray) -> Arrays:
+    """Of each row of blocks: the numbers of the full ones, of the others that are seen, of the rest; how many come before each block."""
+
+    def ranks(listed: np.ndarray) -> np.ndarray:
+        return np.pad(listed.cumsum(3), ((0, 0), (0, 0), (0, 0), (1, 0)))
+
+    order = 2 - seen.astype(int) - full
+    return {
+        f"{name}_FULL_RANK": ranks(full),
+        f"{name}_RANK": ranks(seen & ~full) + full.sum(3, keepdims=True),
+        f"{name}_LIST": np.argsort(order, axis=3, kind="stable"),
+    }

@@ -73,7 +73,8 @@ def random_specs(number: int) -> Iterator[dict[str, Any]]:
     of_scores = strategies(number, lang_strategies.scores(2).filter(lambda x: re.search(r"\bs\b", x.text)))
     for _ in count():
         by_key = chance.random() < 0.1
-        mask = chance.choice(["none", "causal", "causal", named(chance)]) if chance.random() < 0.4 else random_mask(chance, of_masks, depth=1)
+        plain = chance.random() < 0.4
+        mask = chance.choice(["none", "causal", "causal", named(chance)]) if plain else random_mask(chance, of_masks, depth=1)
         if not by_key and chance.random() < 0.12:
             blocks = {"block_sparse": chance.choice(BLOCK_SPARSE)}
             mask = blocks if chance.random() < 0.4 else {"all_of": [mask, blocks]}
