@@ -6,11 +6,13 @@ and pauses where its threads wait, at a barrier. The tiles may be of any size, a
 What a GPU would do silently is an error here: to read or write outside a tensor raises OutsideTensor, and whoever allocates results
 fills them with NaN, so that what is read before it is written shows.
 
-Where an op says `partial`, it means loops of class partial, and those that nothing has classified yet.
+Where an op says `partial`, it means loops of class partial, and those that nothing has classified yet. An expression is computed in the
+types of what it names, integers of any size among them, and its value is rounded to the type that the op has.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -61,7 +63,7 @@ Window = tuple[Any, ...]  # an index of an array: numbers and slices
 
 SINGLE = {"T": np.float32, "f32": np.float32, "i32": np.int64, "i64": np.int64, "b1": np.bool_}  # integers of any size, so that none wraps
 DOUBLE = {**SINGLE, "T": np.float64, "f32": np.float64}
-CONSTANTS = {"LOG2E": 1 / np.log(2), "LN2": np.log(2)}
+CONSTANTS = {"LOG2E": 1 / math.log(2), "LN2": math.log(2)}
 
 
 class OutsideTensor(AttngenError):
@@ -123,15 +125,19 @@ def applies(when: str, cls: str) -> bool:
 
 
 class _Launch:
-    """The ops of one kernel. A method that has the name of an op's kind gives the op's value; ops are described in ir/ops.py."""
+    """The ops of one kernel. The method that has the name of an op's kind gives the op's value, or stores; see ir/ops.py for each.
+
+    `values` holds, by name, all that a place in the program knows; a loop's body gets a copy with what its turn knows besides.
+    """
 
     def __init__(self, module: Module, kernel: Kernel, dtypes: Mapping[str, Any]) -> None:
         self.module, self.kernel, self.dtypes = module, kernel, dtypes
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """The dimensions of every value by its reference; of the results of loops, of what these start from."""
+        """The dimensions of every value by its reference; of the results of loops, of what these start from; of positions."""
         found = {f"{op.name}.{f}".rstrip("."): t.dims for op in self.kernel.ops() for f, t in op.results().items()}
+        found |= {"q_idx": (AXIS_DIM["q"],), "kv_idx": (AXIS_DIM["kv"],)}
         return found | {f"{loop.name}.{f}": self.kernel.type_of(start).dims for loop in self.kernel.loops for f, start in loop.carry}
 
     # ------------------------------------------------------------------ control
@@ -144,8 +150,11 @@ class _Launch:
         return (yield from self.block("entry", values, "entry"))
 
     def turn(self, axis: str, number: int, values: Values) -> Values:
-        """What a program or a turn of a loop knows of its place on an axis: where its tile starts, or its number."""
-        return {f"{axis}_start": number * values[AXIS_DIM[axis]]} if axis in AXIS_DIM else {axis: number}
+        """What a program or a turn of a loop knows of its place on an axis: its number; or where its tile starts, and its positions."""
+        if axis not in AXIS_DIM:
+            return {axis: number}
+        rows = values[AXIS_DIM[axis]]
+        return {f"{axis}_start": number * rows, f"{axis}_idx": number * rows + np.arange(rows)}
 
     def block(self, name: str, values: Values, cls: str) -> Program:
         """Run a block's ops, as a loop of class `cls` does; what it yields to the next turn."""
@@ -159,8 +168,6 @@ class _Launch:
                     yield from self.loop(op, values)
                 case Yield():
                     return {field: values[ref] for field, ref in op.values}
-                case Store() | Scatter():
-                    getattr(self, f"_{KIND[type(op)]}")(op, values, cls)
                 case SoftmaxStep():
                     values |= self._softmax_step(op, values, cls)
                 case _:
@@ -213,17 +220,9 @@ class _Launch:
         """The value of an expression; what it names is broadcast to `dims` by the names of its dimensions."""
         renamed, named = dict(uses), {}
         for name in names(e):
-            if name in ("q_idx", "kv_idx"):
-                axis = name.removesuffix("_idx")
-                named[name] = spread(self.rows(axis, values), (AXIS_DIM[axis],), dims)
-            else:
-                ref = renamed.get(name, name)
-                named[name] = spread(values[ref], self.dims.get(ref, ()), dims)
+            ref = renamed.get(name, name)
+            named[name] = spread(values[ref], self.dims.get(ref, ()), dims)
         return compiled(e)(named)
-
-    def rows(self, axis: str, values: Values) -> np.ndarray:
-        """The positions of the rows of the current tile of an axis, `q` or `kv`."""
-        return values[f"{axis}_start"] + np.arange(values[AXIS_DIM[axis]])
 
     def shape(self, dims: tuple[str, ...], values: Values) -> tuple[int, ...]:
         return tuple(values[d] for d in dims)
@@ -233,7 +232,8 @@ class _Launch:
         dtype = self.dtypes[type_.dtype]
         if not type_.dims:
             return dtype(x) if type_.dtype in ("T", "f32") else int(x)
-        return np.broadcast_to(np.asarray(x, dtype), self.shape(type_.dims, values))
+        x, shape = np.asarray(x, dtype), self.shape(type_.dims, values)
+        return x if x.shape == shape else np.broadcast_to(x, shape)
 
     def _init(self, op: Init, values: Values, cls: str) -> Any:
         return self.tile(compiled(op.value)(values), op.type, values)
@@ -375,7 +375,7 @@ class _Launch:
         return int(values[op.src])
 
     def _keep(self, op: Keep, values: Values, cls: str) -> Any:
-        q, kv = (spread(self.rows(axis, values), (AXIS_DIM[axis],), op.type.dims) for axis in ("q", "kv"))
+        q, kv = (spread(values[name], self.dims[name], op.type.dims) for name in ("q_idx", "kv_idx"))
         head = int(self.expression(op.head, values))
         return keep_scores(values[op.seed], values["b"], head, q, kv, values[op.threshold])
 

@@ -15,8 +15,9 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,25 +25,27 @@ import sympy
 import torch
 
 from attngen.build import build_module
-from attngen.errors import SpecError
+from attngen.errors import AttngenError, SpecError
 from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, Yield
+from attngen.ir.graph import Module
+from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
 from attngen.parts import Sizes
 from attngen.passes.base import Pass
-from attngen.passes.pipeline import passes
+from attngen.passes.pipeline import lower, passes
 from attngen.reference import dropout_keep, naive_attention, reference_mask, reference_scores
 from attngen.spec import Spec, make_spec
 from tests import lang_strategies
 from tests.passes.test_random_masks import arguments, derived, drawn, function, named, random_mask
 from tests.test_random_scores import NAMED, READS, modifier
 
-CI_SPECS, CI_SEED = 200, 11
+CI_SPECS, CI_SEEDS = 50, (2, 3, 5, 7)
 TOLERANCE = 1e-9  # of the largest element of a result
 HEAD_DIMS: list[Any] = [16] * 8 + [24, 40, {"qk": 24, "v": 16}, {"qk": 16, "v": 40}, {"qk": 200, "v": 72}]
 BLOCK_SPARSE = [{"block": 16}, {"block": 16, "pattern": "butterfly"}, {"block": 16, "pattern": "local_global", "local": 0, "globals": 1}]
+KINDS = {"mha", "mqa", "gqa", "modified", "dropout", "kv_outer", "packed", "padded", "blocks", "blocks by data"}
+KINDS |= {f"gradient by {by}" for by in ("query", "score", "distance", "element", "row")}
 Results = dict[str, np.ndarray]
 
 
@@ -111,17 +114,18 @@ class Call:
     splits: int
 
     @classmethod
-    def random(cls, chance: random.Random, spec: Spec, module: Module) -> Call:
+    def random(cls, chance: random.Random, spec: Spec, module: Module, lengths: tuple[int, int] | None = None) -> Call:
         data = module.blocks is not None and module.blocks.data and chance.random() < 0.4  # several blocks of 128 rows
-        long = [chance.randint(129, 280), chance.randint(20, 280)] if data else [chance.randint(1, 20), chance.randint(1, 20)]
+        long = [chance.randint(129, 200), chance.randint(20, 200)] if data else [chance.randint(1, 20), chance.randint(1, 20)]
         if module.blocks and not data:
             long = [chance.randint(1, 60) for _ in long]
-        n_q, n_kv = chance.choice([long, long[::-1], [long[0]] * 2, long if chance.random() < 0.8 else [0, long[1]]])
+        n_q, n_kv = lengths or chance.choice([long, long[::-1], [long[0]] * 2, long if chance.random() < 0.8 else [0, long[1]]])
         kv_heads = 1 if data or spec.heads.sharing == "mqa" else chance.randint(1, 2)
         group = 1 if spec.heads.sharing == "mha" else chance.randint(1, 3)
-        of = Sizes(1 if data else chance.randint(1, 2), kv_heads * group, kv_heads, n_q, n_kv)
-        sides = [32, 64, 128] if data else [8, 16] if module.blocks else [4, 8, 8, 16]
-        tiles = {"BLOCK_Q": chance.choice(sides), "BLOCK_KV": chance.choice(sides)}
+        of = Sizes(1 if data or kv_heads * group > 2 else chance.randint(1, 2), kv_heads * group, kv_heads, n_q, n_kv)
+        sides = [(64, 64), (64, 128), (128, 64), (32, 128)] if data else [(8, 8), (8, 16), (16, 8), (16, 16)]
+        sides = sides if module.blocks else [*sides, (4, 8), (8, 4)]
+        tiles = dict(zip(("BLOCK_Q", "BLOCK_KV"), chance.choice(sides)))
         generator = torch.Generator().manual_seed(chance.randrange(2**31))
 
         def normal(*shape: int) -> torch.Tensor:
@@ -272,6 +276,90 @@ def drive(number: int, specs: int, calls: int = 1, report: Callable[[str], None]
         for kind in kinds_of(spec, module):
             tally.kinds[kind] = tally.kinds.get(kind, 0) + 1
     return tally
+
+
+# ---------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("seed", CI_SEEDS)
+def test_every_pass_keeps_what_random_modules_compute(seed: int) -> None:
+    """Under each seed specs of all kinds are drawn."""
+    tally = drive(seed, CI_SPECS)
+    assert tally.specs == CI_SPECS and tally.modules >= 5 * CI_SPECS
+    assert tally.kinds.keys() >= KINDS
+
+
+def range_too_short(op: Op) -> Op:
+    """The last tile of the last range is left out."""
+    return replace(op, ranges=(*op.ranges[:-1], (op.ranges[-1][0], op.ranges[-1][1] - 1))) if isinstance(op, Loop) and op.var != "g" else op
+
+
+def mask_dropped(op: Op) -> Op:
+    return replace(op, where=sympy.true, uses=()) if isinstance(op, Mask) else op
+
+
+def scale_applied_twice(op: Op) -> Op:
+    """To a gradient, or to the LSE's exponents."""
+    scale = {symbol(name): symbol(name) ** 2 for name in ("scale", "qk_scale")}
+    return replace(op, expr=op.expr.xreplace(scale)) if isinstance(op, Map) and op.name in ("lse", "dq_out", "dk_out") else op
+
+
+def carry_exchanged(op: Op) -> Op:
+    """Fields of one type take each other's values; of a single field, its old value stays."""
+    if not isinstance(op, Yield) or op.name.endswith("group"):
+        return op
+    (first, x), *others = op.values
+    if not others:
+        return replace(op, values=((first, first),))
+    (second, y), *rest = others
+    return replace(op, values=((first, y), (second, x), *rest))
+
+
+def check_removed(op: Op) -> Op:
+    return replace(op, check=()) if isinstance(op, (Load, Store)) else op
+
+
+def list_position_off(op: Op) -> Op:
+    return replace(op, tile=op.tile - 1) if isinstance(op, Position) else op
+
+
+def guard_removed(op: Op) -> Op:
+    return replace(op, guard="never") if isinstance(op, SoftmaxStep) else op
+
+
+IN_ALL = (range_too_short, mask_dropped, scale_applied_twice, carry_exchanged, check_removed, list_position_off)
+WRONG = [*((wrong, kernel) for wrong in IN_ALL for kernel in ("fwd", "dq", "dkdv")), (guard_removed, "fwd"), (guard_removed, "packed")]
+WINDOW = make_spec({"name": "window", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": {"sliding_window": {"left": 5, "right": 0}}})
+LISTED = make_spec({"name": "listed", "head_dim": 16, "mask": {"all_of": ["causal", {"block_sparse": BLOCK_SPARSE[1]}]}})
+
+
+@dataclass(frozen=True)
+class Seeded(Pass):
+    """A pass that changes the ops of one kernel."""
+
+    name: ClassVar[str] = "seeded"
+    phase: ClassVar[str] = "target"
+    change: Callable[[Op], Op]
+    kernel: str
+
+    def run(self, module: Module) -> Module:
+        return module.map_kernels(lambda k: k.rewrite(lambda _, op: [self.change(op)]) if k.name == self.kernel else k)
+
+
+lowered = cache(lower)
+
+
+@pytest.mark.parametrize(("wrong", "kernel"), WRONG, ids=[f"{wrong.__name__} in {kernel}" for wrong, kernel in WRONG])
+def test_a_wrong_pass_is_caught(wrong: Callable[[Op], Op], kernel: str) -> None:
+    """At every one of three calls."""
+    spec = LISTED if wrong is list_position_off else WINDOW
+    module = lowered(spec)
+    step = Seeded(wrong, kernel)
+    assert not is_same(step.run(module), module)
+    for number in range(3):
+        call = Call.random(random.Random(number), spec, module, (37, 33) if module.blocks else (21, 17))
+        with pytest.raises((Unequal, AttngenError)):
+            check_steps(spec, module, call, (step,))
 
 
 def main() -> None:
