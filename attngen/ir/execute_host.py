@@ -65,9 +65,9 @@ class _Call:
         lines = (block_q + block_kv - 2) // block_kv + 1
         return {"Td": -(-self.sizes["Nq"] // block_q) * lines, "Nd": self.sizes["Nq"] + self.sizes["Nk"]}
 
-    def launch(self, name: str, tiles: Mapping[str, int] | None = None, **sizes: int) -> None:
+    def launch(self, name: str, tiles: Mapping[str, int] | None = None) -> None:
         kernel = self.kernels[name]
-        scalars = {**{n: x for n, x in self.inputs.items() if not isinstance(x, np.ndarray)}, **self.sizes, **sizes}
+        scalars = {**{n: x for n, x in self.inputs.items() if not isinstance(x, np.ndarray)}, **self.sizes}
         tensors = {arg.name: self.tensors[arg.name] for arg in kernel.args if arg.role != "scalar"}
         execute_kernel(self.module, kernel, tensors, scalars, tiles or self.tiles, self.dtypes)
 

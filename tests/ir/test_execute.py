@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import sympy
+import torch
 
 from attngen.errors import AttngenError
 from attngen.ir.execute import DOUBLE, SINGLE, OutsideTensor, execute_kernel, run_together, spread
+from attngen.ir.execute_host import execute
 from attngen.ir.expr import parse, symbol
 from attngen.ir.graph import Module
 from attngen.ir.numeric import value
@@ -21,8 +23,8 @@ from attngen.passes.list_tiles import ListTiles
 from attngen.passes.place_barriers import PlaceBarriers
 from attngen.passes.simplify import Simplify
 from attngen.passes.split_loops import SplitLoops
-from attngen.reference import dropout_keep
-from tests.helpers import SMALL, WALKS, built, edit, unverified
+from attngen.reference import dropout_keep, naive_attention
+from tests.helpers import ROOT, SMALL, WALKS, built, edit, unverified
 from tests.test_dropout import ANSWERS
 
 RANDOM = np.random.default_rng(0)
@@ -279,6 +281,25 @@ def test_scores_are_summed_by_distance(block_q: int, block_kv: int) -> None:
     run(module, {"X": x, "O": parts}, {"Nq": 10, "Nk": 13}, {"BLOCK_Q": block_q, "BLOCK_KV": block_kv})
     expected = [np.trace(x, offset) for offset in range(-10, 13)]
     np.testing.assert_allclose(parts.sum(0), expected, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------- a whole module
+
+
+def test_a_committed_module_computes_attention_from_its_text_alone() -> None:
+    """In fp32: results are naive attention's in float64, to fp32's rounding."""
+    module = parse_module((ROOT / "generated" / "causal_mqa" / "schedule.ir").read_text(encoding="utf-8"))
+    q, k, v, grad = (torch.randn(2, heads, n, 64, dtype=torch.float64) for heads, n in ((3, 13), (1, 21), (1, 21), (3, 13)))
+    inputs = {"q": q, "k": k, "v": v, "grad_out": grad, "grad_lse": torch.zeros(2, 3, 0)}
+    arrays = {name: x.numpy() for name, x in inputs.items()}
+    found = execute(module, {**arrays, "scale": 0.125, "splits": 2}, {"BLOCK_Q": 8, "BLOCK_KV": 4}, SINGLE)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = naive_attention(q, k, v, torch.ones(13, 21, dtype=torch.bool).tril(8), 0.125)
+    expected = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *torch.autograd.grad(out, leaves, grad))))
+    expected |= {"packed out": out, "packed lse": lse}
+    for name, right in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_allclose(found[name], right.detach().numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 # ---------------------------------------------------------------------------------------------- dropout
