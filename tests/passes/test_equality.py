@@ -299,6 +299,15 @@ def test_every_pass_keeps_what_random_modules_compute(seed: int) -> None:
     assert tally.kinds.keys() >= KINDS
 
 
+def test_a_mask_that_is_proven_to_hide_every_key_is_lowered() -> None:
+    """Loops have no range then; one stays, for the body."""
+    mask = {"expr": "min(clamp(kv_len, 1, window), min(kv_len, q_idx, 2), 4) >= 4", "params": {"window": {"scalar": "int"}}}
+    spec = make_spec({"name": "hidden", "head_dim": 16, "mask": mask})
+    module = build_module(spec)
+    assert lower(spec).phase == "target"
+    assert check_steps(spec, module, Call.random(random.Random(1), spec, module), passes(spec)) > 5
+
+
 def range_too_short(op: Op) -> Op:
     """The last tile of the last range is left out."""
     return replace(op, ranges=(*op.ranges[:-1], (op.ranges[-1][0], op.ranges[-1][1] - 1))) if isinstance(op, Loop) and op.var != "g" else op
