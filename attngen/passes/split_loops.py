@@ -47,7 +47,7 @@ def _split(kernel: Kernel) -> Kernel:
         for cls, pairs in (("full", full), ("partial", partial)):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
             if ranges or (cls == "partial" and len(loops) == len(bounds)):  # a body has a loop, though it visit nothing
-                ranges = ranges or partial[:1]
+                ranges = ranges or tuple(partial[:1])
                 loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())
                 loops.append(loop)
                 carry = tuple((f, f"{loop.name}.{f}") for f, _ in carry)
