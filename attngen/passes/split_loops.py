@@ -46,7 +46,8 @@ def _split(kernel: Kernel) -> Kernel:
         partial = [pair for a, b, c, d in runs for pair in (((a, b), (c, d)) if b != c else ((a, d),))]
         for cls, pairs in (("full", full), ("partial", partial)):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
-            if ranges:
+            if ranges or (cls == "partial" and len(loops) == len(bounds)):  # a body has a loop, though it visit nothing
+                ranges = ranges or tuple(partial[:1])
                 loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())
                 loops.append(loop)
                 carry = tuple((f, f"{loop.name}.{f}") for f, _ in carry)

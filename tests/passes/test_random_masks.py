@@ -235,13 +235,19 @@ def arguments(chance: random.Random, spec: Spec, of: Sizes) -> dict[str, Any]:
     return found
 
 
+def function(name: str) -> Callable[..., Any]:
+    """A function that a mask or modifier declares; its source is put into modules that import torch."""
+    declared = derive_functions()[name]
+    return FunctionType(declared.__code__, {**declared.__globals__, "torch": torch})
+
+
 def derived(spec: Spec, of: Sizes, inputs: dict[str, Any]) -> dict[str, Any]:
     """What the wrapper computes from the arguments before kernels run."""
     found = dict(inputs)
     for d in spec.derived():
-        given = (inputs[x] if x in inputs else of.of(x) for x in d.sources)
-        function = derive_functions()[d.function]  # its source is put into modules that import torch
-        found.update(zip(d.names, FunctionType(function.__code__, {**function.__globals__, "torch": torch})(*given)))
+        given = (torch.device("cpu") if x == "device" else inputs[x] if x in inputs else of.of(x) for x in d.sources)
+        made = function(d.function)(*given)
+        found.update(zip(d.names, made if isinstance(made, tuple) else (made,)))
     return found
 
 

@@ -1,0 +1,91 @@
+"""The value of an IR expression on NumPy: numbers in, a number out; arrays in, an array out.
+
+Integers stay integers and divide downwards, as Python's do. This is the meaning that a backend's printer has to keep.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+import sympy
+
+from attngen.errors import AttngenError
+from attngen.ir.expr import Expr, cdiv, clamp, exp2, floordiv, log, log2, mod, select, sigmoid, sqrt, to_text
+
+Function = Callable[[Mapping[str, Any]], Any]
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """Whole powers as products, negative ones as one over these; any other power of a positive number."""
+    if not isinstance(exponent, int):
+        return np.power(base * 1.0, exponent)
+    return base**exponent if exponent >= 0 else 1.0 / base**-exponent
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    sympy.Add: lambda *x: reduce(operator.add, x),
+    sympy.Mul: lambda *x: reduce(operator.mul, x),
+    sympy.Pow: _power,
+    floordiv: operator.floordiv,
+    cdiv: lambda a, b: -(-a // b),
+    mod: operator.mod,
+    sympy.Min: lambda *x: reduce(np.minimum, x),
+    sympy.Max: lambda *x: reduce(np.maximum, x),
+    sympy.Abs: np.abs,
+    clamp: lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    select: np.where,
+    exp2: np.exp2,
+    log2: np.log2,
+    sympy.exp: np.exp,
+    sympy.log: np.log,
+    log: np.log,
+    sympy.tanh: np.tanh,
+    sigmoid: lambda x: 1 / (1 + np.exp(-x)),
+    sqrt: np.sqrt,
+    sympy.And: lambda *x: reduce(np.logical_and, x),
+    sympy.Or: lambda *x: reduce(np.logical_or, x),
+    sympy.Not: np.logical_not,
+    sympy.Lt: operator.lt,
+    sympy.Le: operator.le,
+    sympy.Gt: operator.gt,
+    sympy.Ge: operator.ge,
+    sympy.Eq: operator.eq,
+    sympy.Ne: operator.ne,
+}
+
+
+@cache
+def compiled(e: Expr) -> Function:
+    """The expression as a function of the values of its symbols, by name.
+
+    Arrays among the values must broadcast with each other. Raises AttngenError for a function that the IR does not have.
+    """
+    if e.is_Symbol:
+        return operator.itemgetter(e.name)
+    if e in (sympy.true, sympy.false):
+        return _constant(e == sympy.true)
+    if e.is_Number or e.is_NumberSymbol:
+        return _constant(int(e) if e.is_Integer else float(e))
+    if e.func not in FUNCTIONS:
+        raise AttngenError(f"`{to_text(e)}` has no value: `{e.func.__name__}` is no function of the IR")
+    function, args = FUNCTIONS[e.func], tuple(map(compiled, e.args))
+    return lambda values: function(*(arg(values) for arg in args))
+
+
+def _constant(value: Any) -> Function:
+    return lambda values: value
+
+
+@cache
+def names(e: Expr) -> tuple[str, ...]:
+    """The names of the expression's symbols."""
+    return tuple(sorted(s.name for s in e.free_symbols))
+
+
+def value(e: Expr, values: Mapping[str, Any]) -> Any:
+    """The value of the expression for these values of its symbols, by name."""
+    return compiled(e)(values)
