@@ -12,7 +12,7 @@ from attngen.cli.console import err, new_table, out
 from attngen.errors import AttngenError, suggest
 
 if TYPE_CHECKING:
-    from attngen.bench.profile import Found
+    from attngen.bench.profile_results import Found
 
 
 def profile(

@@ -141,15 +141,15 @@ class HostContext:
             wanted |= {"Hq", "Hkv"} if name == "group" and name in wanted else set()
         strides = {name: name for name in self.strides}
         if self.given_shapes:
-            names = [name if name in wanted else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
+            names: list[str] = [name if name in wanted else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
             names += [f"{strides.pop(name)}_strides" if name in strides else "_" for name in ("q", "k", "v")]
             lines = [f"{', '.join(names)} = shapes or runtime.shapes_of(q, k, v)"]
         else:
             lines = sizes_of(wanted)
         lines += [f"{name} = {text}" for name, text in _MADE.items() if name in wanted]
         if strides:
-            names = ", ".join(f"{name}_strides" for name in strides)
-            lines.append(fitted(f"{names}{',' * (len(strides) == 1)} = runtime.strides", list(strides), ""))
+            variables = ", ".join(f"{name}_strides" for name in strides)
+            lines.append(fitted(f"{variables}{',' * (len(strides) == 1)} = runtime.strides", list(strides), ""))
         return lines
 
     # ------------------------------------------------------------------ expressions
@@ -178,9 +178,8 @@ class HostContext:
             if isinstance(op, Arg) or (isinstance(op, Yield) and name == "entry"):
                 continue
             text = getattr(self, f"_{HOST_KIND[type(op)]}")(op)
-            branches = [self._block(block) for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
-            for at, (block, nodes_) in enumerate(zip((op.then, op.orelse), branches) if isinstance(op, If) else ()):
-                branches[at] = nodes_ + self._fields(op, block)
+            blocks = [block for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
+            branches = [self._block(block) + self._fields(op, block) for block in blocks if isinstance(op, If)]
             nodes.append(HostNode(HOST_KIND[type(op)], text, branches))
         return nodes
 

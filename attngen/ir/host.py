@@ -6,7 +6,7 @@ count. A value has the type that the kernels' arguments have; a tensor may have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -76,11 +76,8 @@ class If(Op):
     where: Bool = sympy.true
     orelse: str = ""
 
-    def operands(self) -> Iterable[str]:  # type: ignore[override]
-        return self.of
-
-    def expressions(self) -> tuple[Expr, ...]:
-        return (self.where,)
+    def operands(self) -> Iterator[str]:
+        yield from self.of
 
 
 @dataclass(frozen=True)

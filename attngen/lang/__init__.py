@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from attngen.document import shown
 from attngen.errors import IRError
 from attngen.ir.expr import Bool, Expr
+from attngen.ir.graph import Read
 from attngen.lang.convert import Builder
 from attngen.lang.grammar import LangError, read_tree
 from attngen.lang.limits import MAX_TEXT
 from attngen.lang.names import TAKEN, name_problem, names_schema
 from attngen.lang.params import SAID, Param
 from attngen.lang.positions import position_note
-from attngen.lang.reads import Read
 
 __all__ = [
     "MAX_TEXT",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -12,23 +11,11 @@ import sympy
 from attngen.document import shown
 from attngen.errors import suggest
 from attngen.ir.expr import Expr, parse, symbol, to_text
+from attngen.ir.graph import Read
 from attngen.lang.checks import Part
 from attngen.lang.functions import Functions
 from attngen.lang.names import CALLS, CONDITIONS, LANGUAGE, MEANT, POSITIONS, SCORE, TAKEN
 from attngen.lang.params import SAID, Param
-
-
-@dataclass(frozen=True)
-class Read:
-    """One distinct access of a tensor parameter: `name` is its symbol's, `index` has an integer expression per dimension.
-
-    The expressions are over q_idx, kv_idx, b, h, hkv, Nq, Nk, scalars and the names of earlier reads. A negative index counts from
-    the end; what is outside even so reads 0 (false).
-    """
-
-    name: str
-    tensor: str
-    index: tuple[Expr, ...]
 
 
 class Reads(Functions):

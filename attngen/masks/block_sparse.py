@@ -9,8 +9,7 @@ import sympy
 from pydantic import Field, field_validator, model_validator
 
 from attngen.ir.expr import Bool, floordiv, symbol
-from attngen.ir.graph import Blocks, Derived, Input
-from attngen.lang import Read
+from attngen.ir.graph import Blocks, Derived, Input, Read
 from attngen.masks import KV, Mask, Q, Sizes
 
 if TYPE_CHECKING:

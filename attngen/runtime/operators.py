@@ -159,7 +159,9 @@ class Operators:
                 with below_autograd():
                     return self.backward(*args)
 
-            backward = staticmethod(_second_derivatives)
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                _second_derivatives()
 
         for op, record in ((self.forward, lambda *args: self.recorded.apply(None, True, *args)), (self.backward, Gradients.apply)):
             self.library.impl(op, _where_recorded(op, record), "Autograd")
@@ -196,7 +198,7 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
             return record(*args)
-        with below_autograd():  # type: ignore[misc]
+        with below_autograd():
             return op(*args)
 
     return call

@@ -39,11 +39,11 @@ def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
 
 # Makes an uninitialised tensor of (shape, strides, dtype) on the CPU, or on the current CUDA device.
 empty_cpu = _first(
-    lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),
+    lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),  # type: ignore[attr-defined]
     lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
 )
 empty_cuda = _first(
-    lambda: torch._C._dynamo.guards._empty_strided_cuda,
+    lambda: torch._C._dynamo.guards._empty_strided_cuda,  # type: ignore[attr-defined]
     lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
 )
 # The number of the current CUDA device.
@@ -54,7 +54,7 @@ autocast_is_on = _first(
     lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
 )
 # Whether torch.jit is tracing.
-is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)
+is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
 # Whether a transform of torch.func or a dispatch mode looks on. No public interface tells, so without these the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
@@ -859,7 +859,9 @@ class Operators:
                 with below_autograd():
                     return self.backward(*args)
 
-            backward = staticmethod(_second_derivatives)
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                _second_derivatives()
 
         for op, record in ((self.forward, lambda *args: self.recorded.apply(None, True, *args)), (self.backward, Gradients.apply)):
             self.library.impl(op, _where_recorded(op, record), "Autograd")
@@ -896,7 +898,7 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
             return record(*args)
-        with below_autograd():  # type: ignore[misc]
+        with below_autograd():
             return op(*args)
 
     return call
