@@ -22,6 +22,7 @@ from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Base, Load, Map, Type, Yi
 
 _VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
 _TORCH = {"f32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32", "T": "q.dtype"}
+_HEADS = ("Hq", "Hkv", "group", "splits", "queries")  # sizes of which a model has few
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 # How Python gets the sizes that are not shapes of q and k; each may need those before it.
 _MADE = {
@@ -63,7 +64,6 @@ class HostView:
     sizes: list[str]  # statements that name sizes and strides
     nodes: list[HostNode]
     results: list[str]
-    on_device: bool  # it launches kernels
 
 
 @dataclass
@@ -88,9 +88,16 @@ def handle(kernel: Kernel, view: KernelView) -> KernelHandle:
     tensors = [a.name for a in kernel.args if a.role != "scalar"]
     described = [f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile]
     numbers = _numbers(kernel)
-    specialised = [str(at) for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized]
+    wholes = {at: a.name for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized}
+    heads = [str(at) for at, name in wholes.items() if name in _HEADS]
+    specialised = [str(at) for at, name in wholes.items() if name not in _HEADS]
     flags = _flags(view)
-    for name, items in (("described", described), ("specialised", specialised), ("flags", [f'"{flag}"' for flag in flags])):
+    for name, items in (
+        ("described", described),
+        ("heads", heads),
+        ("specialised", specialised),
+        ("flags", [f'"{flag}"' for flag in flags]),
+    ):
         args += [f"{name}={tuple_text(items)}"] if items else []
     return KernelHandle(kernel.name.upper(), args)
 
@@ -130,8 +137,7 @@ class HostContext:
         nodes = self._block("entry")
         params = [variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
         results = [variable(ref) for ref in self.host.results.values()]
-        on_device = any(isinstance(op, Launch) for op in self.host.ops())
-        return HostView(params, self._definitions(), nodes, results, on_device)
+        return HostView(params, self._definitions(), nodes, results)
 
     def _definitions(self) -> list[str]:
         """Statements that name the sizes and strides which the others use."""

@@ -21,6 +21,12 @@ def kind(x: object) -> str:
     return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
+def _on_one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    if q.is_cuda and k.is_cuda and v.is_cuda:
+        return q.get_device() == k.get_device() == v.get_device()
+    return q.device == k.device == v.device
+
+
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
     if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
@@ -28,7 +34,7 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
-        and (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device)
+        and (q.dtype is k.dtype is v.dtype and _on_one_device(q, k, v))
         and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
 
@@ -80,7 +86,7 @@ class Rules:
             and v.shape == (b, hk, nk, self.width_v)
             and q3 == k3 == v3 == 1
             and q.dtype in self.dtypes
-            and q.device.type in self.devices
+            and (q.is_cuda or q.device.type in self.devices)
             and nq <= MAX_ROWS
             and nk <= MAX_ROWS
             and (q2 <= MAX_ROW_STRIDE or nq <= 1)

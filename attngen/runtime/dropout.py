@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from attngen.runtime.memory import device_of
+from attngen.runtime.memory import on_its_device
 
 
 def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
@@ -53,9 +53,8 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():
             batch, heads, n_q, n_kv = shape
-            with device_of(keep):
-                grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
-                keep_mask[grid](key, keep, threshold, heads, n_q, n_kv, BLOCK_Q=32, BLOCK_KV=32)
+            grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
+            on_its_device(keep_mask[grid])(key, keep, threshold, heads, n_q, n_kv, BLOCK_Q=32, BLOCK_KV=32)
         return keep
 
     return dropout_mask

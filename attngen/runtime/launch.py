@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from functools import reduce
-from operator import or_
+from operator import itemgetter, or_
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,7 @@ import triton
 from attngen.runtime.private import hooks_look_on, parts_of
 
 # By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
+_ADDRESS = torch.Tensor.data_ptr
 _HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
@@ -91,9 +92,8 @@ class Launch:
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
         if parts:
-            stream, run, handles = parts
             constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
-            self.parts = stream, torch.cuda.current_device(), run, handles, constants
+            self.parts = *parts, torch.cuda.current_device(), constants
 
 
 class Kernel:
@@ -101,7 +101,7 @@ class Kernel:
 
     `tile` names the size of the tiles of which each program owns one; without it programs walk over all tiles. `described` are the tensors,
     by position, that a schedule may read by descriptors, and the size of their tiles. Triton compiles anew for some values of the numbers
-    at `specialised` and of strides, and for each value of the `flags`.
+    at `specialised` and of strides, and for each value of the `flags`. Numbers at `heads` are among the former, and take few values.
     """
 
     def __init__(
@@ -110,48 +110,66 @@ class Kernel:
         name: str,
         tile: str = "",
         described: tuple[tuple[int, str], ...] = (),
+        heads: tuple[int, ...] = (),
         specialised: tuple[int, ...] = (),
         flags: tuple[str, ...] = (),
     ) -> None:
         self.kernels, self.name, self.tile = kernels, name, tile
         self.described, self.specialised, self.flags = described, specialised, flags
+        self.heads = itemgetter(*heads) if heads else len
 
     def __call__(
         self,
         x: torch.Tensor,
         rows: int,
-        heads: int,
+        programs: int,
         tensors: tuple[torch.Tensor | None, ...],
         numbers: tuple[Any, ...],
         strides: tuple[int, ...],
         flags: tuple[bool, ...] = (),
     ) -> None:
-        """Launch it under the schedule for x and `rows`: a program for each tile of rows, or one in all, and each of `heads`."""
-        args: list[Any] = [t.data_ptr() if t is not None else None for t in tensors]
+        """Launch it under the schedule for x and `rows`: so many programs for each tile of rows, or in all where these walk over tiles."""
+        if flags:  # some tensors are for one value of a flag alone
+            args: Any = [t if t is None else t.data_ptr() for t in tensors]
+            low = reduce(or_, filter(None, args), 0)
+        else:
+            args = list(map(_ADDRESS, tensors))
+            low = reduce(or_, args)
         wide = reduce(or_, strides)
-        kinds = [kind_of(numbers[i]) for i in self.specialised]
-        if reduce(or_, filter(None, args), wide) & 15 or wide >= 2**31 or _HIP:
-            kinds += [a is None or a % 16 == 0 for a in args]
-            kinds += [kind_of(n) for n in strides]
-            kinds += [t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]
-        key = self.name, x.dtype, x.get_device(), flags, *kinds
+        kinds: Any = None
+        if (low | wide) & 15 or wide >= 2**31 or self.specialised or _HIP:
+            kinds = self._kinds(args, tensors, numbers, strides)
+        key = self.name, x.dtype, x.get_device(), self.heads(numbers), flags, kinds
         launches = LAUNCHES.get(key)
         if launches is None:
             launches = LAUNCHES[key] = self._launches(x, flags)
         for launch in launches:
             if rows <= launch.most:
                 break
-        programs = -(-rows // launch.block) * heads if launch.block else heads
+        if launch.block:
+            programs *= -(-rows // launch.block)
         direct = launch.parts is not None and not hooks_look_on()
         if not direct:
             args = list(tensors)  # of addresses Triton knows no dtypes
         for at, tile in launch.described:
             args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
-        if direct:
-            stream, device, run, handles, constants = launch.parts  # type: ignore[misc]
-            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *strides, *constants)
-        else:
+        if not direct:
             launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
+            return
+        stream, run, before, packed, device, constants = launch.parts  # type: ignore[misc]
+        if packed:
+            run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
+        else:
+            run(programs, 1, 1, stream(device), *before, *args, *numbers, *strides, *constants)
+
+    def _kinds(self, args: Any, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], strides: tuple[int, ...]) -> Any:
+        """What Triton compiles for, of arguments that are not all multiples of 16; and, for AMD, which tensors take less than 2 GiB."""
+        return (
+            *[kind_of(numbers[i]) for i in self.specialised],
+            *[a is None or a % 16 == 0 for a in args],
+            *[kind_of(n) for n in strides],
+            *[t is None or not _HIP or t.untyped_storage().nbytes() < 2**31 for t in tensors],
+        )
 
     def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
         """One for each row of its schedule."""

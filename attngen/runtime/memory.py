@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from attngen.runtime.private import current_device, empty_cpu, empty_cuda
 
 MAX_ROW_STRIDE = 2**23  # elements: offsets inside a tile have 32 bits, and a tile has at most 256 rows
-_HERE = contextlib.nullcontext()
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
@@ -52,7 +51,10 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
 
 def empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     """An uninitialised [B, H, N, width] of the dtype of x, laid out as `rows_layout` says."""
-    return empty(x, *rows_layout(x, width), x.dtype)
+    if not x.is_contiguous():
+        return empty(x, *rows_layout(x, width), x.dtype)
+    b, h, n, _ = x.shape
+    return empty(x, (b, h, n, width), (h * n * width, n * width, width, 1), x.dtype)
 
 
 def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -60,11 +62,16 @@ def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = No
     return x.new_empty((0,) * dimensions, dtype=dtype or x.dtype)
 
 
-def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the device of x is the current one, on which Triton launches."""
-    if not x.is_cuda or x.get_device() == current_device():
-        return _HERE
-    return torch.cuda.device(x.device)
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs with the device of its first argument, a tensor, as the current one, on which Triton launches."""
+
+    def run(x: torch.Tensor, *args: Any) -> Any:
+        if not x.is_cuda or x.get_device() == current_device():
+            return function(x, *args)
+        with torch.cuda.device(x.device):
+            return function(x, *args)
+
+    return run
 
 
 def by_group(x: torch.Tensor, group: int, fresh: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attngen.runtime.checks import Shapes, is_plain
-from attngen.runtime.memory import addressable, rows_layout
+from attngen.runtime.memory import addressable, on_its_device, rows_layout
 from attngen.runtime.private import apply_of, below_autograd, in_forward_ad
 
 Results = tuple[torch.Tensor, ...]
@@ -63,7 +63,9 @@ class Operators:
         while hasattr(torch.ops.attngen, f"{name}_forward"):
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
+        self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
         self.host_forward, self.host_backward = forward, backward
+        self.run_forward, self.run_backward = on_its_device(forward), on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
@@ -85,7 +87,7 @@ class Operators:
         """An operator, with what runs it and what stands for its results where only their shapes are wanted."""
         self.library.define(f"{self.name}_{what}{schema}")
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
-        self.library.impl(op, kernel, "CompositeExplicitAutograd")
+        self.library.impl(op, on_its_device(kernel), "CompositeExplicitAutograd")
         torch.library.register_fake(op.name(), fake, lib=self.library)
         torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
         return op
@@ -95,14 +97,13 @@ class Operators:
         q, k, v = args[:3]
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
-        if (torch.is_grad_enabled() and self._requires_grad(args)) or in_forward_ad(q, k, v):
+        wanted = (
+            q.requires_grad or k.requires_grad or v.requires_grad or (self.learned and any(args[i].requires_grad for i in self.learned))
+        )
+        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
             results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        return self.host_forward(*args, shapes)  # type: ignore[return-value]
-
-    def _requires_grad(self, args: tuple[Any, ...]) -> bool:
-        learned = self.signature.learned
-        return args[0].requires_grad or args[1].requires_grad or args[2].requires_grad or any(args[3 + i].requires_grad for i in learned)
+        return self.run_forward(*args, shapes)  # type: ignore[no-any-return]
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""
@@ -185,7 +186,7 @@ class Operators:
         learned = self.signature.learned
         needs = [need_q, need_k or need_v, *([any(need)] if learned else [])]
         direct = is_plain(q, k, v) and not torch.is_grad_enabled()
-        call = self._backward if direct else self.backward
+        call = self.run_backward if direct else self.backward
         gradients = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
         for at, gradient in zip((0, 1, 2, *(3 + i for i in learned)), gradients):
             found[at] = gradient if needed[at] else None
@@ -211,7 +212,7 @@ def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
             if shapes:
-                out, lse = operators.host_forward(*args, shapes)
+                out, lse = operators.run_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:

@@ -83,11 +83,25 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any) -> tuple[Any, ...] | None:
-    """What launches a compiled kernel without Triton's look at its arguments: (stream of a device, run, handles); None if it lacks them."""
+    """What launches a compiled kernel without Triton's look at its arguments; None where this version of Triton lacks some of it.
+
+    (stream of a device, run, what run takes after the stream, whether it takes the kernel's arguments as one tuple).
+    """
     with contextlib.suppress(AttributeError):
-        return (
-            triton.runtime.driver.active.get_current_stream,
-            compiled.run,
-            (compiled.function, compiled.packed_metadata, None, None, None),
-        )
+        stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
+        handles = compiled.function, compiled.packed_metadata, None, None, None
+        return (stream, *(_inner_parts(launcher, *handles) or (launcher, handles, False)))
     return None
+
+
+def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
+    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of 3.7 and later."""
+    try:
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        before = function, launcher.launch_cooperative_grid, launcher.launch_pdl
+        if hasattr(launcher, "kernel_signature"):
+            return launcher.launch, (*before, metadata, *hooks, None, None, launcher.arg_annotations, launcher.kernel_signature), True
+        return launcher.launch, (*before, None, None, metadata, *hooks), False
+    except AttributeError:
+        return None

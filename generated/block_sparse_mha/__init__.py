@@ -30,21 +30,15 @@ BLOCK = 128
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), specialised=(1,))
-DQ = runtime.Kernel(
-    kernels,
-    "dq",
-    "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
-    specialised=(1,),
-)
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(0,))
+FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
+DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1,))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
     "dkdv",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    specialised=(1,),
+    heads=(1,),
 )
 
 
@@ -109,21 +103,20 @@ class Attention(runtime.AttentionModule):
 def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
-    with runtime.device_of(q):
-        kv_rank = kv_rank.expand(B, Hq, -1, -1)
-        kv_list = kv_list.expand(B, Hq, -1, -1)
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            FWD(
-                q, Nq, B * Hq,
-                (q, k, v, kv_rank, kv_list, out, lse),
-                (scale, Hq, Nq, Nk),
-                (
-                    *q_strides, *k_strides, *v_strides, *kv_rank.stride()[:3], *kv_list.stride()[:3], *out.stride()[:3],
-                    Hq * Nq, Nq,
-                ),
-            )
+    kv_rank = kv_rank.expand(B, Hq, -1, -1)
+    kv_list = kv_list.expand(B, Hq, -1, -1)
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        FWD(
+            q, Nq, B * Hq,
+            (q, k, v, kv_rank, kv_list, out, lse),
+            (scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *kv_rank.stride()[:3], *kv_list.stride()[:3], *out.stride()[:3],
+                Hq * Nq, Nq,
+            ),
+        )
     return out, lse
 
 
@@ -135,44 +128,43 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
     )
-    with runtime.device_of(q):
-        kv_rank = kv_rank.expand(B, Hq, -1, -1)
-        kv_list = kv_list.expand(B, Hq, -1, -1)
-        q_rank = q_rank.expand(B, Hq, -1, -1)
-        q_list = q_list.expand(B, Hq, -1, -1)
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
-        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if dq.numel():
-            DQ(
-                q, Nq, B * Hq,
-                (q, k, v, out, grad_out, lse, grad_lse, kv_rank, kv_list, dq, delta, lse2),
-                (scale, Hq, Nq, Nk, Nlse),
-                (
-                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                    *grad_lse_strides, *kv_rank.stride()[:3], *kv_list.stride()[:3], *dq.stride()[:3], Hq * Nq, Nq,
-                    Hq * Nq, Nq,
-                ),
-            )
-        elif out.numel():
-            DELTA(
-                q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
-            )
-        if dk.numel():
-            DKDV(
-                q, Nk, B * Hq,
-                (q, k, v, grad_out, lse2, delta, q_rank, q_list, dk, dv),
-                (scale, Hq, Nq, Nk),
-                (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                    *q_rank.stride()[:3], *q_list.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-                ),
-            )
+    kv_rank = kv_rank.expand(B, Hq, -1, -1)
+    kv_list = kv_list.expand(B, Hq, -1, -1)
+    q_rank = q_rank.expand(B, Hq, -1, -1)
+    q_list = q_list.expand(B, Hq, -1, -1)
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+    dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if dq.numel():
+        DQ(
+            q, Nq, B * Hq,
+            (q, k, v, out, grad_out, lse, grad_lse, kv_rank, kv_list, dq, delta, lse2),
+            (scale, Hq, Nq, Nk, Nlse),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                *grad_lse_strides, *kv_rank.stride()[:3], *kv_list.stride()[:3], *dq.stride()[:3], Hq * Nq, Nq,
+                Hq * Nq, Nq,
+            ),
+        )
+    elif out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dk.numel():
+        DKDV(
+            q, Nk, B * Hq,
+            (q, k, v, grad_out, lse2, delta, q_rank, q_list, dk, dv),
+            (scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                *q_rank.stride()[:3], *q_list.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+            ),
+        )
     return dq, dk, dv
 
 

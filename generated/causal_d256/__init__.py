@@ -29,23 +29,11 @@ DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), specialised=(1,))
-DQ = runtime.Kernel(
-    kernels,
-    "dq",
-    "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
-    specialised=(1,),
-)
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(0,))
-DK = runtime.Kernel(
-    kernels,
-    "dk",
-    "BLOCK_KV",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    specialised=(1,),
-)
-DV = runtime.Kernel(kernels, "dv", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_Q")), specialised=(1,))
+FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
+DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1,))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
+DK = runtime.Kernel(kernels, "dk", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
+DV = runtime.Kernel(kernels, "dv", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_Q")), heads=(1,))
 
 
 def attention(
@@ -86,16 +74,15 @@ class Attention(runtime.AttentionModule):
 def _forward(q, k, v, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
-    with runtime.device_of(q):
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            FWD(
-                q, Nq, B * Hq,
-                (q, k, v, out, lse),
-                (scale, Hq, Nq, Nk),
-                (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
-            )
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        FWD(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse),
+            (scale, Hq, Nq, Nk),
+            (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
+        )
     return out, lse
 
 
@@ -107,42 +94,41 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
     )
-    with runtime.device_of(q):
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
-        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if dq.numel():
-            DQ(
-                q, Nq, B * Hq,
-                (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
-                (scale, Hq, Nq, Nk, Nlse),
-                (
-                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                    *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-                ),
-            )
-        elif out.numel():
-            DELTA(
-                q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
-            )
-        if dk.numel():
-            DK(
-                q, Nk, B * Hq,
-                (q, k, v, grad_out, lse2, delta, dk),
-                (scale, Hq, Nq, Nk),
-                (*q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk.stride()[:3]),
-            )
-            DV(
-                q, Nk, B * Hq,
-                (q, k, grad_out, lse2, dv),
-                (scale, Hq, Nq, Nk),
-                (*q_strides, *k_strides, *grad_out_strides, Hq * Nq, Nq, *dv.stride()[:3]),
-            )
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+    dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if dq.numel():
+        DQ(
+            q, Nq, B * Hq,
+            (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
+            (scale, Hq, Nq, Nk, Nlse),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+            ),
+        )
+    elif out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dk.numel():
+        DK(
+            q, Nk, B * Hq,
+            (q, k, v, grad_out, lse2, delta, dk),
+            (scale, Hq, Nq, Nk),
+            (*q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk.stride()[:3]),
+        )
+        DV(
+            q, Nk, B * Hq,
+            (q, k, grad_out, lse2, dv),
+            (scale, Hq, Nq, Nk),
+            (*q_strides, *k_strides, *grad_out_strides, Hq * Nq, Nq, *dv.stride()[:3]),
+        )
     return dq, dk, dv
 
 

@@ -35,7 +35,7 @@ FWD = runtime.Kernel(
     "fwd",
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT",),
 )
 DQ = runtime.Kernel(
@@ -43,16 +43,16 @@ DQ = runtime.Kernel(
     "dq",
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT",),
 )
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(1,))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(1,))
 DKDV = runtime.Kernel(
     kernels,
     "dkdv",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    specialised=(3, 4),
+    heads=(3, 4),
     flags=("DROPOUT",),
 )
 
@@ -104,17 +104,16 @@ class Attention(runtime.AttentionModule):
 def _forward(q, k, v, seed, dropout_threshold, keep_scale, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, _, _ = shapes or runtime.shapes_of(q, k, v)
-    with runtime.device_of(q):
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            FWD(
-                q, Nq, B * Hq,
-                (q, k, v, seed, out, lse),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
-                (*q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out.stride()[:3], Hq * Nq, Nq),
-                (seed is not None,),
-            )
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        FWD(
+            q, Nq, B * Hq,
+            (q, k, v, seed, out, lse),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (*q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out.stride()[:3], Hq * Nq, Nq),
+            (seed is not None,),
+        )
     return out, lse
 
 
@@ -127,48 +126,47 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
     q_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, out, grad_out, lse, grad_lse,
     )
-    with runtime.device_of(q):
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
-        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if dq.numel():
-            DQ(
-                q, Nq, B * Hq,
-                (q, k, v, out, grad_out, lse, grad_lse, seed, dq, delta, lse2),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
-                (
-                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out_strides, *grad_out_strides,
-                    *lse_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-                ),
-                (seed is not None,),
-            )
-        elif out.numel():
-            DELTA(
-                q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (keep_scale, Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
-            )
-        if dk.numel():
-            splits = runtime.splits_of(q, k, SPLIT_KEYS)
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
-            DKDV(
-                q, Nk, B * splits,
-                (q, k, v, grad_out, lse2, delta, seed, dk_parts, dv_parts),
-                (scale, dropout_threshold, keep_scale, group, splits, Nq, Nk),
-                (
-                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
-                    Hq * Nq, Nq, dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0),
-                    dv_parts.stride(2), dv_parts.stride(3),
-                ),
-                (seed is not None,),
-            )
-            if splits > 1:
-                torch.sum(dk_parts, 2, out=dk)
-                torch.sum(dv_parts, 2, out=dv)
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+    dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if dq.numel():
+        DQ(
+            q, Nq, B * Hq,
+            (q, k, v, out, grad_out, lse, grad_lse, seed, dq, delta, lse2),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
+            (
+                *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out_strides, *grad_out_strides,
+                *lse_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+            ),
+            (seed is not None,),
+        )
+    elif out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (keep_scale, Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dk.numel():
+        splits = runtime.splits_of(q, k, SPLIT_KEYS)
+        dk_parts = runtime.room_for_splits(dk, splits)
+        dv_parts = runtime.room_for_splits(dv, splits)
+        DKDV(
+            q, Nk, B * splits,
+            (q, k, v, grad_out, lse2, delta, seed, dk_parts, dv_parts),
+            (scale, dropout_threshold, keep_scale, group, splits, Nq, Nk),
+            (
+                *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
+                Hq * Nq, Nq, dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0),
+                dv_parts.stride(2), dv_parts.stride(3),
+            ),
+            (seed is not None,),
+        )
+        if splits > 1:
+            torch.sum(dk_parts, 2, out=dk)
+            torch.sum(dv_parts, 2, out=dv)
     return dq, dk, dv
 
 

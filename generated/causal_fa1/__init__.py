@@ -31,11 +31,11 @@ DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", specialised=(1,))
-FWD_END = runtime.Kernel(kernels, "fwd_end", "BLOCK_Q", specialised=(1,))
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(0,))
-BWD = runtime.Kernel(kernels, "bwd", specialised=(1,))
-DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", specialised=(1,))
+FWD = runtime.Kernel(kernels, "fwd", heads=(1,))
+FWD_END = runtime.Kernel(kernels, "fwd_end", "BLOCK_Q", heads=(1,))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
+BWD = runtime.Kernel(kernels, "bwd", heads=(1,))
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 
 
 def attention(
@@ -76,36 +76,35 @@ class Attention(runtime.AttentionModule):
 def _forward(q, k, v, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
-    with runtime.device_of(q):
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            o_acc = runtime.empty(
-                q,
-                (B, Hq, Nq, HEAD_DIM_V),
-                (Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, 1),
-                torch.float32,
-            ).zero_()
-            row_max = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32).fill_(-math.inf)
-            row_sum = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32).zero_()
-            FWD(
-                q, Nk, B * Hq,
-                (q, k, v, o_acc, row_max, row_sum),
-                (scale, Hq, Nq, Nk),
-                (
-                    *q_strides, *k_strides, *v_strides, Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, Hq * Nq, Nq,
-                    Hq * Nq, Nq,
-                ),
-            )
-            FWD_END(
-                q, Nq, B * Hq,
-                (o_acc, row_max, row_sum, out, lse),
-                (scale, Hq, Nq),
-                (
-                    Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, Hq * Nq, Nq, Hq * Nq, Nq, *out.stride()[:3],
-                    Hq * Nq, Nq,
-                ),
-            )
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        o_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_V),
+            (Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, 1),
+            torch.float32,
+        ).zero_()
+        row_max = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32).fill_(-math.inf)
+        row_sum = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32).zero_()
+        FWD(
+            q, Nk, B * Hq,
+            (q, k, v, o_acc, row_max, row_sum),
+            (scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, Hq * Nq, Nq,
+                Hq * Nq, Nq,
+            ),
+        )
+        FWD_END(
+            q, Nq, B * Hq,
+            (o_acc, row_max, row_sum, out, lse),
+            (scale, Hq, Nq),
+            (
+                Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, Hq * Nq, Nq, Hq * Nq, Nq, *out.stride()[:3],
+                Hq * Nq, Nq,
+            ),
+        )
     return out, lse
 
 
@@ -117,48 +116,47 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
         out, grad_out, lse, grad_lse, q, k, v,
     )
-    with runtime.device_of(q):
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK)
-        dv = runtime.empty_rows(v, HEAD_DIM_V)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            DELTA(
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK)
+    dv = runtime.empty_rows(v, HEAD_DIM_V)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dq.numel() or dk.numel():
+        dq_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_QK),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            torch.float32,
+        ).zero_()
+        BWD(
+            q, Nk, B * Hq,
+            (q, k, v, grad_out, lse2, delta, dq_acc, dk, dv),
+            (scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, *dk.stride()[:3], *dv.stride()[:3],
+            ),
+        )
+        if dq.numel():
+            DQ_END(
                 q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+                (dq_acc, dq),
+                (scale, Hq, Nq),
+                (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, *dq.stride()[:3]),
             )
-        if dq.numel() or dk.numel():
-            dq_acc = runtime.empty(
-                q,
-                (B, Hq, Nq, HEAD_DIM_QK),
-                (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
-                torch.float32,
-            ).zero_()
-            BWD(
-                q, Nk, B * Hq,
-                (q, k, v, grad_out, lse2, delta, dq_acc, dk, dv),
-                (scale, Hq, Nq, Nk),
-                (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                    Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, *dk.stride()[:3], *dv.stride()[:3],
-                ),
-            )
-            if dq.numel():
-                DQ_END(
-                    q, Nq, B * Hq,
-                    (dq_acc, dq),
-                    (scale, Hq, Nq),
-                    (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, *dq.stride()[:3]),
-                )
-        if need_kv:
-            needed_dk, needed_dv = dk, dv
-        else:
-            no_dk = runtime.nothing(k)
-            no_dv = runtime.nothing(v)
-            needed_dk, needed_dv = no_dk, no_dv
+    if need_kv:
+        needed_dk, needed_dv = dk, dv
+    else:
+        no_dk = runtime.nothing(k)
+        no_dv = runtime.nothing(v)
+        needed_dk, needed_dv = no_dk, no_dv
     return dq, needed_dk, needed_dv
 
 

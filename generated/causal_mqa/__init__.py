@@ -30,23 +30,17 @@ SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fe
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), specialised=(1,))
-DQ = runtime.Kernel(
-    kernels,
-    "dq",
-    "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
-    specialised=(1,),
-)
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(0,))
+FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
+DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1,))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
     "dkdv",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    specialised=(1, 2),
+    heads=(1, 2),
 )
-PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", specialised=(1,))
+PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1,))
 
 
 def attention(
@@ -89,31 +83,30 @@ def _forward(q, k, v, scale, shapes=None):
     B, Hq, Hkv, Nq, Nk, q_strides, _, _ = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    with runtime.device_of(q):
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            if Hkv < Hq and Nq < 64:
-                q_rows, q_rows_strides = runtime.by_group(q, group)
-                o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
-                lse_rows, lse_rows_strides = runtime.by_group(lse, group, fresh=True)
-                PACKED(
-                    q, Gq, B,
-                    (q_rows, k, v, o_rows, lse_rows),
-                    (scale, Nq, Gq, Nk),
-                    (
-                        q_rows_strides[0], q_rows_strides[2], k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-                        o_rows_strides[0], o_rows_strides[2], lse_rows_strides[0],
-                    ),
-                )
-                runtime.copy_back(o_rows, out)
-            else:
-                FWD(
-                    q, Nq, B * Hq,
-                    (q, k, v, out, lse),
-                    (scale, Hq, Nq, Nk),
-                    (*q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out.stride()[:3], Hq * Nq, Nq),
-                )
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        if Hkv < Hq and Nq < 64:
+            q_rows, q_rows_strides = runtime.by_group(q, group)
+            o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
+            lse_rows, lse_rows_strides = runtime.by_group(lse, group, fresh=True)
+            PACKED(
+                q, Gq, B,
+                (q_rows, k, v, o_rows, lse_rows),
+                (scale, Nq, Gq, Nk),
+                (
+                    q_rows_strides[0], q_rows_strides[2], k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+                    o_rows_strides[0], o_rows_strides[2], lse_rows_strides[0],
+                ),
+            )
+            runtime.copy_back(o_rows, out)
+        else:
+            FWD(
+                q, Nq, B * Hq,
+                (q, k, v, out, lse),
+                (scale, Hq, Nq, Nk),
+                (*q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out.stride()[:3], Hq * Nq, Nq),
+            )
     return out, lse
 
 
@@ -126,46 +119,45 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     q_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, out, grad_out, lse, grad_lse,
     )
-    with runtime.device_of(q):
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
-        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if dq.numel():
-            DQ(
-                q, Nq, B * Hq,
-                (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
-                (scale, Hq, Nq, Nk, Nlse),
-                (
-                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out_strides, *grad_out_strides,
-                    *lse_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-                ),
-            )
-        elif out.numel():
-            DELTA(
-                q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
-            )
-        if dk.numel():
-            splits = runtime.splits_of(q, k, SPLIT_KEYS)
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
-            DKDV(
-                q, Nk, B * splits,
-                (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
-                (scale, group, splits, Nq, Nk),
-                (
-                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
-                    Hq * Nq, Nq, dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0),
-                    dv_parts.stride(2), dv_parts.stride(3),
-                ),
-            )
-            if splits > 1:
-                torch.sum(dk_parts, 2, out=dk)
-                torch.sum(dv_parts, 2, out=dv)
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+    dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if dq.numel():
+        DQ(
+            q, Nq, B * Hq,
+            (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
+            (scale, Hq, Nq, Nk, Nlse),
+            (
+                *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out_strides, *grad_out_strides,
+                *lse_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+            ),
+        )
+    elif out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dk.numel():
+        splits = runtime.splits_of(q, k, SPLIT_KEYS)
+        dk_parts = runtime.room_for_splits(dk, splits)
+        dv_parts = runtime.room_for_splits(dv, splits)
+        DKDV(
+            q, Nk, B * splits,
+            (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
+            (scale, group, splits, Nq, Nk),
+            (
+                *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
+                Hq * Nq, Nq, dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0),
+                dv_parts.stride(2), dv_parts.stride(3),
+            ),
+        )
+        if splits > 1:
+            torch.sum(dk_parts, 2, out=dk)
+            torch.sum(dv_parts, 2, out=dv)
     return dq, dk, dv
 
 

@@ -36,7 +36,7 @@ FWD = runtime.Kernel(
     "fwd",
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT",),
 )
 DQ = runtime.Kernel(
@@ -44,16 +44,16 @@ DQ = runtime.Kernel(
     "dq",
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT",),
 )
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(1,))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(1,))
 DKDV = runtime.Kernel(
     kernels,
     "dkdv",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT",),
 )
 
@@ -151,17 +151,16 @@ def _forward(
 ):
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
-    with runtime.device_of(q):
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            FWD(
-                q, Nq, B * Hq,
-                (q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, out, lse),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
-                (*q_strides, *k_strides, *v_strides, key_padding.stride(0), *out.stride()[:3], Hq * Nq, Nq),
-                (seed is not None,),
-            )
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        FWD(
+            q, Nq, B * Hq,
+            (q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, out, lse),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (*q_strides, *k_strides, *v_strides, key_padding.stride(0), *out.stride()[:3], Hq * Nq, Nq),
+            (seed is not None,),
+        )
     return out, lse
 
 
@@ -176,47 +175,46 @@ def _backward(
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
     )
-    with runtime.device_of(q):
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
-        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if dq.numel():
-            DQ(
-                q, Nq, B * Hq,
-                (
-                    q, k, v, out, grad_out, lse, grad_lse, key_padding, key_padding_first, key_padding_run,
-                    key_padding_end, seed, dq, delta, lse2,
-                ),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
-                (
-                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                    *grad_lse_strides, key_padding.stride(0), *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-                ),
-                (seed is not None,),
-            )
-        elif out.numel():
-            DELTA(
-                q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (keep_scale, Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
-            )
-        if dk.numel():
-            DKDV(
-                q, Nk, B * Hq,
-                (
-                    q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run, key_padding_end,
-                    seed, dk, dv,
-                ),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
-                (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                    key_padding.stride(0), *dk.stride()[:3], *dv.stride()[:3],
-                ),
-                (seed is not None,),
-            )
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+    dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if dq.numel():
+        DQ(
+            q, Nq, B * Hq,
+            (
+                q, k, v, out, grad_out, lse, grad_lse, key_padding, key_padding_first, key_padding_run,
+                key_padding_end, seed, dq, delta, lse2,
+            ),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                *grad_lse_strides, key_padding.stride(0), *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+            ),
+            (seed is not None,),
+        )
+    elif out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (keep_scale, Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dk.numel():
+        DKDV(
+            q, Nk, B * Hq,
+            (
+                q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run, key_padding_end,
+                seed, dk, dv,
+            ),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                key_padding.stride(0), *dk.stride()[:3], *dv.stride()[:3],
+            ),
+            (seed is not None,),
+        )
     return dq, dk, dv
 
 

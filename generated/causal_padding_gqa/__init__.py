@@ -30,23 +30,17 @@ SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fe
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), specialised=(1, 2))
-DQ = runtime.Kernel(
-    kernels,
-    "dq",
-    "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
-    specialised=(1, 2),
-)
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(0,))
+FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
+DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
     "dkdv",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    specialised=(1, 2, 3),
+    heads=(1, 2, 3),
 )
-PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", specialised=(1, 2))
+PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
 
 
 def attention(
@@ -100,28 +94,27 @@ def _forward(q, k, v, kv_lengths, scale, shapes=None):
     B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
-    with runtime.device_of(q):
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            if Hkv < Hq and Nq < 64:
-                q_rows, q_rows_strides = runtime.by_group(q, group)
-                o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
-                lse_rows, lse_rows_strides = runtime.by_group(lse, group, fresh=True)
-                PACKED(
-                    q, Gq, B * Hkv,
-                    (q_rows, k, v, kv_lengths, o_rows, lse_rows),
-                    (scale, Hkv, Nq, Gq, Nk),
-                    (*q_rows_strides[:3], *k_strides, *v_strides, *o_rows_strides[:3], *lse_rows_strides[:2]),
-                )
-                runtime.copy_back(o_rows, out)
-            else:
-                FWD(
-                    q, Nq, B * Hq,
-                    (q, k, v, kv_lengths, out, lse),
-                    (scale, Hq, group, Nq, Nk),
-                    (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
-                )
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        if Hkv < Hq and Nq < 64:
+            q_rows, q_rows_strides = runtime.by_group(q, group)
+            o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
+            lse_rows, lse_rows_strides = runtime.by_group(lse, group, fresh=True)
+            PACKED(
+                q, Gq, B * Hkv,
+                (q_rows, k, v, kv_lengths, o_rows, lse_rows),
+                (scale, Hkv, Nq, Gq, Nk),
+                (*q_rows_strides[:3], *k_strides, *v_strides, *o_rows_strides[:3], *lse_rows_strides[:2]),
+            )
+            runtime.copy_back(o_rows, out)
+        else:
+            FWD(
+                q, Nq, B * Hq,
+                (q, k, v, kv_lengths, out, lse),
+                (scale, Hq, group, Nq, Nk),
+                (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
+            )
     return out, lse
 
 
@@ -134,45 +127,44 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
     )
-    with runtime.device_of(q):
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
-        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if dq.numel():
-            DQ(
-                q, Nq, B * Hq,
-                (q, k, v, out, grad_out, lse, grad_lse, kv_lengths, dq, delta, lse2),
-                (scale, Hq, group, Nq, Nk, Nlse),
-                (
-                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                    *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-                ),
-            )
-        elif out.numel():
-            DELTA(
-                q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
-            )
-        if dk.numel():
-            splits = runtime.splits_of(q, k, SPLIT_KEYS)
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
-            DKDV(
-                q, Nk, B * Hkv * splits,
-                (q, k, v, grad_out, lse2, delta, kv_lengths, dk_parts, dv_parts),
-                (scale, Hkv, group, splits, Nq, Nk),
-                (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                    *dk_parts.stride()[:4], *dv_parts.stride()[:4],
-                ),
-            )
-            if splits > 1:
-                torch.sum(dk_parts, 2, out=dk)
-                torch.sum(dv_parts, 2, out=dv)
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+    dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if dq.numel():
+        DQ(
+            q, Nq, B * Hq,
+            (q, k, v, out, grad_out, lse, grad_lse, kv_lengths, dq, delta, lse2),
+            (scale, Hq, group, Nq, Nk, Nlse),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+            ),
+        )
+    elif out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dk.numel():
+        splits = runtime.splits_of(q, k, SPLIT_KEYS)
+        dk_parts = runtime.room_for_splits(dk, splits)
+        dv_parts = runtime.room_for_splits(dv, splits)
+        DKDV(
+            q, Nk, B * Hkv * splits,
+            (q, k, v, grad_out, lse2, delta, kv_lengths, dk_parts, dv_parts),
+            (scale, Hkv, group, splits, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+            ),
+        )
+        if splits > 1:
+            torch.sum(dk_parts, 2, out=dk)
+            torch.sum(dv_parts, 2, out=dv)
     return dq, dk, dv
 
 

@@ -36,7 +36,7 @@ FWD = runtime.Kernel(
     "fwd",
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT",),
 )
 DQ = runtime.Kernel(
@@ -44,16 +44,16 @@ DQ = runtime.Kernel(
     "dq",
     "BLOCK_Q",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT", "LEARN"),
 )
-DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", specialised=(1,))
+DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(1,))
 DKDV = runtime.Kernel(
     kernels,
     "dkdv",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    specialised=(3,),
+    heads=(3,),
     flags=("DROPOUT",),
 )
 
@@ -111,17 +111,16 @@ def _forward(q, k, v, bias, seed, dropout_threshold, keep_scale, scale, shapes=N
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     bias_strides, = runtime.strides(bias)
-    with runtime.device_of(q):
-        out = runtime.empty_rows(q, HEAD_DIM_V)
-        lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if out.numel():
-            FWD(
-                q, Nq, B * Hq,
-                (q, k, v, bias, seed, out, lse),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
-                (*q_strides, *k_strides, *v_strides, *bias_strides, *out.stride()[:3], Hq * Nq, Nq),
-                (seed is not None,),
-            )
+    out = runtime.empty_rows(q, HEAD_DIM_V)
+    lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if out.numel():
+        FWD(
+            q, Nq, B * Hq,
+            (q, k, v, bias, seed, out, lse),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (*q_strides, *k_strides, *v_strides, *bias_strides, *out.stride()[:3], Hq * Nq, Nq),
+            (seed is not None,),
+        )
     return out, lse
 
 
@@ -136,52 +135,51 @@ def _backward(
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides, bias_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse, bias,
     )
-    with runtime.device_of(q):
-        dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_inputs or need_q else runtime.nothing(q)
-        dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
-        dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-        dbias = runtime.empty(
-            q,
-            (B, Hq, Nq, Nk),
-            (Hq * Nq * Nk, Nq * Nk, Nk, 1),
-            q.dtype,
-        ).zero_() if need_inputs else runtime.nothing(q, 4, q.dtype)
-        delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-        if dq.numel():
-            DQ(
-                q, Nq, B * Hq,
-                (q, k, v, out, grad_out, lse, grad_lse, bias, seed, dq, delta, lse2, dbias),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
-                (
-                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                    *grad_lse_strides, *bias_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq, *dbias.stride()[:3],
-                ),
-                (seed is not None, need_inputs),
-            )
-        elif out.numel():
-            DELTA(
-                q, Nq, B * Hq,
-                (out, grad_out, lse, grad_lse, delta, lse2),
-                (keep_scale, Hq, Nq, Nlse),
-                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
-            )
-        if dk.numel():
-            DKDV(
-                q, Nk, B * Hq,
-                (q, k, v, grad_out, lse2, delta, bias, seed, dk, dv),
-                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
-                (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *bias_strides,
-                    *dk.stride()[:3], *dv.stride()[:3],
-                ),
-                (seed is not None,),
-            )
-        if need_inputs:
-            learned_d_bias = dbias
-        else:
-            no_bias = runtime.nothing(q, 4, q.dtype)
-            learned_d_bias = no_bias
+    dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_inputs or need_q else runtime.nothing(q)
+    dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
+    dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
+    dbias = runtime.empty(
+        q,
+        (B, Hq, Nq, Nk),
+        (Hq * Nq * Nk, Nq * Nk, Nk, 1),
+        q.dtype,
+    ).zero_() if need_inputs else runtime.nothing(q, 4, q.dtype)
+    delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if dq.numel():
+        DQ(
+            q, Nq, B * Hq,
+            (q, k, v, out, grad_out, lse, grad_lse, bias, seed, dq, delta, lse2, dbias),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                *grad_lse_strides, *bias_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq, *dbias.stride()[:3],
+            ),
+            (seed is not None, need_inputs),
+        )
+    elif out.numel():
+        DELTA(
+            q, Nq, B * Hq,
+            (out, grad_out, lse, grad_lse, delta, lse2),
+            (keep_scale, Hq, Nq, Nlse),
+            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+        )
+    if dk.numel():
+        DKDV(
+            q, Nk, B * Hq,
+            (q, k, v, grad_out, lse2, delta, bias, seed, dk, dv),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *bias_strides,
+                *dk.stride()[:3], *dv.stride()[:3],
+            ),
+            (seed is not None,),
+        )
+    if need_inputs:
+        learned_d_bias = dbias
+    else:
+        no_bias = runtime.nothing(q, 4, q.dtype)
+        learned_d_bias = no_bias
     return dq, dk, dv, learned_d_bias
 
 

@@ -8,7 +8,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import or_
+from operator import itemgetter, or_
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -87,20 +87,33 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any) -> tuple[Any, ...] | None:
-    """What launches a compiled kernel without Triton's look at its arguments: (stream of a device, run, handles); None if it lacks them."""
+    """What launches a compiled kernel without Triton's look at its arguments; None where this version of Triton lacks some of it.
+
+    (stream of a device, run, what run takes after the stream, whether it takes the kernel's arguments as one tuple).
+    """
     with contextlib.suppress(AttributeError):
-        return (
-            triton.runtime.driver.active.get_current_stream,
-            compiled.run,
-            (compiled.function, compiled.packed_metadata, None, None, None),
-        )
+        stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
+        handles = compiled.function, compiled.packed_metadata, None, None, None
+        return (stream, *(_inner_parts(launcher, *handles) or (launcher, handles, False)))
     return None
+
+
+def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
+    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of 3.7 and later."""
+    try:
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        before = function, launcher.launch_cooperative_grid, launcher.launch_pdl
+        if hasattr(launcher, "kernel_signature"):
+            return launcher.launch, (*before, metadata, *hooks, None, None, launcher.arg_annotations, launcher.kernel_signature), True
+        return launcher.launch, (*before, None, None, metadata, *hooks), False
+    except AttributeError:
+        return None
 
 
 # -------------------- Tensors as kernels need them: which are read in place, how results lie in memory.
 
 MAX_ROW_STRIDE = 2**23  # elements: offsets inside a tile have 32 bits, and a tile has at most 256 rows
-_HERE = contextlib.nullcontext()
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
@@ -141,7 +154,10 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
 
 def empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     """An uninitialised [B, H, N, width] of the dtype of x, laid out as `rows_layout` says."""
-    return empty(x, *rows_layout(x, width), x.dtype)
+    if not x.is_contiguous():
+        return empty(x, *rows_layout(x, width), x.dtype)
+    b, h, n, _ = x.shape
+    return empty(x, (b, h, n, width), (h * n * width, n * width, width, 1), x.dtype)
 
 
 def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -149,11 +165,16 @@ def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = No
     return x.new_empty((0,) * dimensions, dtype=dtype or x.dtype)
 
 
-def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the device of x is the current one, on which Triton launches."""
-    if not x.is_cuda or x.get_device() == current_device():
-        return _HERE
-    return torch.cuda.device(x.device)
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs with the device of its first argument, a tensor, as the current one, on which Triton launches."""
+
+    def run(x: torch.Tensor, *args: Any) -> Any:
+        if not x.is_cuda or x.get_device() == current_device():
+            return function(x, *args)
+        with torch.cuda.device(x.device):
+            return function(x, *args)
+
+    return run
 
 
 def by_group(x: torch.Tensor, group: int, fresh: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -195,6 +216,12 @@ def kind(x: object) -> str:
     return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
+def _on_one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    if q.is_cuda and k.is_cuda and v.is_cuda:
+        return q.get_device() == k.get_device() == v.get_device()
+    return q.device == k.device == v.device
+
+
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
     if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
@@ -202,7 +229,7 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
-        and (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device)
+        and (q.dtype is k.dtype is v.dtype and _on_one_device(q, k, v))
         and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
 
@@ -254,7 +281,7 @@ class Rules:
             and v.shape == (b, hk, nk, self.width_v)
             and q3 == k3 == v3 == 1
             and q.dtype in self.dtypes
-            and q.device.type in self.devices
+            and (q.is_cuda or q.device.type in self.devices)
             and nq <= MAX_ROWS
             and nk <= MAX_ROWS
             and (q2 <= MAX_ROW_STRIDE or nq <= 1)
@@ -377,6 +404,7 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
 # -------------------- Kernels at a call: the schedule for its sizes, and the launch of what Triton has compiled.
 
 # By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
+_ADDRESS = torch.Tensor.data_ptr
 _HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
@@ -454,9 +482,8 @@ class Launch:
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
         if parts:
-            stream, run, handles = parts
             constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
-            self.parts = stream, torch.cuda.current_device(), run, handles, constants
+            self.parts = *parts, torch.cuda.current_device(), constants
 
 
 class Kernel:
@@ -464,7 +491,7 @@ class Kernel:
 
     `tile` names the size of the tiles of which each program owns one; without it programs walk over all tiles. `described` are the tensors,
     by position, that a schedule may read by descriptors, and the size of their tiles. Triton compiles anew for some values of the numbers
-    at `specialised` and of strides, and for each value of the `flags`.
+    at `specialised` and of strides, and for each value of the `flags`. Numbers at `heads` are among the former, and take few values.
     """
 
     def __init__(
@@ -473,48 +500,66 @@ class Kernel:
         name: str,
         tile: str = "",
         described: tuple[tuple[int, str], ...] = (),
+        heads: tuple[int, ...] = (),
         specialised: tuple[int, ...] = (),
         flags: tuple[str, ...] = (),
     ) -> None:
         self.kernels, self.name, self.tile = kernels, name, tile
         self.described, self.specialised, self.flags = described, specialised, flags
+        self.heads = itemgetter(*heads) if heads else len
 
     def __call__(
         self,
         x: torch.Tensor,
         rows: int,
-        heads: int,
+        programs: int,
         tensors: tuple[torch.Tensor | None, ...],
         numbers: tuple[Any, ...],
         strides: tuple[int, ...],
         flags: tuple[bool, ...] = (),
     ) -> None:
-        """Launch it under the schedule for x and `rows`: a program for each tile of rows, or one in all, and each of `heads`."""
-        args: list[Any] = [t.data_ptr() if t is not None else None for t in tensors]
+        """Launch it under the schedule for x and `rows`: so many programs for each tile of rows, or in all where these walk over tiles."""
+        if flags:  # some tensors are for one value of a flag alone
+            args: Any = [t if t is None else t.data_ptr() for t in tensors]
+            low = reduce(or_, filter(None, args), 0)
+        else:
+            args = list(map(_ADDRESS, tensors))
+            low = reduce(or_, args)
         wide = reduce(or_, strides)
-        kinds = [kind_of(numbers[i]) for i in self.specialised]
-        if reduce(or_, filter(None, args), wide) & 15 or wide >= 2**31 or _HIP:
-            kinds += [a is None or a % 16 == 0 for a in args]
-            kinds += [kind_of(n) for n in strides]
-            kinds += [t is None or t.untyped_storage().nbytes() < 2**31 for t in tensors]
-        key = self.name, x.dtype, x.get_device(), flags, *kinds
+        kinds: Any = None
+        if (low | wide) & 15 or wide >= 2**31 or self.specialised or _HIP:
+            kinds = self._kinds(args, tensors, numbers, strides)
+        key = self.name, x.dtype, x.get_device(), self.heads(numbers), flags, kinds
         launches = LAUNCHES.get(key)
         if launches is None:
             launches = LAUNCHES[key] = self._launches(x, flags)
         for launch in launches:
             if rows <= launch.most:
                 break
-        programs = -(-rows // launch.block) * heads if launch.block else heads
+        if launch.block:
+            programs *= -(-rows // launch.block)
         direct = launch.parts is not None and not hooks_look_on()
         if not direct:
             args = list(tensors)  # of addresses Triton knows no dtypes
         for at, tile in launch.described:
             args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
-        if direct:
-            stream, device, run, handles, constants = launch.parts  # type: ignore[misc]
-            run(programs, 1, 1, stream(device), *handles, *args, *numbers, *strides, *constants)
-        else:
+        if not direct:
             launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
+            return
+        stream, run, before, packed, device, constants = launch.parts  # type: ignore[misc]
+        if packed:
+            run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
+        else:
+            run(programs, 1, 1, stream(device), *before, *args, *numbers, *strides, *constants)
+
+    def _kinds(self, args: Any, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], strides: tuple[int, ...]) -> Any:
+        """What Triton compiles for, of arguments that are not all multiples of 16; and, for AMD, which tensors take less than 2 GiB."""
+        return (
+            *[kind_of(numbers[i]) for i in self.specialised],
+            *[a is None or a % 16 == 0 for a in args],
+            *[kind_of(n) for n in strides],
+            *[t is None or not _HIP or t.untyped_storage().nbytes() < 2**31 for t in tensors],
+        )
 
     def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
         """One for each row of its schedule."""
@@ -660,9 +705,8 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():
             batch, heads, n_q, n_kv = shape
-            with device_of(keep):
-                grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
-                keep_mask[grid](key, keep, threshold, heads, n_q, n_kv, BLOCK_Q=32, BLOCK_KV=32)
+            grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
+            on_its_device(keep_mask[grid])(key, keep, threshold, heads, n_q, n_kv, BLOCK_Q=32, BLOCK_KV=32)
         return keep
 
     return dropout_mask
@@ -763,7 +807,9 @@ class Operators:
         while hasattr(torch.ops.attngen, f"{name}_forward"):
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
+        self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
         self.host_forward, self.host_backward = forward, backward
+        self.run_forward, self.run_backward = on_its_device(forward), on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
@@ -785,7 +831,7 @@ class Operators:
         """An operator, with what runs it and what stands for its results where only their shapes are wanted."""
         self.library.define(f"{self.name}_{what}{schema}")
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
-        self.library.impl(op, kernel, "CompositeExplicitAutograd")
+        self.library.impl(op, on_its_device(kernel), "CompositeExplicitAutograd")
         torch.library.register_fake(op.name(), fake, lib=self.library)
         torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
         return op
@@ -795,14 +841,13 @@ class Operators:
         q, k, v = args[:3]
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
-        if (torch.is_grad_enabled() and self._requires_grad(args)) or in_forward_ad(q, k, v):
+        wanted = (
+            q.requires_grad or k.requires_grad or v.requires_grad or (self.learned and any(args[i].requires_grad for i in self.learned))
+        )
+        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
             results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        return self.host_forward(*args, shapes)  # type: ignore[return-value]
-
-    def _requires_grad(self, args: tuple[Any, ...]) -> bool:
-        learned = self.signature.learned
-        return args[0].requires_grad or args[1].requires_grad or args[2].requires_grad or any(args[3 + i].requires_grad for i in learned)
+        return self.run_forward(*args, shapes)  # type: ignore[no-any-return]
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""
@@ -885,7 +930,7 @@ class Operators:
         learned = self.signature.learned
         needs = [need_q, need_k or need_v, *([any(need)] if learned else [])]
         direct = is_plain(q, k, v) and not torch.is_grad_enabled()
-        call = self._backward if direct else self.backward
+        call = self.run_backward if direct else self.backward
         gradients = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
         for at, gradient in zip((0, 1, 2, *(3 + i for i in learned)), gradients):
             found[at] = gradient if needed[at] else None
@@ -911,7 +956,7 @@ def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
             if shapes:
-                out, lse = operators.host_forward(*args, shapes)
+                out, lse = operators.run_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:
