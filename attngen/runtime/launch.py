@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import reduce
 from operator import itemgetter, or_
 from types import ModuleType
@@ -14,7 +15,7 @@ import triton
 from attngen.runtime.private import hooks_look_on, parts_of
 
 # By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
-_ADDRESS = torch.Tensor.data_ptr
+_address: Callable[[Any], int] = torch.Tensor.data_ptr
 _HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
@@ -133,7 +134,7 @@ class Kernel:
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
             low = reduce(or_, filter(None, args), 0)
         else:
-            args = list(map(_ADDRESS, tensors))
+            args = list(map(_address, tensors))
             low = reduce(or_, args)
         wide = reduce(or_, strides)
         kinds: Any = None

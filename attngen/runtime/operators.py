@@ -103,7 +103,7 @@ class Operators:
         if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
             results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        return self.run_forward(*args, shapes)  # type: ignore[no-any-return]
+        return self.run_forward(*args, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""

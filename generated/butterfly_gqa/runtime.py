@@ -404,7 +404,7 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
 # -------------------- Kernels at a call: the schedule for its sizes, and the launch of what Triton has compiled.
 
 # By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
-_ADDRESS = torch.Tensor.data_ptr
+_address: Callable[[Any], int] = torch.Tensor.data_ptr
 _HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
@@ -523,7 +523,7 @@ class Kernel:
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
             low = reduce(or_, filter(None, args), 0)
         else:
-            args = list(map(_ADDRESS, tensors))
+            args = list(map(_address, tensors))
             low = reduce(or_, args)
         wide = reduce(or_, strides)
         kinds: Any = None
@@ -847,7 +847,7 @@ class Operators:
         if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
             results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        return self.run_forward(*args, shapes)  # type: ignore[no-any-return]
+        return self.run_forward(*args, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""
