@@ -248,10 +248,10 @@ def test_names_of_parameters() -> None:
         assert name_problem(name) == "is a word of the language; expected another name"
     assert name_problem("lambda") == "is a word of Python; expected another name"
     for names, what in (
-        (("q", "scale", "splits", "plan"), "an argument or a variable of generated functions"),
+        (("q", "scale", "splits", "group", "plan"), "an argument or a variable of generated functions"),
         (("exp2", "tl", "at", "to_int"), "a function or a module that kernels use"),
         (("inf", "q_tile", "pid"), "a variable of kernels"),
-        (("g", "group", "q_start"), "a size or a position of kernels"),
+        (("g", "q_start"), "a size or a position of kernels"),
         (("p", "dlse", "o_do", "t12", "acc_next"), "a value of kernels"),
     ):
         for name in names:

@@ -77,11 +77,11 @@ def test_triton_looks_at_the_first_launch_alone(monkeypatch: pytest.MonkeyPatch)
     compiled, tensors = Compiled(), [torch.zeros(64, dtype=torch.float16) for _ in range(3)]
     stage = Stage(monkeypatch, compiled)
     for at, x in enumerate(tensors):
-        stage(200 + 64 * at, (x, None), (3 + at,), (64 + 16 * at, 16))
-    assert stage.kernel.calls == [((8, 1, 1), (tensors[0], None, 3, 64, 16), CONFIG)]
+        stage(200 + 64 * at, (x, tensors[0]), (3 + at,), (64 + 16 * at, 16))
+    assert stage.kernel.calls == [((8, 1, 1), (tensors[0], tensors[0], 3, 64, 16), CONFIG)]
     parts = (7, "function", "metadata", None, None, None)
     assert compiled.started == [
-        (2 * (4 + at), 1, 1, *parts, tensors[at].data_ptr(), None, 3 + at, 64 + 16 * at, 16, 64, False) for at in (1, 2)
+        (2 * (4 + at), 1, 1, *parts, tensors[at].data_ptr(), tensors[0].data_ptr(), 3 + at, 64 + 16 * at, 16, 64, False) for at in (1, 2)
     ]
 
 

@@ -358,9 +358,9 @@ Arguments = dict[str, Any]
 WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] = [
     (
         "documents",
-        lambda a: {"document_ids": a["document_ids"].long()},
+        lambda a: {"document_ids": a["document_ids"].short()},
         TypeError,
-        "document_ids is torch.int64; expected torch.int32 [2, 50]: ",
+        "document_ids is torch.int16; expected torch.int32 [2, 50]: ",
     ),
     (
         "documents",
@@ -376,9 +376,19 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
     ),
     ("documents", lambda a: {"document_ids": a["document_ids"].to("meta")}, ValueError, "document_ids is on meta and q on "),
     ("documents", lambda a: {"document_ids": [0] * 50}, TypeError, "document_ids is a list; expected a dense torch.int32 tensor [2, 50]"),
-    ("packed", lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].long()}, TypeError, "cu_seqlens_q is torch.int64; expected torch.int32: where"),
+    (
+        "packed",
+        lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].short()},
+        TypeError,
+        "cu_seqlens_q is torch.int16; expected torch.int32 [any]: ",
+    ),
     ("packed", lambda a: {"cu_seqlens_kv": a["cu_seqlens_kv"][None]}, ValueError, "cu_seqlens_kv has shape [1, 5]; expected ["),
-    ("packed", lambda a: {"cu_seqlens_kv": [0, 50]}, TypeError, "cu_seqlens_kv is a list; expected a dense torch.int32 tensor: where"),
+    (
+        "packed",
+        lambda a: {"cu_seqlens_kv": [0, 50]},
+        TypeError,
+        "cu_seqlens_kv is a list; expected a dense torch.int32 tensor [any]: where",
+    ),
     ("prefix_per_batch", lambda a: {"prefix_length": 7}, TypeError, "prefix_length is a int; expected a dense torch.int32 tensor [2]: "),
     ("prefix_per_batch", lambda a: {"prefix_length": ints(7)}, ValueError, "prefix_length has shape [1]; expected [2]: number of keys"),
     ("prefix_argument", lambda a: {"prefix_length": -1}, ValueError, "prefix_length is -1; expected it to be at least 0: number of keys"),
@@ -392,7 +402,7 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         ValueError,
         "prefix_length is 1073741824; expected it to be between -2**30 and",
     ),
-    ("sinks", lambda a: {"sink": a["sink"].half()}, TypeError, "sink is torch.float16; expected torch.float32 [4]: a logit of each head"),
+    ("sinks", lambda a: {"sink": a["sink"].int()}, TypeError, "sink is torch.int32; expected torch.float32 [4]: a logit of each head"),
     ("sinks", lambda a: {"sink": a["sink"][:2]}, ValueError, "sink has shape [2]; expected [4]: a logit of each head"),
     ("alibi", lambda a: {"alibi_slopes": 0.5}, TypeError, "alibi_slopes is a float; expected a dense torch.float32 tensor [4]: by"),
     (
@@ -410,7 +420,7 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         TypeError,
         "relative_bias is a NoneType; expected a dense torch.float32 tensor [2, 21]",
     ),
-    ("dense", lambda a: {"bias": a["bias"].float()}, TypeError, "bias is torch.float32; expected torch.float16: what is"),
+    ("dense", lambda a: {"bias": a["bias"].int()}, TypeError, "bias is torch.int32; expected torch.float16 [1 or 2, 1 or 4, 40, 50]: what"),
     (
         "dense",
         lambda a: {"bias": a["bias"][:, :3]},
@@ -462,6 +472,28 @@ def test_every_argument_is_needed(name: str, missing: str, built: Built, device:
     q, k, v, inputs = make_inputs(spec(name), case(name, 8, 8), torch.float16, device)
     with pytest.raises(TypeError, match=f"missing 1 required keyword-only argument: '{missing}'"):
         built(name).attention(q, k, v, **{key: x for key, x in inputs.items() if key != missing})
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("documents", {"document_ids": torch.int64}), ("packed", {"cu_seqlens_q": torch.int64, "cu_seqlens_kv": torch.int64})],
+)
+def test_integers_may_have_64_bits(name: str, other: dict[str, torch.dtype], built: Built, device: str) -> None:
+    q, k, v, inputs = make_inputs(spec(name), case(name, 40, 50), torch.float16, device)
+    wide = {key: inputs[key].to(dtype) for key, dtype in other.items()}
+    assert built(name).attention(q, k, v, **{**inputs, **wide}).equal(built(name).attention(q, k, v, **inputs))
+
+
+@pytest.mark.parametrize(("name", "learned", "dtype"), [("sinks", "sink", torch.float16), ("dense", "bias", torch.float32)])
+def test_learned_inputs_may_have_another_dtype(name: str, learned: str, dtype: torch.dtype, built: Built, device: str) -> None:
+    """Those of the model, say: they are converted once, and have gradients in their own."""
+    q, k, v, inputs = make_inputs(spec(name), case(name, 40, 50), torch.float16, device)
+    given = inputs[learned].detach().to(dtype).requires_grad_()
+    same = given.detach().to(inputs[learned].dtype).requires_grad_()
+    outs = [built(name).attention(q, k, v, **{**inputs, learned: x}) for x in (given, same)]
+    assert outs[0].equal(outs[1])
+    found, expected = (torch.autograd.grad(out.float().square().sum(), x)[0] for out, x in zip(outs, (given, same)))
+    assert found.dtype == dtype and found.equal(expected.to(dtype))
 
 
 def test_numbers_may_be_ints_and_zero(built: Built, device: str) -> None:

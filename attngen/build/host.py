@@ -96,7 +96,7 @@ def _forward(module: Module) -> Host:
     _operands(b, module, "forward")
     b.alloc("O", like="Q")
     b.alloc("LSE")
-    b.branch("launched", "launches", of=("O",))
+    b.branch("Launched", "launches", of=("O",))
     b.give(O="O", LSE="LSE")
     if module.order == "kv_outer":
         b.alloc("O_ACC", "launches", fill=sympy.Integer(0))
@@ -108,7 +108,7 @@ def _forward(module: Module) -> Host:
         b.launch("fwd", "launches")
     else:
         few = sympy.And(sympy.Lt(symbol("Nq"), FEW_QUERIES), sympy.Lt(symbol("Hkv"), symbol("Hq")))
-        b.branch("by_size", "few_queries", "launches", where=few, orelse="many_queries")
+        b.branch("By_size", "few_queries", "launches", where=few, orelse="many_queries")
         _launch_packed(b)
         b.launch("fwd", "many_queries")
     return b.host()
@@ -147,34 +147,34 @@ def _backward(module: Module) -> Host:
     (_launch_by_key if walks else _launch_by_owner)(b, module)
     results = {"dQ": "dQ", "dK": "dK", "dV": "dV"}
     if walks:  # @bwd writes both, whether or not they are needed
-        b.branch("needed", "both", where=NEED_KV, orelse="neither")
+        b.branch("Needed", "both", where=NEED_KV, orelse="neither")
         b.give("both", dK="dK", dV="dV")
         for name in ("K", "V"):
             b.alloc(f"no_d{name}", "neither", _type(f"d{name}"), like=name, where=sympy.false)
         b.give("neither", dK="no_dK", dV="no_dV")
-        results |= {"dK": "needed.dK", "dV": "needed.dV"}
+        results |= {"dK": "Needed.dK", "dV": "Needed.dV"}
     b.give(**results, **_learned(b, module))
     return b.host()
 
 
 def _launch_by_key(b: _Builder, module: Module) -> None:
     """FlashAttention-1's order: one kernel rewrites sums of dQ while it walks over the keys."""
-    b.branch("rows", "statistics", of=("O",))
+    b.branch("By_rows", "statistics", of=("O",))
     b.launch("delta", "statistics")
-    b.branch("walked", "keys", of=("dQ", "dK"))
+    b.branch("Walked", "keys", of=("dQ", "dK"))
     b.alloc("DQ_ACC", "keys", like=None, fill=sympy.Integer(0))
     b.launch("bwd", "keys")
-    b.branch("ended", "queries", "keys", of=("dQ",))
+    b.branch("Ended", "queries", "keys", of=("dQ",))
     b.launch("dq_end", "queries")
 
 
 def _launch_by_owner(b: _Builder, module: Module) -> None:
     """A kernel for tiles of queries, which also finds what the others need of each query; then those for tiles of keys."""
-    b.branch("by_query", "queries", of=("dQ",), orelse="statistics")
+    b.branch("By_query", "queries", of=("dQ",), orelse="statistics")
     b.launch("dq", "queries")
-    b.branch("rows", "rows_alone", "statistics", of=("O",))
+    b.branch("By_rows", "rows_alone", "statistics", of=("O",))
     b.launch("delta", "rows_alone")
-    b.branch("by_key", "keys", of=("dK",))
+    b.branch("By_key", "keys", of=("dK",))
     owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv"]
     parts: dict[str, str] = {}
     if any(kernel.is_split for kernel in owners):
@@ -187,7 +187,7 @@ def _launch_by_owner(b: _Builder, module: Module) -> None:
         written = {a.name for a in kernel.args if a.role == "out"}
         b.launch(kernel.name, "keys", tuple((name, ref) for name, ref in parts.items() if name in written))
     if parts:
-        b.branch("split", "sums", "keys", where=sympy.Gt(symbol("splits"), 1))
+        b.branch("Summed", "sums", "keys", where=sympy.Gt(symbol("splits"), 1))
         for name, ref in parts.items():
             b.add(Sum(f"{name}_sum", ref, ("splits",), _type(name), into=name), "sums")
 
@@ -200,13 +200,13 @@ def _learned(b: _Builder, module: Module) -> dict[str, str]:
     learned = [i for i in module.inputs if i.grad]
     if not learned:
         return {}
-    b.add(If("learned", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
+    b.add(If("Learned", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
     found = {f"d_{i.name}": _gradient(b, module, i) for i in learned}
     b.give("gradients", **found)
     for i in learned:
         b.alloc(f"no_{i.name}", "no_gradients", Type(i.dtype, i.shape, "hbm"), where=sympy.false)
     b.give("no_gradients", **{f"d_{i.name}": f"no_{i.name}" for i in learned})
-    return {name: f"learned.{name}" for name in found}
+    return {name: f"Learned.{name}" for name in found}
 
 
 def _gradient(b: _Builder, module: Module, i: Input) -> str:
@@ -275,7 +275,7 @@ def _count(module: Module, blocks: Blocks) -> Host:
     one = {size: sympy.Integer(1) for size, letter in (("B", "b"), ("Hq", "h")) if not _depends(kernel, letter)}
     dims = tuple("1" if d in one else d for d in _type("COUNT").dims)
     b.alloc("COUNT", type_=Type("f32", dims, "hbm"), fill=sympy.Integer(0))
-    b.branch("launched", "launches", of=("COUNT",))
+    b.branch("Launched", "launches", of=("COUNT",))
     b.launch("blocks", "launches", **one)
     b.give(COUNT="COUNT")
     return b.host()

@@ -18,7 +18,7 @@ from attngen.emit.torch_text import to_torch
 from attngen.ir.expr import parse, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Base, Load, Map, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Base, Load, Map, Type, Yield
 
 _VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
 _TORCH = {"f32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32", "T": "q.dtype"}
@@ -168,6 +168,8 @@ class HostContext:
     def _dim(self, dim: str) -> str:
         if dim in _WIDTHS:
             return _WIDTHS[dim]
+        if blocks := re.fullmatch(BLOCKS, dim):
+            return f"-(-{self._python(symbol(blocks[1]))} // {blocks[2]})"
         return self._python(sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim))
 
     def _dense(self, dims: Iterable[str]) -> tuple[str, str]:

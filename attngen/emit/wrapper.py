@@ -132,7 +132,7 @@ class Wrapper:
         found = [
             d for d in self.module.derived if (set(d.names) & wanted if wanted is not None else not set(d.sources) & set(self.planned))
         ]
-        return [(list(d.names), f"{d.function}({', '.join('q.device' if s == 'device' else s for s in d.sources)})") for d in found]
+        return [(list(d.names), f"{d.function}({', '.join('q.device' if s == 'device' else _size(s) for s in d.sources)})") for d in found]
 
     @property
     def sizes(self) -> list[str]:
@@ -172,7 +172,7 @@ class Wrapper:
         """What a plan is made of, in the names of its function's arguments."""
         names = {"Nq": "n_q", "Nk": "n_kv"}
         derived = [d for d in self.module.derived if set(d.sources) & set(self.planned)]
-        calls = [f"*{d.function}({', '.join(names.get(s, s) for s in d.sources)})" for d in derived]
+        calls = [f"*{d.function}({', '.join(names.get(s, _size(s)) for s in d.sources)})" for d in derived]
         return [f"{n}.contiguous()" for n in self.fields if n in self.planned] + calls
 
     @property

@@ -16,6 +16,7 @@ import sympy
 
 from attngen.ir.expr import TO_INTEGER, exp2, log, log2, parse, sigmoid, symbol, to_text
 from attngen.ir.graph import Module
+from attngen.ir.host import SumDistances
 from attngen.ir.ops import Access, Fact, Gather, Map, Mask, Op, Scatter
 from attngen.passes.base import Pass
 
@@ -39,8 +40,18 @@ class BaseTwo(Pass):
                 return [replace(op, dst=_places(op.dst), where=in_base_two(op.where))]
             return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, Map) else [op]
 
-        learned = tuple(replace(x, index=tuple(to_text(in_base_two(parse(e)).xreplace(NUMBERS)) for e in x.index)) for x in module.learned)
-        return replace(module, learned=learned).map_kernels(lambda k: k.rewrite(change))
+        learned = tuple(replace(x, index=tuple(map(_on_the_host, x.index))) for x in module.learned)
+        hosts = tuple(host.rewrite(_sums) for host in module.hosts)
+        return replace(module, learned=learned, hosts=hosts).map_kernels(lambda k: k.rewrite(change))
+
+
+def _sums(op: Op) -> list[Op]:
+    """A sum by distance of the host program, at places without natural logarithms."""
+    return [replace(op, at=tuple(map(_on_the_host, op.at)))] if isinstance(op, SumDistances) else [op]
+
+
+def _on_the_host(place: str) -> str:
+    return to_text(in_base_two(parse(place)).xreplace(NUMBERS))
 
 
 def _places(access: Access) -> Access:

@@ -8,9 +8,10 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.expr import Expr, exp2, log, log2, sigmoid, symbol
+from attngen.ir.expr import TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
+NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
 TOLERANCE = 1e-9  # relative, between numbers that passes have multiplied in another order; less than fp32 can tell
 COMMUTATIVE = (sympy.Add, sympy.And, sympy.Or, sympy.Min, sympy.Max)
 
@@ -43,6 +44,9 @@ def normal(e: Any) -> Any:
         return sympy.Rational(float(e))
     if not e.args:
         return e
+    if isinstance(e, TO_INTEGER):  # its constants are one number, rounded as floats are: 2 * LN2 * log2(x), say, is what it is exactly
+        whole = e.args[0].replace(log, lambda x: LN2 * log2(x)).xreplace(NUMBERS)
+        return e.func(normal(whole))
     args = [normal(a) for a in e.args]
     if isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
         return _compared(args, isinstance(e, (sympy.Ge, sympy.Gt)), isinstance(e, (sympy.Lt, sympy.Gt)))

@@ -73,7 +73,7 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         if arg.name != "COUNT" and (arg.type.dtype, arg.type.dims) != (dtype, dims):
             yield f"%{arg.name} is {arg.type.dtype}[{', '.join(arg.type.dims)}]; expected {dtype}[{', '.join(dims)}]"
     for op in host.ops():
-        if not isinstance(op, Arg) and op.name.lower() in given:
+        if not isinstance(op, (Arg, If, Launch, Copy, Yield)) and op.name.lower() in given:
             yield f"%{op.name} and the input `{op.name.lower()}` are one variable in Python; expected another name for one of them"
 
 

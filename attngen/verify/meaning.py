@@ -35,6 +35,9 @@ def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
     return {hkv: {"mha": h, "mqa": sympy.Integer(0), "gqa": floordiv(h, group)}[module.sharing]}
 
 
+FROM_START = sympy.Function("from_start")  # of a place that may be before the start, where an element reads as 0
+
+
 class Header:
     """The module's meaning in the coordinates of one kernel."""
 
@@ -54,7 +57,8 @@ class Header:
 
     def _declare(self, read: Read) -> None:
         if read.tensor in self.types:
-            at = [e.xreplace(self.named) for e in read.index]
+            places = [_from_start(dim, e) for dim, e in zip(self.types[read.tensor].dims, read.index)]
+            at = [e.xreplace(self.named) for e in places]
             self.named[symbol(read.name)] = _element(read.tensor.upper(), at, (), self.types[read.tensor])
 
     def here(self, e: Any) -> Any:
@@ -66,6 +70,14 @@ class Header:
         """The mask, by what belongs to keys in a kernel that owns keys."""
         meaning = self.meaning
         return self.here(meaning.where if meaning.by_key is None or self.own == "q" else meaning.by_key)
+
+
+def _from_start(dim: str, e: Expr) -> Expr:
+    """A place of the header counted from the start of a dimension: one that is always negative counts from its end."""
+    if span(e)[1] >= 0:
+        return e
+    place = e + dimension(dim)
+    return place if place.is_nonnegative else FROM_START(place)
 
 
 def _number(name: str, dtype: str) -> Expr:
@@ -137,7 +149,7 @@ class Values:
             if wrapped or e.is_nonnegative or span(e)[0] >= 0:
                 at.append(self.expression(e.args[2] if wrapped else e, op))
             else:
-                at.append(sympy.Function("from_start")(self.expression(e, op)))
+                at.append(FROM_START(self.expression(e, op)))
         guard = [self.expression(c, op) for c in rest if c not in _inside()]
         return self._element(op.src.tensor, at, guard, op.type)
 

@@ -20,7 +20,7 @@ BROKEN = [
     (
         "temperature_mha",
         "host-structure",
-        ", d_temperature=%learned.d_temperature",
+        ", d_temperature=%Learned.d_temperature",
         "",
         "it gives dQ, dK, dV; expected dQ, dK, dV, d_temperature",
     ),
@@ -51,7 +51,7 @@ BROKEN = [
         "host-defined",
         "    yield values(dK=%no_dK, dV=%no_dV)",
         "    yield values(dK=%no_dK)",
-        "@both of %needed yields dK, dV, and @neither dK",
+        "@both of %Needed yields dK, dV, and @neither dK",
     ),
     ("causal_mha", "host-launches", "launch @dkdv", "launch @dvdk", "it launches @dvdk; the kernels are fwd, dq, delta, dkdv"),
     ("causal_mha", "host-launches", "    launch @delta\n", "", "no host program launches @delta"),
@@ -97,22 +97,22 @@ BROKEN = [
     (
         "causal_mha",
         "host-written",
-        "%rows = if then(@rows_alone) of(%O)",
-        "%rows = if then(@rows_alone) of(%dK)",
+        "%By_rows = if then(@rows_alone) of(%O)",
+        "%By_rows = if then(@rows_alone) of(%dK)",
         "@dkdv reads %LSE2, which is not written",
     ),
     (
         "causal_mha",
         "host-written",
-        "%by_key = if then(@keys) of(%dK)",
-        "%by_key = if then(@keys) of(%dQ)",
+        "%By_key = if then(@keys) of(%dK)",
+        "%By_key = if then(@keys) of(%dQ)",
         "its result dK is not written on every path",
     ),
     (
         "causal_mha",
         "host-written",
-        "%launched = if then(@launches) of(%O)",
-        "%launched = if then(@launches) where(Nq < 64)",
+        "%Launched = if then(@launches) of(%O)",
+        "%Launched = if then(@launches) where(Nq < 64)",
         "its result O is not written",
     ),
     (
@@ -133,8 +133,8 @@ BROKEN = [
     (
         "causal_gqa",
         "host-written",
-        "%split = if then(@sums) where(splits > 1)",
-        "%split = if then(@sums) where(splits > 2)",
+        "%Summed = if then(@sums) where(splits > 1)",
+        "%Summed = if then(@sums) where(splits > 2)",
         "its result dK is not written",
     ),
     (
