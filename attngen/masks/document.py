@@ -25,7 +25,10 @@ def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, 
     Then come four bounds for each query [B, n_q], all rising along the queries:
     1. This query and all later ones see no key before it.
     2. This query and all earlier ones see no key from it on.
-    3 and 4. All keys from 3 up to 4 are in the document of this query, of all earlier and of all later ones; empty if there are none.
+    3. No key from it on is before the start of the document of this query, or of an earlier one.
+    4. No key before it is past the first unbroken run of the document of this query, or of a later one.
+    So keys from bound 3 of query j up to bound 4 of query i are in the documents of all queries from i to j.
+
     The last four are the same bounds for each key [B, Nk], in numbers of queries.
     """
     document_ids = document_ids.contiguous()
