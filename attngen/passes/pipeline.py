@@ -29,7 +29,7 @@ from attngen.verify import verify
 
 
 def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:
-    """The passes for a spec, with its overrides of the schedule. `tables` replace the measured schedules that come with attngen."""
+    """The passes for a spec, with its schedule overrides, and tables of measured schedules in place of those that come with attngen."""
     s = spec.schedule
     tables = committed() if tables is None else tables
     return (

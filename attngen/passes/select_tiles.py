@@ -32,7 +32,7 @@ from attngen.schedules.table import Table, committed
 
 BLOCKS = (16, 32, 64, 128)
 WARPS = (4, 8)
-# Largest numbers of rows for which the model chooses, besides "any number". The kernel that packs queries of several heads has others.
+# Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
 MODELLED = (64, SHORT_ROWS)
 PACKED = 16
 # So many heads start their longest programs together. With more, not all would find their keys in the L2 (docs/perf-log.md, section 18).
@@ -114,7 +114,7 @@ class SelectTiles(Pass):
         return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps))
 
     def _too_large(self, module: Module, kernel: Kernel, row: Row) -> FitError:
-        """The error where the smallest tile does not fit. It blames the spec's overrides, unless nothing would fit without them."""
+        """The smallest row does not fit: blame the spec's overrides, unless nothing would fit without them."""
         least = replace(row, block_q=BLOCKS[0], block_kv=BLOCKS[0], num_stages=1)
         if misfit(module, kernel, least):
             change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"

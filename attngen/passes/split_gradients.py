@@ -40,7 +40,7 @@ class SplitGradients(Pass):
 
 
 def _launch_each(op: Op) -> list[Op]:
-    """Replace the launch of @dkdv by launches of @dk and @dv."""
+    """In place of the launch of @dkdv, those of @dk and @dv."""
     if not isinstance(op, Launch) or op.kernel != "dkdv":
         return [op]
     outs = ("dK", "dV")

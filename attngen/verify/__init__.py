@@ -1,4 +1,4 @@
-"""The verifier: a table of rules for each phase. The files of this folder have the rules by topic. A rule yields a reason per violation."""
+"""The verifier: one table of rules per phase, by topic in the files beside. A rule yields a reason for each thing that breaks it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ RULES: dict[str, dict[str, Rule]] = {
 
 
 def verify(module: Module) -> Module:
-    """The module itself, if every rule of its phase holds. Otherwise VerifyError, with the rule, the reason and the IR's text."""
+    """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's text."""
     try:
         if module.phase not in RULES:
             raise VerifyError("phase", f"`{module.phase}` is not a phase; expected one of {', '.join(PHASES)}", "")

@@ -170,7 +170,7 @@ def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A tile that is padded to a power of two checks the head dimension on every access."""
+    """Tiles padded to a power of two check the head dimension on every access."""
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
             tile = kernel.type_of(op.value) if isinstance(op, Store) else op.type

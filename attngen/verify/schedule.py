@@ -1,4 +1,4 @@
-"""Rules of devices: memory spaces, descriptors, schedules that fit, tiles that Triton accepts."""
+"""What devices ask: memory spaces, descriptors, schedules that fit, tiles that Triton takes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def placed(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def described(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A load by descriptor reads rows of one head into shared memory, with zeros out of bounds. Lines with TMA=1 are for devices that
-    read descriptors."""
+    """Loads by descriptor are of tiles of rows of one head, zeros where out of bounds, for shared memory; rows that take them are for
+    devices that can."""
     by_descriptor = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
     for op in by_descriptor:
         tensor, index = kernel.accessed(op)
@@ -48,8 +48,8 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Each device class and element size has lines that end with one for any number of rows, or one line that says why there is none.
-    Some class has a schedule."""
+    """There is a schedule for each device class and element size, ending in one for any number of rows, or one line that says
+    why there is none; some class has one."""
     rows, unfit = module.rows(kernel.name), [(u.device, u.elem_bytes) for u in module.unfit(kernel.name)]
     for size in elem_sizes(module):
         if not any(r.elem_bytes == size for r in rows):
@@ -67,7 +67,7 @@ def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Tiles are powers of two, at least 16; head dimensions are padded to one. The number of warps is a power of two and not too large."""
+    """Triton's tiles: powers of two, 16 at least, head dimensions padded to one; warps a power of two, as many as a program may have."""
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     for op in kernel.ops():
         for t in op.results().values():
@@ -89,7 +89,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def drops(module: Module, kernel: Kernel) -> Iterator[str]:
-    """With dropout, a kernel with products draws once and drops once. Without dropout, it does neither."""
+    """With dropout, whatever multiplies V or its gradient is dropped, from one draw; without it nothing is."""
     draws = [op for op in kernel.ops() if isinstance(op, Keep)]
     drop = [op for op in kernel.ops() if isinstance(op, Dropout)]
     expected = 1 if module.dropout and kernel.dots else 0

@@ -238,7 +238,7 @@ def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
 
 
 def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Both operands of a dot have the tensors' element type. Products of fp32 state the header's precision."""
+    """Both operands of a dot have the tensors' element type; products of fp32 say their precision, as the header does."""
     precision = module.precision if "fp32" in module.dtypes else ""
     for op in kernel.ops():
         if isinstance(op, Dot):
@@ -249,7 +249,7 @@ def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
                 yield f"%{op.name} has precision `{op.precision}`; expected `{precision}`, by the module's dtype and precision"
 
 
-# The rules of each kind of op, besides those of all ops.
+# What each kind of op asks of its types, besides what holds for all.
 _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Dot: _dot_errors,
     Map: _map_errors,
