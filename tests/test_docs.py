@@ -10,10 +10,12 @@ import pytest
 import yaml
 
 from attngen.cli import main
+from attngen.ir.host import HOST_OPS
 from attngen.ir.text import print_module
 from attngen.passes.pipeline import passes
 from attngen.spec import parse_spec
 from attngen.verify import RULES
+from attngen.verify.host import RULES as HOST_RULES
 from tests.helpers import ROOT, SPECS, lowered, spec
 
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md", "docs/theory.md", "docs/fit.md", "docs/lm-training.md")
@@ -37,6 +39,25 @@ def test_every_rule_and_pass_is_explained() -> None:
     page = text("docs/ir.md")
     assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(RULES["target"])
     assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [(p.name, p.phase) for p in passes(spec("causal_mqa"))]
+
+
+def test_host_programs_are_explained() -> None:
+    """Every op and every rule is in a table, and the Python shown is printed: in this order, apart from lines that are left out."""
+    page = text("docs/ir.md")
+    ops, rules = (page.partition(start)[2].partition("\n\n")[0] for start in ("\n| op | what it does |\n", "\n| rule | what holds |\n"))
+    assert re.findall(r"^\| `(\w+)` \|", ops, re.MULTILINE) == list(HOST_OPS)
+    assert re.findall(r"^\| `([\w-]+)` \|", rules, re.MULTILINE) == list(HOST_RULES)
+    printed = iter((ROOT / "generated/causal_mqa/__init__.py").read_text(encoding="utf-8").splitlines())
+    (shown,) = blocks("docs/ir.md", "python")
+    assert [line for line in shown.splitlines() if line not in printed] == []
+
+
+def test_the_dry_run_names_files_that_exist() -> None:
+    """Of what comes next: every existing file is there, and no new one."""
+    section = text("docs/ir.md").partition("## What comes next touches")[2]
+    named = re.findall(r"`((?:attngen|templates)/[\w/.]+\.\w+)`", section)
+    new = {"attngen/build/split_keys.py", "attngen/ir/names.py", "attngen/backends/__init__.py"}
+    assert named and [name for name in named if name not in new and not (ROOT / name).exists()] == []
 
 
 def test_the_theorems_shown_are_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Spec to logical IR: one file per direction, nothing decided about tiles or devices."""
+"""From a spec to logical IR, one file per direction. Nothing is decided about tiles or devices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from attngen.spec import Spec
 
 
 def build_module(spec: Spec) -> Module:
-    """The logical module of a spec: forward, the three kernels of the backward; `packed`, the forward of few queries, where heads share
-    keys; and `blocks` where data says which tiles to visit.
+    """The logical module of a spec: its kernels, and the host programs that launch them.
 
-    By order of loops: FlashAttention-2's kernels own a tile each; FlashAttention-1's walk over the key tiles of a head, and others
-    after them finish what they have rewritten.
+    In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of the backward; also
+    `packed`, the forward of few queries, if heads share keys, and `blocks` if data says which blocks of scores count. In FlashAttention-1's
+    order (`kv_outer`), programs walk over the key tiles of a head, and further kernels finish what these have rewritten.
+
+    Raises BuildError where the spec asks for something that has no kernels.
     """
     blocks = listed_blocks(spec)
     _check_tiles(spec, blocks)
@@ -54,7 +56,7 @@ def build_module(spec: Spec) -> Module:
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:
-    """Tiles that the spec asks for divide the blocks that its mask lists; otherwise BuildError."""
+    """Raise BuildError if the spec asks for tiles larger than the blocks that its mask lists."""
     for key, rows in (("block_q", spec.schedule.block_q), ("block_kv", spec.schedule.block_kv)):
         if blocks and rows and rows > blocks.size:
             why = "its data says which count" if blocks.data else "`block_sparse` says which count"

@@ -1,7 +1,6 @@
-"""The backward kernels as logical IR: `dq`, `dkdv`, and `delta` where q needs no gradient; or, where programs walk over keys, `delta`,
-`bwd`, `dq_end`.
+"""The backward kernels as logical IR: `dq`, `dkdv`, and `delta` for calls where q needs no gradient.
 
-No atomics: each tile has one owner.
+In FlashAttention-1's order of loops they are `delta`, `bwd` and `dq_end`. There are no atomics for q, k and v: each tile has one owner.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from attngen.spec import Spec
 
 
 def build_delta(spec: Spec) -> Kernel:
-    """What a backward needs of each query, where no `dq` computes it: the gradient of q is not needed, or keys are the outer loop."""
+    """Delta and LSE2 of each query. Launched if `dq` is not, or does not exist: q needs no gradient, or keys are the outer loop."""
     b = KernelBuilder(spec, "delta")
     b.tensors()
     for name in ("Hq", "Nq", "Nlse", *(("keep_scale",) if spec.dropout else ())):
@@ -34,9 +33,9 @@ def build_delta(spec: Spec) -> Kernel:
 
 
 def _outputs(b: KernelBuilder) -> None:
-    """Load what the forward has made of each query, and the gradient of its LSE: dLSE has as many rows as there are queries, or none.
+    """Load each query's output, LSE and gradient of the LSE. dLSE has a row for each query, or no rows.
 
-    Before any tile is awaited, so that these are on their way meanwhile.
+    These loads come first, so that they are under way while the program waits for tiles.
     """
     rows = ("b", "h", "q")
     b.load("o", "O", (*rows, "d_v"))
@@ -62,7 +61,7 @@ def _statistics(b: KernelBuilder) -> None:
 
 
 def learned(spec: Spec) -> tuple[Learned, ...]:
-    """The gradients of inputs that the dQ kernel sums, one for each way in which modifiers read the input."""
+    """The gradients of learned inputs, one for each read of the input. Raises BuildError where there is none, or no fixed order of sums."""
     if derivative(modified(spec), S) == 0:
         raise BuildError(("score",), "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`")
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
@@ -71,7 +70,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
     for read in spec.reads():
         if read.tensor not in grads:
             continue
-        if any(s.sink() == symbol(read.name) for s in spec.score):  # from what delta holds already
+        if any(s.sink() == symbol(read.name) for s in spec.score):  # its gradient follows from delta
             found.append(Learned(read.tensor, ("h",), "DELTA"))
             continue
         index: list[str | None] = []
@@ -92,7 +91,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
 
 
 def _summed_in_order(index: list[str | None]) -> bool:
-    """Whether a gradient that is read there has parts: rows, scores, or distances of some sequences and heads."""
+    """Whether parts of such a gradient can be summed in a fixed order: by row, by score or by distance."""
     distances = [e for e in index if e and "distance" in e]
     if distances:
         return len(distances) == 1 and [e for e in index if e not in distances] in ([], ["b"], ["h"], ["b", "h"])
@@ -111,14 +110,14 @@ _LEARNED = (
 
 
 def _by_distance(e: Any) -> str | None:
-    """An index as an expression in `distance`, kv_idx - q_idx, if it is one."""
+    """An index as an expression in `distance`, which is kv_idx - q_idx; None if it is not one."""
     made = _expanded(e.xreplace({Q: KV - symbol("distance")}))
     names = {str(s) for s in made.free_symbols}
     return to_text(made) if "distance" in names and names <= {"distance", "Nq", "Nk"} else None
 
 
 def _expanded(e: Any) -> Any:
-    """An expression whose sums, and the sides of whose comparisons, are sums of products: positions in them meet, and go."""
+    """An expression with sums and comparisons multiplied out, so that positions in them cancel."""
     if not e.args:
         return e
     args = [_expanded(a) for a in e.args]
@@ -129,12 +128,12 @@ def _expanded(e: Any) -> Any:
 
 
 def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
-    """p = 2^(score - lse2), recomputed from the tiles of a and c, whose order gives S or its transpose; other expressions of the score."""
+    """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed."""
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
     sums_keys = b.own_axis == "q" or b.signature.rewrites
     where = sympy.And(b.where, in_bounds("kv")) if sums_keys else b.where
-    if b.own_axis == "kv" and singular(b.spec, b.score):  # queries past the end, too
+    if b.own_axis == "kv" and singular(b.spec, b.score):  # hide queries past the end, too
         where = sympy.And(where, in_bounds("q"))
     masked = b.mask("masked", "score", where, "step")
     b.compute("p", exp2(symbol(masked) - symbol("lse2")))
@@ -159,12 +158,12 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any) -> None:
 
 
 def _where_seen(b: KernelBuilder, e: Any) -> Any:
-    """A gradient by score, zero for scores that weigh nothing: past the end, say, where a derivative may be infinite."""
+    """A gradient by score. It is zero where the weight is zero, as past the end: a derivative may be infinite there."""
     return select(symbol("p") > 0, e, sympy.Integer(0)) if singular(b.spec, b.score) else e
 
 
 def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str = "T", block: str = "entry") -> None:
-    """A gradient times the factors left to the end, as it is stored."""
+    """A gradient times the factors that were left to the end, cast to the stored type."""
     field = value.rpartition(".")[2]
     uses = {field: value} | {f: f for f in factors if f != "keep_scale" or b.spec.dropout}
     b.map(name, sympy.Mul(*map(symbol, uses)), block, dtype, False, **uses)
@@ -173,10 +172,10 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
 def build_dkdv(spec: Spec) -> Kernel:
     """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its whole head group.
 
-    Where keys are few, programs share a key tile, each for a split of the group, and the wrapper sums what they write.
+    If keys are few, several programs share a key tile, each for some heads of the group. The host sums what they write.
 
     Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end load
-    LSE2 = +inf, so they weigh nothing. Loads first, then the two products that need nothing else: the order that spills least
+    LSE2 = +inf, so their weight is zero. Loads first, then the two products that need nothing else: the order that spills least
     (docs/perf-log.md).
 
     With keys in the outer loop it is `bwd`, FlashAttention's Algorithm 4: one program walks over the key tiles, and reads dQ from HBM, adds
@@ -245,7 +244,7 @@ def build_dkdv(spec: Spec) -> Kernel:
 
 
 def build_dq_end(spec: Spec) -> Kernel:
-    """dQ in the element type, of what `bwd` has summed."""
+    """dQ in the element type, from the sums of `bwd`."""
     b = KernelBuilder(spec, "dq_end")
     b.tensors()
     for name in ("scale", "Hq", "Nq"):
@@ -260,7 +259,7 @@ def build_dq_end(spec: Spec) -> Kernel:
 def build_dq(spec: Spec) -> Kernel:
     """dQ (FlashAttention-2, Algorithm 2, with the loop order of the forward): one program per query tile.
 
-    It runs before the kernels of dK and dV, and stores what these need of each query: a pass over O and dO is spared.
+    It runs before the kernels of dK and dV and stores delta and LSE2 for them. That saves a pass over O and dO.
     """
     gradients = tuple(x for x in learned(spec) if x.by != "row")
     reads = {_parts(read): read for read in spec.reads()}
@@ -295,7 +294,7 @@ def build_dq(spec: Spec) -> Kernel:
     dscore = symbol("ds" if factor == 1 else "dscore")
 
     def gradient(name: str, slope: Any) -> str:
-        """The gradient of what is read, of each score."""
+        """The gradient by what is read, for each score."""
         return b.compute(name, _where_seen(b, dscore * slope)) if slope != 1 else str(dscore)
 
     kept = symbol("keep_scale") if spec.dropout else 1

@@ -1,4 +1,4 @@
-"""Masks of arbitrary data: the blocks of scores that a call visits are found by a kernel that evaluates the mask in each."""
+"""Masks of arbitrary data: a kernel evaluates the mask in every block of scores, to find the blocks that a call visits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attngen.spec import Spec
 
 
 def build_blocks(spec: Spec) -> Kernel:
-    """How many pairs of each strip of a block are visible: of a score of 0 for each, those that the mask leaves."""
+    """The number of visible pairs in each strip of a block: scores of 0 are masked, and those above -inf are counted."""
     b = KernelBuilder(spec, "blocks")
     b.tensors()
     b.sizes()

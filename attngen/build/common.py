@@ -1,4 +1,4 @@
-"""What the kernel builders share: adding typed ops to blocks, and how heads index K and V."""
+"""The shared part of kernel builders: adding typed ops to blocks, and how heads index K and V."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from attngen.ir.ops import (
 from attngen.parts import NATURAL
 from attngen.spec import Spec
 
-POSITIONS = {"Nq": "q", "Nk": "kv"}  # dimensions that are walked in tiles
-LONG = 16  # operations of an index: one that has more is computed once, under a name
+POSITIONS = {"Nq": "q", "Nk": "kv"}  # dimensions that are visited in tiles
+LONG = 16  # an index with more operations than this is computed once, as a value of its own
 AXIS_OF = {dim: axis for axis, dim in AXIS_DIM.items()}
 
 
@@ -60,7 +60,7 @@ class KernelBuilder:
     """Collects the ops of one kernel, giving each value its type."""
 
     def __init__(self, spec: Spec, name: str, wants: Iterable[Any] = ()) -> None:
-        """`wants`: what the kernel computes besides the score; with it and the mask, this says which inputs it reads."""
+        """`wants`: what the kernel computes besides the score. Together with score and mask it decides which inputs are read."""
         self.spec, self.name = spec, name
         self.signature = signature_of(name, spec.schedule.order)
         own = self.signature.own
@@ -84,7 +84,7 @@ class KernelBuilder:
         needed = {str(s) for s in _symbols((*of_mask, *of_scores))}
         for read in reversed(spec.reads()):
             needed |= {str(s) for s in _symbols(read.index)} if read.name in needed else set()
-        self.places: dict[tuple[str, Any], str] = {}  # names of long indices of a block
+        self.places: dict[tuple[str, Any], str] = {}  # (block, long index) -> the name of its value
         self.needed = tuple(read for read in spec.reads() if read.name in needed)
         self.needed_numbers = tuple(name for name in self.numbers if name in needed)
 
@@ -94,7 +94,7 @@ class KernelBuilder:
         return op.name
 
     def tensors(self, learned: Iterable[Learned] = ()) -> None:
-        """Declare what the kernel reads and writes, mask and modifiers too."""
+        """Declare all tensors that the kernel reads and writes, also for mask and modifiers."""
         read = {read.tensor: self.tensor_types[read.tensor] for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
         for arg in tensor_args(self.name, self.signature, self.spec.heads.sharing, read, listed_blocks(self.spec), self.spec.dropout, outs):
@@ -104,7 +104,7 @@ class KernelBuilder:
         self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.numbers}[name])))
 
     def sizes(self) -> None:
-        """The sizes every kernel needs, a scalar for each that indexing by head needs, and the numbers of mask and modifiers."""
+        """Declare scalars: the sizes of every kernel, those that indexing by head needs, and the numbers of mask and modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
         packs, sharing = self.signature.packs, self.spec.heads.sharing
         names += ["queries"] if packs else []
@@ -122,7 +122,7 @@ class KernelBuilder:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
         access = _access(tensor, index)
         dims = tuple(AXIS_DIM[a] for a in access.axes())
-        if set(access.axes()) == {"q", "kv"}:  # as the scores lie
+        if set(access.axes()) == {"q", "kv"}:  # in the order of the scores' dimensions
             dims = self.score_dims
         always = (self.own_axis, *(("q", "kv") if block == "entry" else ()))
         check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ("q", "kv"))
@@ -154,7 +154,7 @@ class KernelBuilder:
         return self.add(Dot(name, a, b, over, Type("f32", dims), acc), block)
 
     def map(self, name: str, expr: Any, block: str = "entry", dtype: str = "f32", score: bool = False, **uses: str) -> str:
-        """Elementwise expression; the result has the dimensions of its widest operand."""
+        """An elementwise expression. The result has the dimensions of its widest operand."""
         dims = max((self.types[r].dims for r in uses.values()), key=len, default=())
         return self.add(Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
 
@@ -163,7 +163,7 @@ class KernelBuilder:
         return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
 
     def reads(self) -> None:
-        """Loads of what mask and modifiers read: in the loop body where it varies along the loop or with its head, before elsewhere."""
+        """Load what mask and modifiers read: in the loop's body if it varies along the loop or with its head, else before the loop."""
         for read in self.needed:
             self._read(read, self._home([e for _, e, _ in self._natural(read)]))
 
@@ -195,12 +195,12 @@ class KernelBuilder:
         self.add(Scatter(name, Access(tensor, at), value, self._uses((*at, inside)), inside), block)
 
     def _natural(self, read: Read) -> list[tuple[str, Any, Any]]:
-        """Of each dimension that is read: its name, its index in this kernel, and how it is indexed if nothing else is said."""
+        """For each dimension of a read: its name, its index in this kernel, and the natural index of the dimension."""
         dims = zip(self.tensor_types[read.tensor].dims, read.index)
         return [(d, e.xreplace(self.heads), NATURAL[d].xreplace(self.heads) if d in NATURAL else None) for d, e in dims]
 
     def _place(self, read: Read, e: Any, block: str) -> Any:
-        """An index; a long one as a value of the block, which is computed there once."""
+        """An index. A long one becomes a value of the block, which is computed there once."""
         if sympy.count_ops(e) <= LONG:
             return e
         if (block, e) not in self.places:
@@ -210,9 +210,9 @@ class KernelBuilder:
         return symbol(self.places[block, e])
 
     def _inside(self, read: Read, block: str | None = None) -> tuple[tuple[Any, ...], Bool]:
-        """The places of a read, negative ones counted from the end, and the condition under which they are in the tensor.
+        """(indices of a read, condition under which they are inside the tensor). Negative indices count from the end.
 
-        With a block, long indices become values of it.
+        With a block, long indices become values of it. Raises BuildError if no index is inside.
         """
         inside: list[Any] = []
         at = []
@@ -247,7 +247,7 @@ class KernelBuilder:
         return tuple(d for d in self.score_dims if d in found)
 
     def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:
-        """An expression in values of the kernel and positions, of as many dimensions as these have."""
+        """An expression in values of the kernel and positions. The result has all of their dimensions."""
         e = e.xreplace(self.heads)
         return self.add(Map(name, e, self._uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
 
@@ -262,19 +262,19 @@ class KernelBuilder:
         return self.add(Mask(name, value, where, uses, self.types[value], facts), block)
 
     def scale(self) -> None:
-        """The factor of scores in base 2, where nothing else modifies them."""
+        """The factor of scores to base 2, if nothing else modifies them."""
         if self.score == S:
             self.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
 
     def seed(self) -> None:
-        """What dropout needs, if the spec has it: scalars, and the key of its random numbers."""
+        """If the spec has dropout: its scalars, and the key of its random numbers."""
         if self.spec.dropout:
             for name in DROPOUT_SCALARS:
                 self.scalar(name)
             self.add(Seed("seed", "SEED", Type("i64")))
 
     def draw(self, head: Any, *dims: str) -> None:
-        """Draw, if the spec has dropout, which probabilities of a tile of the loop body are kept."""
+        """If the spec has dropout: draw which probabilities of a tile are kept, in the loop's body."""
         if self.spec.dropout:
             self.add(Keep("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
 
@@ -305,9 +305,9 @@ def _usable(fact: Fact, along: set[str]) -> Fact:
 
 
 def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
-    """The query head and the key head, by the names that expressions have for them, in a kernel whose programs own one or the other.
+    """The query head and the key head, by their names in expressions, in terms of what a kernel's programs own.
 
-    Of one that packs heads, which query of which head a row is, too.
+    In a kernel that packs heads, also the query and the head of a row.
     """
     h, hkv = symbol("h"), symbol("hkv")
     if not signature.by_key_head:
@@ -329,7 +329,7 @@ def _access(tensor: str, index: tuple[Any, ...]) -> Access:
 
 
 def scores(b: KernelBuilder, *more: Any) -> list[Any]:
-    """The score of the softmax, in base 2, from the product `s`, and other expressions in what it has computed."""
+    """Compute the score of the softmax, to base 2, from the product `s`. Returns `more`, in terms of what was computed."""
     if b.score == S:
         b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
         return list(more)
@@ -341,7 +341,7 @@ def scores(b: KernelBuilder, *more: Any) -> list[Any]:
 
 
 def kv_head(spec: Spec) -> Any:
-    """Which K/V head query head `h` reads: indexing, never expanding."""
+    """The K/V head that query head `h` reads. K and V are indexed, never expanded."""
     return {"mha": symbol("h"), "mqa": sympy.Integer(0), "gqa": floordiv(symbol("h"), symbol("group"))}[spec.heads.sharing]
 
 

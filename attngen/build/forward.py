@@ -15,7 +15,7 @@ from attngen.spec import Spec
 
 
 def packs(spec: Spec) -> bool:
-    """Whether few queries of a group's heads may share a tile: nothing is read, drawn or listed for a query or a head of its own."""
+    """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
     alone = spec.heads.sharing == "mha" or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
     own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
     return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
@@ -27,8 +27,8 @@ def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
 
-    As `packed`, of all query heads that share a K/V head: for few queries, which would leave most of a tile empty, and each of whose
-    heads would read the same keys.
+    `packed` does the same for calls with few queries. A tile has the queries of all heads that share a K/V head. Otherwise most of a tile
+    would be empty, and each head would read the same keys again.
     """
     sink = next((s.sink() for s in spec.score if s.sink() is not None), None)
     b = KernelBuilder(spec, name, [] if sink is None else [sink])
@@ -61,7 +61,7 @@ def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
     b.load("v", "V", ("b", kv, "kv", "d_v"), "step")
     p = b.dropped("soft.p")
     b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
-    b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, beside which it runs
+    b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), ("acc", "acc_next"))), "step")
 
@@ -70,7 +70,7 @@ def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
         _join_sink(b, sink)
     else:
         b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
-    if spec.dropout:  # what is kept makes up for what is dropped
+    if spec.dropout:  # kept weights are scaled up for the dropped ones
         b.map("inv_l_kept", inv_l * symbol("keep_scale"), inv_l="inv_l", keep_scale="keep_scale")
         b.map("o", acc * symbol("inv_l_kept"), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
     else:
@@ -109,7 +109,7 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     b.load("l", "ROW_SUM", rows, "step")
     b.load("acc", "O_ACC", (*rows, "d_v"), "step")
     b.dot("s", "q", "k", "D_QK", "step")
-    scale = "qk_scale" if b.score == S else None  # folded here: the maximum is kept in units of the product, which fwd_end knows
+    scale = "qk_scale" if b.score == S else None  # folded here: the maximum is in units of the product, as fwd_end expects
     if scale is None:
         scores(b)
     b.mask("masked", "s" if scale else "score", sympy.And(b.where, in_bounds("kv")), "step")
@@ -127,7 +127,7 @@ def build_forward_by_key(spec: Spec) -> Kernel:
 
 
 def build_forward_end(spec: Spec) -> Kernel:
-    """What is left to do of each row after `fwd` has seen all keys: O = acc / sum, and its LSE."""
+    """After `fwd` has seen all keys, finish each row: O = acc / sum, and its LSE."""
     b = KernelBuilder(spec, "fwd_end")
     b.tensors()
     for name in ("scale", "Hq", "Nq"):
@@ -148,7 +148,7 @@ def build_forward_end(spec: Spec) -> Kernel:
 
 
 def _join_sink(b: KernelBuilder, sink: Expr) -> None:
-    """One more logit in every row's softmax: the sums so far shrink to the new maximum. No row is empty then."""
+    """Add one more logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then."""
     m, l, m_all, sink2 = map(symbol, ("m", "l", "m_all", "sink2"))  # noqa: E741
     b.compute("sink2", sink * symbol("LOG2E"), "entry")
     b.map("m_all", sympy.Max(m, sink2), m="keys.m", sink2="sink2")

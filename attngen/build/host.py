@@ -1,4 +1,4 @@
-"""The host programs: what a call allocates, launches and sums, as IR."""
+"""The host programs as IR: what a call allocates, launches and sums."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _operands(b: _Builder, module: Module, direction: str) -> None:
 
 
 def _forward(module: Module) -> Host:
-    """The output and the LSE; of few queries, by the kernel for which they are packed with the heads of their group."""
+    """The output and the LSE. If queries are few, the kernel `packed` computes them, for all heads of a group together."""
     b = _Builder("forward")
     for name in ("Q", "K", "V"):
         b.tensor(name)
@@ -115,7 +115,7 @@ def _forward(module: Module) -> Host:
 
 
 def _launch_packed(b: _Builder) -> None:
-    """The forward of few queries, whose rows are those of all heads of a group."""
+    """Launch `packed` on views whose rows are the queries of all heads of a group."""
     names = {"Q": "Q_rows", "O": "O_rows", "LSE": "LSE_rows"}
     for name, rows in names.items():
         batch, _, _, *columns = _type(name).dims
@@ -126,7 +126,7 @@ def _launch_packed(b: _Builder) -> None:
 
 
 def _backward(module: Module) -> Host:
-    """The gradients of q, k and v, and of the inputs that are learned: no elements for what is not needed."""
+    """The gradients of q, k, v and learned inputs. A gradient that is not needed has no elements."""
     b = _Builder("backward")
     for name in ("dO", "dLSE", "Q", "K", "V", "O", "LSE"):
         b.tensor(name)
@@ -140,13 +140,13 @@ def _backward(module: Module) -> Host:
     for name in ("K", "V"):
         b.alloc(f"d{name}", like=name, where=sympy.true if walks else NEED_KV)
     for arg in parts_of(module.learned, module.inputs):
-        fill = None if arg.type.dims == _ROWS else sympy.Integer(0)  # what no program writes is zero
+        fill = None if arg.type.dims == _ROWS else sympy.Integer(0)  # programs do not write every element; the others are zero
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
     (_launch_by_key if walks else _launch_by_owner)(b, module)
     results = {"dQ": "dQ", "dK": "dK", "dV": "dV"}
-    if walks:  # @bwd writes both, whether or not they are needed
+    if walks:  # @bwd always writes both
         b.branch("Needed", "both", where=NEED_KV, orelse="neither")
         b.give("both", dK="dK", dV="dV")
         for name in ("K", "V"):
@@ -158,7 +158,7 @@ def _backward(module: Module) -> Host:
 
 
 def _launch_by_key(b: _Builder, module: Module) -> None:
-    """FlashAttention-1's order: one kernel rewrites sums of dQ while it walks over the keys."""
+    """FlashAttention-1's order: one kernel walks over the keys and rewrites sums of dQ."""
     b.branch("By_rows", "statistics", of=("O",))
     b.launch("delta", "statistics")
     b.branch("Walked", "keys", of=("dQ", "dK"))
@@ -169,7 +169,7 @@ def _launch_by_key(b: _Builder, module: Module) -> None:
 
 
 def _launch_by_owner(b: _Builder, module: Module) -> None:
-    """A kernel for tiles of queries, which also finds what the others need of each query; then those for tiles of keys."""
+    """First the kernel that owns queries, which also computes what the others need of each query; then the kernels that own keys."""
     b.branch("By_query", "queries", of=("dQ",), orelse="statistics")
     b.launch("dq", "queries")
     b.branch("By_rows", "rows_alone", "statistics", of=("O",))
@@ -196,7 +196,7 @@ def _launch_by_owner(b: _Builder, module: Module) -> None:
 
 
 def _learned(b: _Builder, module: Module) -> dict[str, str]:
-    """The gradients of inputs, from the parts that the kernels have written; no elements where they are not needed."""
+    """The gradients of inputs, summed from the parts that kernels have written; without elements if they are not needed."""
     learned = [i for i in module.inputs if i.grad]
     if not learned:
         return {}
@@ -218,12 +218,12 @@ def _gradient(b: _Builder, module: Module, i: Input) -> str:
 
 
 def _term(b: _Builder, module: Module, i: Input, x: Learned, at: int) -> str:
-    """The part of an input's gradient that comes from one place at which it is read."""
+    """The part of an input's gradient that comes from one of its reads."""
     name, tensor = f"{x.parts}_{at}", i.name.upper()
     kept = {"keep_scale": "keep_scale"} if module.dropout else {}
     if x.by == "element":
         return x.parts
-    if x.by == "row":  # the sink's probability times what its value, zero, lacks
+    if x.by == "row":  # minus the sink's probability, times delta: its value is zero
         uses = {i.name: tensor, "lse": "LSE", "delta": "DELTA", **kept}
         e = -sympy.exp(symbol(i.name) - symbol("lse")) * sympy.Mul(*map(symbol, ("delta", *kept)))
         b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
@@ -241,7 +241,7 @@ _DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
 
 
 def _sum_of_places(b: _Builder, i: Input, x: Learned, name: str) -> str:
-    """Parts by query or by score, summed to the places at which the input is read."""
+    """Parts by query or by score, summed to the place at which the input is read."""
     dtype = i.dtype if x.by == "score" else "f32"
     value, dims = x.parts, ["B", "Hq", "Nq", *(["Nk"] if x.by == "score" else [])]
     if "hkv" in x.index:
@@ -261,7 +261,7 @@ def _sum_of_places(b: _Builder, i: Input, x: Learned, name: str) -> str:
 
 
 def _count(module: Module, blocks: Blocks) -> Host:
-    """How many pairs the mask leaves visible, of each strip of a block; once for all sequences or heads, where these do not matter."""
+    """The number of visible pairs in each strip of a block. If the mask is the same for all sequences, or all heads, it is counted once."""
     kernel = module.kernel("blocks")
     b = _Builder("count")
     for name in ("Q", "K"):
@@ -282,7 +282,7 @@ def _count(module: Module, blocks: Blocks) -> Host:
 
 
 def _depends(kernel: Kernel, letter: str) -> bool:
-    """Whether a mask that a kernel evaluates differs from sequence to sequence (`b`) or from head to head (`h`)."""
+    """Whether the mask that a kernel evaluates depends on the sequence (`b`) or on the head (`h`)."""
     written = {a.name for a in kernel.args if a.role == "out"}
     for op in kernel.ops():
         if isinstance(op, (Base, Load)) and op.src.tensor not in written:
@@ -299,7 +299,7 @@ def _depends(kernel: Kernel, letter: str) -> bool:
 
 
 def _lists(blocks: Blocks, data: bool) -> Host:
-    """The lists of blocks, of what @count has found or of a mask of blocks."""
+    """The lists of blocks, made from the result of @count or from a mask of blocks."""
     b = _Builder("lists")
     mask, full = "BLOCK_MASK", None
     if data:

@@ -1,4 +1,4 @@
-"""What a spec's modifiers do to scores, and their derivatives: sympy in, sympy out."""
+"""The meaning of a spec in sympy: its score, its mask, their derivatives and what they read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
 
 S, SCALE = symbol("s"), symbol("scale")
-LISTED = 128  # rows of the blocks that data lists: the largest tile
-SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, sympy.Pow)  # what is worth computing once
+LISTED = 128  # rows and columns of the blocks that data lists: the largest tile
+SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, sympy.Pow)  # functions that are computed once if they occur twice
 
 
 def modified(spec: Spec) -> Expr:
-    """The score that the softmax sees, in units of the natural exponent, of the scaled score `s`."""
+    """The score that the softmax sees, as an expression in the scaled product `s`. It is a natural exponent."""
     score: Expr = S
     for part in spec.score:
         score = part.expression().xreplace({S: score})
@@ -27,7 +27,7 @@ def modified(spec: Spec) -> Expr:
 
 
 def meaning(spec: Spec) -> Meaning:
-    """What the spec means, for the module's header: every kernel is held against it."""
+    """The meaning of the spec, for the module's header. The verifier holds every kernel against it."""
     where, by_key = spec.mask.expression(), spec.mask.by_key()
     known = tuple(fact for fact in spec.mask.facts() if where.has(fact.literal) or by_key.has(fact.literal))
     score, sink = modified(spec), next((s.sink() for s in spec.score if s.sink() is not None), None)
@@ -35,7 +35,7 @@ def meaning(spec: Spec) -> Meaning:
     said = [where, by_key, *(e for fact in known for e in fact), score, *([] if sink is None else [sink])]
     named = {str(s) for e in said for s in e.free_symbols}
     reads: list[Read] = []
-    for read in reversed(spec.reads()):  # the last first, whose places earlier ones may give
+    for read in reversed(spec.reads()):  # from the last to the first, because an index may name earlier reads
         if read.name in named:
             named |= {str(s) for e in read.index for s in e.free_symbols}
             natural = read.name == read.tensor and read.index == tuple(NATURAL.get(d) for d in types[read.tensor].dims)
@@ -44,7 +44,7 @@ def meaning(spec: Spec) -> Meaning:
 
 
 def varies(spec: Spec, read: Read, position: Expr) -> bool:
-    """Whether the place that is read depends on a position, also by what is read there."""
+    """Whether the place that is read depends on a position, directly or through another read."""
     names = {s for e in read.index for s in e.free_symbols}
     return position in names or any(varies(spec, other, position) for other in spec.reads() if symbol(other.name) in names)
 
@@ -55,12 +55,12 @@ def _per_score(spec: Spec) -> set[Expr]:
 
 
 def listed_blocks(spec: Spec) -> Blocks | None:
-    """The blocks that a mask names; or those that its data says, where a condition on data bounds no loop."""
+    """The blocks that a mask names; or blocks that data decides, if a condition on data bounds no loop. Else None."""
     return spec.mask.blocks() or (Blocks(LISTED, data=True) if any(_by_data(spec, own) for own in ("q", "kv")) else None)
 
 
 def _by_data(spec: Spec, own: str) -> bool:
-    """Whether a part of the mask is data that gives kernels with tiles of an axis no bounds of their loops."""
+    """Whether a part of the mask is data that gives no bounds to the loops of kernels that own tiles of an axis."""
     loop = "kv" if own == "q" else "q"
     types = input_tensors(spec.inputs(), spec.derived())
     along, rows = ({r.name for r in spec.reads() if varies(spec, r, symbol(f"{axis}_idx"))} for axis in (loop, own))
@@ -72,7 +72,7 @@ def _by_data(spec: Spec, own: str) -> bool:
 
 
 def singular(spec: Spec, e: Expr) -> bool:
-    """Whether an expression of a score, or its derivative, may be infinite or undefined in places, as where tiles pass the ends."""
+    """Whether an expression of a score, or its derivative, may be infinite or undefined somewhere, such as past the ends."""
     inside = _per_score(spec)
     return any(
         isinstance(f, (log, sqrt)) or (f.is_Pow and not (f.exp.is_Integer and f.exp > 0))
@@ -82,7 +82,7 @@ def singular(spec: Spec, e: Expr) -> bool:
 
 
 def unbounded(spec: Spec) -> bool:
-    """Whether scores may be -inf without a mask, as a bias for each of them may make them."""
+    """Whether scores may be -inf without a mask. A bias for each score may make them so."""
     score = modified(spec)
     kinds = {i.name: i.dtype for i in spec.inputs()}
     read = {symbol(r.name) for r in spec.reads() if kinds.get(r.tensor) in ("f32", "T")}
@@ -90,7 +90,7 @@ def unbounded(spec: Spec) -> bool:
 
 
 def of_product(e: Expr) -> Expr:
-    """An expression in the scaled score as one in the product q k^T, which is named `s` in kernels."""
+    """An expression in the scaled score, rewritten in the product q k^T, which kernels name `s`."""
     return e.xreplace({S: S * SCALE})
 
 
@@ -103,13 +103,13 @@ def whole_numbers(e: Expr) -> Expr:
 def derivative(e: Expr, by: Expr) -> Expr:
     """The derivative by `sympy.diff`, with PyTorch's conventions where there is none.
 
-    abs has 0 at 0; min and max of equals give each half; clamp lets through at its bounds; conditions, `//` and `%` have none.
+    abs has 0 at 0; min and max of equals give half to each; clamp has 1 at its bounds; conditions, `//` and `%` have 0.
     """
     return sympy.diff(_branches(e), by)
 
 
 def _branches(e: Any) -> Any:
-    """Extreme values as choices, whose derivative is that of what is chosen."""
+    """abs, min, max and clamp as choices. The derivative of a choice is that of the chosen branch."""
     if not e.args or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
         return e
     args = [_branches(a) for a in e.args]
@@ -129,9 +129,9 @@ def _branches(e: Any) -> Any:
 
 
 def shared(*expressions: Expr) -> tuple[list[tuple[str, Expr]], list[Expr]]:
-    """Functions that occur in several of the expressions, or several times, as named values; and the expressions in them.
+    """(named values, the expressions in terms of these). Functions that occur more than once become values `t1`, `t2`, ...
 
-    Named `t1`, `t2`, ..., each in terms of those before it.
+    Each is in terms of earlier ones.
     """
     counts: dict[Expr, int] = {}
     for e in expressions:
@@ -148,7 +148,7 @@ def shared(*expressions: Expr) -> tuple[list[tuple[str, Expr]], list[Expr]]:
 
 
 def _replaced(e: Any, names: dict[Expr, Expr]) -> Any:
-    """The expression with the largest known parts replaced by their names."""
+    """The expression with its largest known parts replaced by their names."""
     if e in names:
         return names[e]
     if not e.args:

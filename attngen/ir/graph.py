@@ -1,6 +1,6 @@
 """Kernels and modules: a typed facade over one networkx graph per kernel.
 
-Nodes are op names, edges run from operand to user. Ops live in blocks: `entry`, and one block per loop body.
+The graph's nodes are names of ops; its edges run from an operand to its users. Ops stand in blocks: `entry`, and one for each loop body.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ PHASES = ("logical", "scheduled", "target")
 
 @dataclass(frozen=True)
 class GridAxis:
-    """One loop over program ids; the first axis runs fastest. `descending` starts with the last (longest) tiles.
+    """One axis of the launch grid. Programs are numbered along it; the first axis runs fastest. `descending` starts with the last tile.
 
-    So many heads `abreast`, those of all sequences one after another, take turns: the tiles of one number, then those of the next.
+    abreast: heads, counted over all sequences, are taken in groups of this many. In a group, programs run tile by tile: first one tile of
+    every head, then the next tile of every head. So long tiles start early, and the last to run are short.
     """
 
     var: str
@@ -53,19 +54,22 @@ class GridAxis:
 
 @cache
 def _written_out(e: Expr, named: tuple[tuple[Expr, Expr], ...]) -> Expr:
-    """Cached across kernels, because sympy takes its time over nested Min and Max."""
+    """An expression with named scalars replaced by what they stand for. Cached, because nested Min and Max are slow in sympy."""
     replacements = dict(named)
-    for _ in named:  # one may stand for others, but the verifier lets none stand for itself
+    for _ in named:  # a name may stand for an expression with other names, but never for itself
         e = e.xreplace(replacements) if replacements.keys() & e.free_symbols else e
     return e
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One GPU kernel: launch grid, and ops in blocks held as a graph.
+    """One GPU kernel: its launch grid and its ops, in blocks. The ops are also a graph.
 
-    Its programs `own` tiles of an axis, q or kv. One that `packs` has as rows the queries of all heads of a group, head after head: so many
-    `queries` of each. What it reads, writes and rewrites stands on its arguments. `about` is a sentence for readers of what is printed.
+    own: the axis, q or kv, of whose tiles each program owns one or, walking, all.
+    packs: the rows of a tile are the queries of all heads of a group, head after head. The scalar `queries` is their number in one head.
+    about: a sentence about the kernel, printed above it.
+
+    Its arguments say what it reads (`in`), writes (`out`) and rewrites (`inout`).
     """
 
     name: str
@@ -77,7 +81,7 @@ class Kernel:
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
-        """Ops by name, with edges operand -> user; raises VerifyError on a name defined twice or never."""
+        """The ops by name, with edges operand -> user. Raises VerifyError for a name that is defined twice or never."""
         graph: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for block in self.blocks:
             for op in block.ops:
@@ -102,7 +106,7 @@ class Kernel:
         return next(b for b in self.blocks if b.name == name)
 
     def walk(self, block: str) -> list[Op]:
-        """The block's ops, operands first, otherwise in the order written."""
+        """The block's ops in the order written, but each after its operands."""
         inside = self.graph.subgraph(op.name for op in self.block(block).ops)
         order = nx.lexicographical_topological_sort(inside, key=lambda n: inside.nodes[n]["order"])
         return [self.graph.nodes[name]["op"] for name in order]
@@ -111,7 +115,7 @@ class Kernel:
         return (op for block in self.blocks for op in block.ops)
 
     def type_of(self, ref: str) -> Type:
-        """The type of a value; a loop's fields have the types of the values they start from."""
+        """The type of a value. A field of a loop has the type of the value that it starts from."""
         op, field = self.op(ref), ref.partition(".")[2]
         if isinstance(op, Loop):
             return self.type_of(dict(op.carry)[field])
@@ -119,7 +123,7 @@ class Kernel:
 
     @cached_property
     def named(self) -> tuple[tuple[Expr, Expr], ...]:
-        """Symbols of the kernel's named integer scalars, with what they stand for: a position for the tile it was made from."""
+        """The kernel's named integer scalars, each with its expression. For a position, that is the tile from which it was made."""
         scalars = (op for op in self.ops() if isinstance(op, (Map, Position)) and op.type.dtype == "i32" and not op.type.dims)
         return tuple((symbol(op.name), op.tile if isinstance(op, Position) else op.expr) for op in scalars)
 
@@ -128,7 +132,7 @@ class Kernel:
         return _written_out(e, self.named)
 
     def accessed(self, op: Base | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
-        """The op that declares the tensor an access leads to, and all of its indices: those of the base first, if it has one."""
+        """The argument that an access reads or writes, and all indices: first those of its `base`, if it goes through one."""
         access = op.dst if isinstance(op, Store) else op.src
         source = self.op(access.tensor)
         if isinstance(source, Base):
@@ -137,16 +141,16 @@ class Kernel:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Loop and grid variables, and the letters of axes: names in expressions that are no values."""
+        """The variables of loops and of the grid, and the letters of axes: names in expressions that are not values."""
         return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | set(AXIS_DIM))
 
     def scalars_of(self, op: Op) -> set[str]:
-        """The values that an op's expressions name without their being operands, as bounds of loops name scalars."""
+        """The scalars that an op's expressions name though they are not operands: bounds of loops do."""
         named = {str(s) for e in op.expressions() for s in e.free_symbols}
         return (named & self.graph.nodes.keys()) - {symbol for symbol, _ in getattr(op, "uses", ())} - self.variables
 
     def around(self, block: str) -> list[Loop]:
-        """The loops that run a block, from the innermost out; of several with one body, the first."""
+        """The loops around a block, from the innermost out. If several loops share a body, the first of them."""
         found = []
         while loop := next((loop for loop in self.loops if loop.body == block), None):
             found.append(loop)
@@ -168,7 +172,7 @@ class Kernel:
 
     @cached_property
     def storing(self) -> frozenset[str]:
-        """The blocks in which something is stored, there or in a loop inside."""
+        """The blocks that store something, directly or in a loop inside."""
         found = {block.name for block in self.blocks if any(isinstance(op, (Scatter, Store)) for op in block.ops)}
         for loop in reversed(self.loops):
             found |= {self.graph.nodes[loop.name]["block"]} if loop.body in found else set()
@@ -196,17 +200,17 @@ class Kernel:
 
     @property
     def walks(self) -> bool:
-        """Whether its programs walk over the tiles of an axis, each in turn their own, rather than have one each by the grid."""
+        """Whether each program walks over all tiles of its own axis. In other kernels the grid gives each program one tile."""
         return self.grid[0].var not in AXIS_EXTENT
 
     @property
     def is_split(self) -> bool:
-        """Whether programs share its tiles, each for some of the query heads of a group."""
+        """Whether several programs share a tile of keys, each for some query heads of the group."""
         return any(axis.var == "split" for axis in self.grid)
 
     @cached_property
     def own_axis(self) -> str:
-        """The axis of which a program owns a tile, q or kv: what `own` says, or else the grid, or the loop of class `all`."""
+        """The axis of whose tiles a program owns one, q or kv: from `own`, else from the grid or the loop of class `all`."""
         if self.own:
             return self.own
         axes = [self.grid[0].var, *(loop.var for loop in self.loops if loop.cls == "all")]
@@ -220,9 +224,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Input:
-    """A run-time input of the generated function: keyword, element type, symbolic shape (none: a number), one line of help.
+    """A run-time input of the generated function: its keyword, element type, shape (empty for a number) and a line of help.
 
-    Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may be 1; `least=n`, numbers below n are refused.
+    Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may have length 1; `least=n`, numbers below n are refused.
     """
 
     name: str
@@ -246,21 +250,25 @@ class Input:
 
 @dataclass(frozen=True)
 class Derived:
-    """Tensors that the wrapper computes from inputs, sizes, numbers and the device, by a function that a mask or modifier declares."""
+    """Tensors that the generated module computes before its kernels run, by a function that a mask or modifier declares.
+
+    sources: the function's arguments: inputs, sizes, numbers, the device.
+    rising: names of the tensors whose numbers never fall along their last dimension.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
     function: str
     sources: tuple[str, ...]
     dtype: str = "i32"
-    rising: tuple[str, ...] = ()  # names whose numbers never fall along their last dimension
+    rising: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A gradient of an input: parts that a kernel writes to the tensor `parts`, summed to where the input is read, at `index`.
+    """How an input gets its gradient. A kernel writes parts to the tensor `parts`; the host sums them to the place `index`.
 
-    Without an index the parts are the gradient: a kernel adds each element to its place (`Scatter`).
+    Without an index, `parts` is the gradient itself: a kernel adds each element to its place (`Scatter`).
     """
 
     input: str
@@ -269,7 +277,7 @@ class Learned:
 
     @property
     def by(self) -> str:
-        """What the parts are of: `row` (what the backward has of each row already), `query`, `score`, `distance` or `element`."""
+        """For what there is one part: `query`, `score`, `distance` or `element`; or `row`, if DELTA already has what is needed."""
         if self.parts == "DELTA":
             return "row"
         if not self.index:
@@ -282,10 +290,10 @@ class Learned:
 
 @dataclass(frozen=True)
 class Read:
-    """One distinct access of a tensor parameter: `name` is its symbol's, `index` has an integer expression per dimension.
+    """One distinct read of a tensor parameter. In expressions, the symbol `name` stands for the element that is read.
 
-    The expressions are over q_idx, kv_idx, b, h, hkv, Nq, Nk, scalars and the names of earlier reads. A negative index counts from
-    the end; what is outside even so reads 0 (false).
+    `index` has an integer expression for each dimension, over q_idx, kv_idx, b, h, hkv, Nq, Nk, scalars and names of earlier reads.
+    A negative index counts from the end. A read that is then still outside gives 0 (false).
     """
 
     name: str
@@ -295,11 +303,14 @@ class Read:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the kernels of a module compute, in b, h, hkv, q_idx, kv_idx, the sizes of a call and the names of what is read.
+    """What the kernels of a module compute: expressions over b, h, hkv, q_idx, kv_idx, the sizes of a call and elements of tensors.
 
-    A pair of a query and a key counts where `where` holds; `by_key` says the same by tensors of keys, where a mask has such; `known`
-    bounds the parts that are data (see Mask). The softmax is of `score`, an expression in the scaled product `s`, and of `sink`, one
-    more logit of each row, if there is one. A name of a tensor stands for its element at (b, h, q_idx, kv_idx), but for `reads`.
+    where: the mask. A pair of a query and a key counts if it holds.
+    by_key: the same mask in terms of tensors over keys, for kernels that own keys; None if it is `where`.
+    known: bounds of the parts of the mask that are data (see Mask).
+    score: what the softmax sees, in terms of the scaled product `s`.
+    sink: one more logit in each row's softmax, or None.
+    reads: elements that are not at (b, h, q_idx, kv_idx). The name of a tensor stands for its element there.
     """
 
     where: Bool = sympy.true
@@ -312,10 +323,10 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which square blocks of scores are visited: their rows, and the function that gives the mask of blocks if the spec has a pattern.
+    """The module visits only listed blocks of `size` x `size` scores. A call gives the mask of blocks, or `pattern` is the function for it.
 
-    With `data`, what the mask reads says which: the kernel `blocks` evaluates it, and blocks in which nothing is hidden are told
-    from those that the mask cuts.
+    With `data`, the mask's inputs decide: the kernel `blocks` evaluates the mask, and full blocks (nothing is hidden) are listed apart
+    from cut ones.
     """
 
     size: int
@@ -333,9 +344,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a kernel's schedule table: for a device class, element size and number of rows on the tiled axis.
+    """One line of a kernel's schedule table: tiles and launch options for a device class, an element size and up to `max_rows` rows.
 
-    The cost model chose it, or it was `measured` to be the fastest (attngen/schedules).
+    Rows are those of the axis that the kernel tiles. The cost model chose the line, or it was `measured` as the fastest.
     """
 
     device: str
@@ -345,13 +356,13 @@ class Row:
     block_kv: int
     num_warps: int
     num_stages: int
-    tma: bool = False  # loads marked `via(descriptor)` are copied by the device's engine, the others by threads
+    tma: bool = False  # the device's copy engine does loads marked `via(descriptor)`; threads do the others
     measured: bool = False
 
 
 @dataclass(frozen=True)
 class Unfit:
-    """In place of a kernel's rows for a device class and element size: no tile fits there, and the sentence that says so."""
+    """A line in place of a kernel's rows for a device class and element size: no tile fits there. `reason` is the sentence for the user."""
 
     device: str
     elem_bytes: int
@@ -360,7 +371,7 @@ class Unfit:
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """All that a generated module is made from. Nothing else reaches the templates."""
+    """Everything from which a generated module is made. The templates see nothing else."""
 
     name: str
     version: str
@@ -392,7 +403,7 @@ class Module:
         return next(h for h in self.hosts if h.name == name)
 
     def kernels_of(self, direction: str) -> tuple[Kernel, ...]:
-        """The kernels that a call launches, `forward` or `backward`, where tensors have elements and queries are not few."""
+        """The kernels that most calls of a direction, `forward` or `backward`, launch."""
         names = [name for host in self.hosts if host.name == direction for name in host.common_launches()]
         return tuple(k for k in self.kernels if k.name in names)
 

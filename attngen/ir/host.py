@@ -1,7 +1,7 @@
-"""The host program's ops: what Python does at a call between tensors and kernels, on one screen.
+"""The ops of host programs, on one screen: what Python does at a call to allocate tensors, launch kernels and sum their results.
 
-`host @forward` makes the output and the LSE, `host @backward` the gradients; `host @count` and `host @lists` find the blocks of scores that
-count. A value has the type that the kernels' arguments have; a tensor may have no elements. Sizes are symbols (ir/names.py).
+`host @forward` gives the output and the LSE, `host @backward` the gradients. `host @count` and `host @lists` find the blocks of scores
+that count. Values have the types of kernels' arguments. A tensor may have no elements. Sizes are symbols, as in `Nq`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Given = tuple[tuple[str, Expr], ...]  # (size as the kernel names it, its value)
 
 @dataclass(frozen=True)
 class Alloc(Op):
-    """A new tensor: not initialised, or filled with one number. Its rows lie in memory as those of `like` do.
+    """A new tensor, not initialised or filled with the number `fill`. With `like`, it is laid out in memory as that tensor is.
 
-    Where the condition is false it has no elements; or it is `otherwise`, with a dimension of 1 for `splits`.
+    where: if the condition is false, nothing is allocated. The value is then a tensor without elements, or, with `otherwise`, that tensor
+    with a dimension of length 1 for `splits`.
     """
 
     type: Type
@@ -37,8 +38,10 @@ class Alloc(Op):
 class View(Op):
     """The same elements under another type.
 
-    `expand`: dimensions of 1 are repeated. `heads`: the query heads as [Hkv, group]. `group`: the queries of all heads of a group as rows
-    of their K/V head, head after head; a copy where memory does not allow a view, or, with `fresh`, room for what is written there.
+    by `expand`: dimensions of length 1 are repeated.
+    by `heads`: the dimension Hq becomes two, [Hkv, group].
+    by `group`: the queries of all heads of a group become rows of their K/V head, head after head. If the layout in memory does not
+    allow a view, it is a copy; with `fresh`, it is then a new tensor without a copy, for results.
     """
 
     src: str = field(metadata=OPERAND)
@@ -49,7 +52,7 @@ class View(Op):
 
 @dataclass(frozen=True)
 class Copy(Op):
-    """Write back what went to room that a view has made, if it has made any, to the tensor that it is of."""
+    """Copy a `fresh` view's elements back to the tensor `into`, of which it is a view. If no new tensor was made, it does nothing."""
 
     src: str = field(metadata=OPERAND)
     into: str = field(metadata=OPERAND)
@@ -57,7 +60,7 @@ class Copy(Op):
 
 @dataclass(frozen=True)
 class Launch(Op):
-    """Run a kernel. Each of its arguments gets the host's value of the same name, or what `args` and `sizes` say."""
+    """Run a kernel. An argument gets the host's value of its name, unless `args` names another value or `sizes` another size."""
 
     kernel: str
     args: Uses = field(default=(), metadata=OPERAND)
@@ -66,9 +69,9 @@ class Launch(Op):
 
 @dataclass(frozen=True)
 class If(Op):
-    """Run the block `then` where a tensor of `of` has elements and the condition holds, else the block `orelse`, if there is one.
+    """Run the block `then` if some tensor of `of` has elements and the condition holds; otherwise the block `orelse`, if there is one.
 
-    Its results are the fields that both blocks yield.
+    Both blocks yield the same fields, which are its results.
     """
 
     then: str
@@ -82,7 +85,7 @@ class If(Op):
 
 @dataclass(frozen=True)
 class Splits(Op):
-    """Among how many programs the query heads of a group are split: a multiprocessor gets at least so many keys of all heads."""
+    """The number of programs that share the query heads of a group. It is 1 unless a multiprocessor has fewer than `least` keys."""
 
     least: int
     type: Type
@@ -90,7 +93,7 @@ class Splits(Op):
 
 @dataclass(frozen=True)
 class Sum(Op):
-    """Sum over named dimensions; the result has the order of its type's. `into`: a tensor that it is written to."""
+    """Sum over named dimensions. The result has its dimensions in the order of `type`. With `into`, it is written to that tensor."""
 
     value: str = field(metadata=OPERAND)
     over: tuple[str, ...]
@@ -100,7 +103,7 @@ class Sum(Op):
 
 @dataclass(frozen=True)
 class Place(Op):
-    """A tensor as `like`: the value where `at` has numbers and all (`:`) of other dimensions, zero elsewhere."""
+    """A tensor shaped as `like`: the value at the place `at`, where `:` means all of a dimension, and zero elsewhere."""
 
     value: str = field(metadata=OPERAND)
     like: str = field(metadata=OPERAND)
@@ -110,9 +113,9 @@ class Place(Op):
 
 @dataclass(frozen=True)
 class SumDistances(Op):
-    """The gradient of a table that is read by distance, key less query: `value` has a sum for each distance.
+    """The gradient of a table that is read by distance, kv_idx - q_idx. `value` has a sum for each distance.
 
-    `at` are the places at which the table is read: `b` and `h`, and an expression in `distance`.
+    at: the place at which the table is read: `b`, `h` and one expression in `distance`.
     """
 
     value: str = field(metadata=OPERAND)
@@ -123,7 +126,7 @@ class SumDistances(Op):
 
 @dataclass(frozen=True)
 class CutBlocks(Op):
-    """Of the number of visible pairs of each strip of a block: the blocks in which something is `seen`, and those that are `full`."""
+    """Two masks of blocks, made from the number of visible pairs in each strip of a block: `seen`, some pair is visible, and `full`."""
 
     src: str = field(metadata=OPERAND)
     type: Type
@@ -134,9 +137,9 @@ class CutBlocks(Op):
 
 @dataclass(frozen=True)
 class ListBlocks(Op):
-    """The blocks that count in each row of blocks, for kernels that own tiles of `own`: their `rank`s and their numbers, a `list`.
+    """Lists of blocks for kernels that own tiles of `own`: in each row of blocks, the numbers of those that count, and `rank`s.
 
-    `src` is a mask of blocks. With `full`, a mask of those in which nothing is hidden, these come first and have a `full_rank`.
+    `src` is a mask of blocks. `full` is a mask of the blocks in which nothing is hidden: these then come first, with a `full_rank`.
     """
 
     src: str = field(metadata=OPERAND)
@@ -171,7 +174,7 @@ HOST_KIND = {cls: kind for kind, cls in HOST_OPS.items()}
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """One host program: its arguments and ops in the block `entry`, which yields its results, and a block for each branch."""
+    """One host program. The block `entry` has its arguments and yields its results; each branch of an `if` has a block of its own."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -184,7 +187,7 @@ class Host:
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
-        """Its ops by name; VerifyError where two have one."""
+        """Its ops by name. Raises VerifyError if two ops have one name."""
         found: dict[str, Op] = {}
         for op in self.ops():
             if op.name in found:
@@ -198,17 +201,17 @@ class Host:
 
     @property
     def results(self) -> dict[str, str]:
-        """Its results by name: the values that @entry yields."""
+        """Its results, by name: references to the values that @entry yields."""
         last = self.block("entry").ops[-1]
         return dict(last.values) if isinstance(last, Yield) else {}
 
     def fields(self, op: If) -> dict[str, str]:
-        """The results of an `if`: fields, and the values of its first branch."""
+        """The fields of an `if`, with the references that its first branch yields for them."""
         last = self.block(op.then).ops[-1]
         return dict(last.values) if isinstance(last, Yield) else {}
 
     def type_of(self, ref: str) -> Type:
-        """The type of a value; a branch's field has the type of what its first block yields."""
+        """The type of a value. A field of an `if` has the type of what its first branch yields."""
         name, _, member = ref.partition(".")
         op = self.by_name[name]
         if isinstance(op, If):
@@ -216,7 +219,7 @@ class Host:
         return op.results()[member]
 
     def common_launches(self, block: str = "entry") -> list[str]:
-        """The kernels of calls as long as they come: in the branches for tensors with elements, and for sizes that are not small."""
+        """The kernels that most calls launch: those in branches for tensors with elements, not in branches for special sizes."""
         found: list[str] = []
         for op in self.block(block).ops:
             if isinstance(op, Launch):

@@ -18,21 +18,19 @@ from attngen.ir.expr import Bool, Expr, cdiv, symbol
 
 DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T` depends on the module
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
-BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension of blocks of so many queries or keys, the last of which may be cut
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
-
-
-PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD"}  # dimension -> its name where tiles are padded to a power of two
+BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
+PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD"}  # dimension -> its name in tiles that are padded to a power of two
 _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
 
 
 def unpadded(dim: str) -> str:
-    """The dimension that a tile's dimension pads, or itself."""
+    """The tensor's dimension for a tile's dimension: `D_QK` for `D_QK_PAD`, others as they are."""
     return _UNPADDED.get(dim, dim)
 
 
 def dimension(dim: str) -> Expr:
-    """How long a dimension of a tensor is: a number, a size of the call, or the number of blocks of so many rows in one."""
+    """The length of a tensor's dimension: a number, a size of the call, or for `Nq/32` the number of blocks of 32 queries."""
     if blocks := re.fullmatch(BLOCKS, dim):
         return cdiv(symbol(blocks[1]), sympy.Integer(int(blocks[2])))
     return sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
@@ -40,7 +38,7 @@ def dimension(dim: str) -> Expr:
 
 @dataclass(frozen=True)
 class Type:
-    """`dtype[dims] @space`; space is `hbm`, `sram` or `reg`, and `?` until place-memory has decided."""
+    """`dtype[dims] @space`. The space is `hbm`, `sram` or `reg`; it is `?` until place-memory has decided."""
 
     dtype: str
     dims: tuple[str, ...] = ()
@@ -48,13 +46,13 @@ class Type:
 
     @property
     def unpadded(self) -> tuple[str, ...]:
-        """Its dimensions, as tensors have them."""
+        """Its dimensions by the names that tensors have."""
         return tuple(map(unpadded, self.dims))
 
 
 @dataclass(frozen=True)
 class Access:
-    """A place in a tensor: `%K[b, h // group, kv, d_qk]`. A bare axis letter stands for the current tile of it."""
+    """A place in a tensor, as in `%K[b, h // group, kv, d_qk]`. A bare axis letter stands for the current tile of that axis."""
 
     tensor: str
     index: tuple[Expr, ...]
@@ -68,7 +66,7 @@ Checks = tuple[tuple[str, str], ...]  # (axis letter, `always` or `partial`): wh
 
 
 class Fact(NamedTuple):
-    """What is known of a condition that cannot be solved for positions: it needs `needs`, and `enough` is enough for it."""
+    """What is known of a condition on data, which cannot be solved for positions. It implies `needs`, and `enough` implies it."""
 
     literal: Bool
     needs: Bool
@@ -92,12 +90,12 @@ def _expressions_in(value: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Op:
-    """What every op has: the name of its value."""
+    """Base of all ops. `name` is the name of the op's value."""
 
     name: str
 
     def operands(self) -> Iterator[str]:
-        """References this op reads, in field order."""
+        """The references that this op reads, in the order of its fields."""
         for f in fields(self):
             if f.metadata.get("operand"):
                 value = getattr(self, f.name)
@@ -151,9 +149,9 @@ class Base(Op):
 
 @dataclass(frozen=True)
 class Load(Op):
-    """Read a tile; out of bounds reads give `other`. In a loop, tiles in SRAM have a ring of `num_stages` buffers.
+    """Read a tile; elements out of bounds are `other`. In a loop, a tile in SRAM has a ring of `num_stages` buffers.
 
-    `via` descriptor: where the schedule says so, a copy engine fetches it by a descriptor of the tensor, and checks its bounds itself.
+    With `via` descriptor and `TMA=1` in the schedule, a copy engine fetches the tile by a descriptor of the tensor, and checks its bounds.
     """
 
     src: Access = field(metadata=OPERAND)
@@ -165,7 +163,7 @@ class Load(Op):
 
 @dataclass(frozen=True)
 class Gather(Op):
-    """Read one element for each position, at computed indices; where the condition is false, 0."""
+    """Read one element for each position, at computed indices. The value is 0 where the condition is false."""
 
     src: Access = field(metadata=OPERAND)
     uses: Uses = field(metadata=OPERAND)
@@ -175,9 +173,9 @@ class Gather(Op):
 
 @dataclass(frozen=True)
 class Position(Op):
-    """How many of the tiles that a row of blocks lists come before tile `tile`; `src` points to the row's ranks.
+    """The position of tile `tile` in the list of a row of blocks: how many listed tiles come before it. `src` points to the row's ranks.
 
-    It rises with the tile, so what is proven of ranges of tiles holds for ranges of positions.
+    Positions rise with tiles, so what is proven of ranges of tiles also holds for ranges of positions.
     """
 
     src: str = field(metadata=OPERAND)
@@ -187,7 +185,7 @@ class Position(Op):
 
 @dataclass(frozen=True)
 class Init(Op):
-    """A tile filled with one value: where a loop's carried field starts."""
+    """A tile filled with one value. A loop's carried field starts from it."""
 
     value: Expr
     type: Type
@@ -197,12 +195,11 @@ class Init(Op):
 class Loop(Op):
     """Run `body` for each tile of the ranges, in order; its results are the carried fields after the last turn.
 
-    Class `full`: everything in these tiles is visible and in bounds; `partial`: masked and checked; `all`: not over tiles, or over
-    all that a program owns, one by one; `unknown`: not classified yet.
-    `tiles`, set by classify-tiles: visible start, full start, full end, visible end.
-    With `listed`, a row of blocks, ranges are of positions in it (see Position), and the tiles are those of its blocks.
-    Each tile's number is read a turn ahead.
-    With `recompute`, what does not change from turn to turn is computed in each, rather than kept in registers.
+    cls: `full`, everything in the tiles is visible and in bounds; `partial`, tiles are masked and checked; `all`, the loop is not over
+    tiles, or it is over all tiles that the program owns, one by one; `unknown`, not classified yet.
+    tiles: set by classify-tiles: visible start, full start, full end, visible end.
+    listed: a row of a list of blocks. Ranges are then positions in it (see Position). Each tile's number is read one turn ahead.
+    recompute: values that do not change from turn to turn are computed again in each turn, not kept in registers.
     """
 
     var: str
@@ -217,7 +214,7 @@ class Loop(Op):
 
 @dataclass(frozen=True)
 class Dot(Op):
-    """Matrix product over a named dimension, accumulated in fp32, onto `acc` when there is one."""
+    """Matrix product over a named dimension, accumulated in fp32. If there is an `acc`, the product is added to it."""
 
     a: str = field(metadata=OPERAND)
     b: str = field(metadata=OPERAND)
@@ -229,7 +226,7 @@ class Dot(Op):
 
 @dataclass(frozen=True)
 class Map(Op):
-    """Elementwise expression, broadcast by dimension name. A narrower result type is a cast. `score` marks modifiers."""
+    """An elementwise expression. Operands broadcast by dimension name; a narrower result type is a cast. `score` marks modifiers."""
 
     expr: Any
     uses: Uses = field(metadata=OPERAND)
@@ -239,10 +236,10 @@ class Map(Op):
 
 @dataclass(frozen=True)
 class Mask(Op):
-    """Where the condition is false, the score is -inf. `partial`: only loops of that class apply it.
+    """Set scores to -inf where the condition is false. With `when` partial, only loops of class partial apply it.
 
-    `known` has a fact for each part that cannot be solved for positions (a tensor of booleans, say), by which classify-tiles
-    bounds tiles. Facts name values of the kernel: numbers, or one for each row of the program's own tile.
+    known: a fact for each part of the condition that is data, such as a tensor of booleans. classify-tiles bounds tiles by it. A fact
+    names values of the kernel: numbers, or one value for each row of the program's own tile.
     """
 
     value: str = field(metadata=OPERAND)
@@ -257,8 +254,8 @@ class Mask(Op):
 class SoftmaxStep(Op):
     """One online softmax update in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Algorithm 1).
 
-    m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')), by which sums under the old maximum shrink.
-    `guard` keeps rows that have seen nothing yet (m' = -inf) free of NaN.
+    m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')), the factor for sums that used the old maximum.
+    `guard` says where rows that have seen no key yet (m' = -inf) are kept free of NaN: `always`, or in `partial` loops.
     """
 
     s: str = field(metadata=OPERAND)
@@ -266,7 +263,7 @@ class SoftmaxStep(Op):
     type: Type
     scale: str | None = field(default=None, metadata=OPERAND)
     guard: str = "partial"
-    FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "m_seen")  # variables that it prints
+    FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "m_seen")  # variables of the printed kernel
 
     def results(self) -> dict[str, Type]:
         row = replace(self.type, dims=self.type.dims[:1])
@@ -275,7 +272,7 @@ class SoftmaxStep(Op):
 
 @dataclass(frozen=True)
 class Seed(Op):
-    """The key of dropout's random numbers, read from memory; nothing is read by a call that drops nothing."""
+    """The key of dropout's random numbers, read from memory. A call that drops nothing does not read it."""
 
     src: str = field(metadata=OPERAND)
     type: Type
@@ -283,9 +280,9 @@ class Seed(Op):
 
 @dataclass(frozen=True)
 class Keep(Op):
-    """Which scores of a tile dropout keeps: Philox keyed on (seed, b, query head, q_idx, kv_idx), see dropout.py.
+    """The scores of a tile that dropout keeps: random numbers by Philox, keyed on (seed, b, query head, q_idx, kv_idx).
 
-    A score is kept where its random number reaches `threshold`, in units of 1 / 65536.
+    A score is kept if its random number, in units of 1 / 65536, is at least `threshold`.
     """
 
     seed: str = field(metadata=OPERAND)
@@ -296,7 +293,7 @@ class Keep(Op):
 
 @dataclass(frozen=True)
 class Dropout(Op):
-    """The value where it is kept, zero elsewhere. Whoever sums the result multiplies by 1 / (share kept)."""
+    """The value where it is kept, zero elsewhere. The sum of the results is multiplied later by 1 / (share that is kept)."""
 
     value: str = field(metadata=OPERAND)
     keep: str = field(metadata=OPERAND)
@@ -315,14 +312,14 @@ class Reduce(Op):
 
 @dataclass(frozen=True)
 class Yield(Op):
-    """Carried values for the next turn of the loop."""
+    """The last op of a block: the carried values for a loop's next turn, or the results of a host program's block."""
 
     values: Uses = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class Store(Op):
-    """Write a tile; with `by` distance its sums by distance, key less query, to rows of the program's own (see store_distances)."""
+    """Write a tile. With `by` distance, write its sums over pairs of one distance kv_idx - q_idx, to rows that only this program writes."""
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
@@ -332,7 +329,7 @@ class Store(Op):
 
 @dataclass(frozen=True)
 class Scatter(Op):
-    """Add each element of a value to one of a tensor, at computed indices where the condition holds: atomically, in no fixed order."""
+    """Add each element of a value to an element of a tensor, at computed indices, where the condition holds. Atomic, in no fixed order."""
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
@@ -342,12 +339,12 @@ class Scatter(Op):
 
 @dataclass(frozen=True)
 class Barrier(Op):
-    """All of the program's threads wait for each other: loads after it see what stores before it wrote, and none starts before it."""
+    """The program's threads wait for each other. Loads after it see what stores before it wrote, and no load after it starts earlier."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A straight-line list of ops: a kernel's or host program's `entry`, a loop's body, a branch."""
+    """A list of ops: the `entry` of a kernel or host program, a loop's body, or a branch of an `if`."""
 
     name: str
     ops: tuple[Op, ...]

@@ -1,10 +1,10 @@
 """The expression language of a spec's masks and scores: text and declared parameters in, sympy out.
 
-Text is read with Python's `ast` on a whitelist, and never evaluated. Every part of an expression is a condition, an integer or a
-real; a mask is a condition, a score is a number. `//` and `%` round down, as Python's. A read of a tensor parameter takes a negative
-index from the end, as Python does; what is outside even so reads 0 (false). Whatever the language does not have is refused by name.
+Text is read with Python's `ast` and a whitelist. It is never evaluated. Every part of an expression is a condition, an integer or a real
+number; a mask is a condition, a score is a number. `//` and `%` round down, as in Python. A negative index of a tensor parameter counts
+from the end, as in Python; a read that is still outside gives 0 (false). Anything else is refused, by name.
 
-Functions are those of real numbers: the root of a negative number, or 0 / 0, is not defined, and simplification may hide it.
+Functions are over real numbers. The root of a negative number and 0 / 0 are undefined, and simplification may hide them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed mask or score: its text, all declared parameters, the sympy expression, and the reads in it, nested ones first."""
+    """A parsed mask or score: its text, its declared parameters, the sympy expression, and its reads, nested ones first."""
 
     text: str
     params: tuple[tuple[str, Param], ...]

@@ -1,4 +1,4 @@
-"""Parts of an expression while it is built: what kind each is, and that it has a value which is not too large."""
+"""Parts of an expression while it is built. Each has a kind, and is checked to have a value that is not too large."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attngen.lang.params import SAID, Kind, Param
 
 @dataclass(frozen=True)
 class Part:
-    """A built part of an expression; `constant` if it is made of numbers alone."""
+    """A built part of an expression. It is `constant` if it is made only of numbers."""
 
     kind: Kind
     expr: Any
@@ -26,7 +26,7 @@ class Part:
 
 
 class Checks:
-    """What every part goes through, with the errors that name it. `build` is the subclass's."""
+    """The checks of every part, with errors that name the part. A subclass gives `build`."""
 
     def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
         self.text, self.lead, self.params, self.score = text, lead, params, score
@@ -57,7 +57,7 @@ class Checks:
         return part
 
     def made(self, node: ast.expr, kind: Kind, make: Callable[[], Any], constant: bool) -> Part:
-        """The part that `make` gives, if it has a value and is not too large."""
+        """The part that `make` returns. Raises LangError if it has no value or is too large."""
         try:
             expr = make()
             if kind == "real" and expr.is_number and not (expr.is_Rational or expr.is_Float):

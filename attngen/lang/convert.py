@@ -104,7 +104,7 @@ class Builder(Reads):
         return self.made(node, part.kind, lambda: -part.expr if isinstance(node.op, ast.USub) else part.expr, part.constant)
 
     def _no_operator(self, node: ast.expr, op: ast.AST) -> LangError:
-        """Refuses an operator; `node` is what comes before it."""
+        """Refuse an operator. `node` is the part before it."""
         sign = _OPERATORS[type(op)]
         hint = f"; did you mean `{_INSTEAD[sign]}`?" if sign in _INSTEAD else ""
         column = self.text.find(sign.split()[0], (node.end_col_offset or 0) + self.lead) + 1

@@ -107,7 +107,7 @@ class Functions(Checks):
         return self.made(node, "real", lambda: known(exprs[0]), False)
 
     def _cast(self, node: ast.Call, name: str) -> Part:
-        """`int` cuts towards zero; of a condition both are 1 or 0. A real that is an integer stays one in sympy: no kernel rounds it."""
+        """`int` rounds towards zero. Of a condition, `int` and `float` are 1 or 0. A whole real stays an integer in sympy."""
         part = self.build(node.args[0])
         if part.kind == "bool":
             part = Part("int", select(part.expr, sympy.Integer(1), sympy.Integer(0)), part.constant)
@@ -116,7 +116,7 @@ class Functions(Checks):
         return self.made(node, "real", lambda: part.expr, part.constant)
 
     def _quotient(self, node: ast.expr) -> tuple[Expr, Expr] | None:
-        """An integer over a positive whole constant, whose rounding integers do exactly."""
+        """(integer, positive whole constant) if the part is their quotient: integer arithmetic rounds it exactly."""
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
             return None
         over = node.right.value if isinstance(node.right, ast.Constant) else 0
@@ -134,7 +134,7 @@ class Functions(Checks):
 
 
 def _abs(x: Expr) -> Expr:
-    """The absolute value; of what sympy does not know to be real, by its definition."""
+    """The absolute value. If sympy does not know that the part is real, it is written out as a choice."""
     value = sympy.Abs(x)
     return sympy.Max(x, -x) if value.has(sympy.conjugate, sympy.re, sympy.im, sympy.arg) else value
 
@@ -155,7 +155,7 @@ _WHOLE: dict[str, tuple[Callable[[float], int], Any]] = {"floor": (math.floor, f
 
 
 def _rounded(name: str, a: Expr, b: Expr) -> Expr:
-    """a / b of integers, b > 0, as an integer: rounded down, to the next one (half to even), or towards zero."""
+    """a / b as an integer, for integers a and b > 0: rounded down, to the nearest (half to even), or towards zero."""
     if name == "floor":
         return floordiv(a, b)
     if name == "int":

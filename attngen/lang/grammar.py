@@ -1,4 +1,4 @@
-"""From text to Python's tree: text is read with `ast`, and never evaluated. What is no expression is refused by its likeliest cause."""
+"""From text to Python's tree. Text is read with `ast` and never evaluated. An error names the likeliest cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attngen.lang.limits import MAX_DEPTH, MAX_NODES, MAX_TEXT
 
 
 class LangError(ValueError):
-    """An expression that is not in the language: the column (from 1) where, if it is one place, and a sentence."""
+    """An expression that is not in the language: a sentence, and the column (from 1) if there is one place."""
 
     def __init__(self, column: int | None, reason: str) -> None:
         self.column, self.reason = column, reason
@@ -22,7 +22,7 @@ class LangError(ValueError):
 
 
 def read_tree(text: Any) -> tuple[ast.Expression, int]:
-    """Python's tree of the text, and how many characters come before it. Nothing of the tree is checked but its size."""
+    """Python's tree of the text, and the number of characters before it. Only the tree's size is checked."""
     if not isinstance(text, str) or not text.strip():
         raise LangError(None, "is empty; expected an expression, as in `kv_idx <= q_idx`")
     if len(text) > MAX_TEXT:
@@ -65,7 +65,7 @@ def _below(level: list[ast.expr]) -> list[ast.expr]:
 
 
 def _syntax(flat: str, lead: int, error: Exception) -> LangError:
-    """What is wrong with text that is not Python, by the likeliest cause."""
+    """The likeliest cause why text is not Python, as a sentence."""
     for pattern, hint in _NOT_PYTHON:
         if found := re.search(pattern, flat):
             return LangError(found.start() + 1, f"uses `{found[0]}`, which expressions do not have{hint}")

@@ -30,11 +30,11 @@ CALLS = {
     **dict.fromkeys(("int", "float"), ("1 number or condition", 1, 1)),
 }
 LANGUAGE = frozenset({*POSITIONS, *CONDITIONS, SCORE, *CALLS})
-# What a name is likely meant for.
+# A foreign name -> the name that is likely meant.
 MEANT = {"q": "q_idx", "k": "kv_idx", "kv": "kv_idx", "Nq": "q_len", "Nk": "kv_len", "select": "where", "score": "s", "pow": "**"}
 MEANT |= {"ceil": "floor", "trunc": "int"}
 
-# What calls of a generated function, its wrapper, its kernels and the IR's text name already: what has the name -> names.
+# Names that are taken: by arguments of a call, by the generated code and by the IR's text. Who has the names -> the names.
 RESERVED: dict[str, frozenset[str]] = {
     "an argument or a variable of generated functions": frozenset(WRAPPER),
     "a function or a module that kernels use": frozenset(FUNCTIONS) | {

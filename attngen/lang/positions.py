@@ -1,4 +1,4 @@
-"""What is easily said wrong of positions: `q_idx` and `kv_idx` both count from 0, also where there are fewer queries than keys."""
+"""A common mistake with positions: `q_idx` and `kv_idx` both count from 0, even if there are fewer queries than keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTE = (
 
 
 def position_note(tree: ast.Expression) -> str | None:
-    """A sentence if the expression compares or subtracts `q_idx` and `kv_idx`, and says nothing of the lengths there; None if not."""
+    """A sentence if the expression compares or subtracts `q_idx` and `kv_idx` without naming a length there; None otherwise."""
     what = _mixing(tree.body, False)
     return NOTE.format(what) if what else None
 

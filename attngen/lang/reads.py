@@ -1,4 +1,4 @@
-"""Names in expressions, and reads of tensor parameters: each distinct one gets a symbol, named after its tensor."""
+"""Names in expressions, and reads of tensor parameters. Each distinct read gets a symbol, named after its tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks, one file each. A new mask is a new file here: it is found by discovery, with no other edit.
+"""Masks, one file each. A new mask is a new file here. It is found by discovery, with no other edit.
 
 A mask file holds one subclass of `Mask`: its parameters (pydantic fields), its run-time inputs, its expression over
 `q_idx`, `kv_idx`, `Nq`, `Nk`, `b`, `h` and the inputs' names, and a hand-written eager oracle for the tests.
@@ -25,18 +25,18 @@ __all__ = ["KV", "MAX_OFFSET", "NK", "NQ", "AllOf", "AnyOf", "Mask", "Not", "Q",
 
 
 class Mask(Part):
-    """Base of every mask. Fields of the subclass are the parameters that a spec may give."""
+    """Base of every mask. A spec may give the fields of the subclass as parameters."""
 
     def blocks(self) -> Blocks | None:
-        """Whole blocks of the score matrix that count, if the mask names them; the expression holds inside them."""
+        """The blocks of scores that count, if the mask names whole blocks; inside them the expression holds. Else None."""
         return None
 
     def names_blocks(self) -> bool:
-        """Whether the mask, or a part of it, is one of blocks."""
+        """Whether the mask, or a part of it, names whole blocks."""
         return False
 
     def unlisted(self) -> Mask:
-        """The same mask as a part of one that shows what it hides: no list of blocks says which tiles are visited."""
+        """The same mask for use under `any_of` or `not`, where other parts may show what it hides: a condition, without lists of blocks."""
         return self
 
     def expression(self) -> Bool:
@@ -44,20 +44,20 @@ class Mask(Part):
         raise NotImplementedError
 
     def by_key(self) -> Bool:
-        """The same, as kernels that own keys test it: by what belongs to keys, where the mask has that."""
+        """The same condition for kernels that own keys: in terms of tensors over keys, if the mask has such."""
         return self.expression()
 
     def facts(self) -> tuple[Fact, ...]:
-        """What bounds the parts of the expression that depend on data: without a fact, a kernel lists blocks."""
+        """Bounds of the parts of the expression that depend on data. For a part without a fact, a kernel lists blocks."""
         return ()
 
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
-        """The oracle: a bool tensor that broadcasts to [B, H, n_q, n_kv], written by hand, apart from `expression`."""
+        """The oracle, written by hand and apart from `expression`: a bool tensor that broadcasts to [B, H, n_q, n_kv]."""
         raise NotImplementedError
 
 
 class Written(WrittenPart, Mask):
-    """A mask that a spec writes out: an expression, and its parameters."""
+    """A mask that a spec writes out as an expression with parameters."""
 
     @cached_property
     def parsed(self) -> Expression:
@@ -112,7 +112,7 @@ class Compound(Mask):
 
 
 class AllOf(Compound):
-    """Several masks at once: visible where every one of them says so."""
+    """Visible where every one of the masks says so."""
 
     name: ClassVar[str] = "all_of"
 

@@ -1,4 +1,4 @@
-"""Block-sparse: of square blocks of the score matrix, those that a mask of blocks, or a pattern, names."""
+"""Block-sparse: a mask of blocks, or a pattern, says which square blocks of scores count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dilated: of the keys before it, a query sees every so many-th."""
+"""Dilated: a query sees every n-th key before it."""
 
 from __future__ import annotations
 

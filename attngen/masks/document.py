@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 
 
 def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
-    """What bounds documents, from ids [B, Nk] in any order, int32; the queries are the last n_q positions.
+    """Documents of queries and keys, and bounds of what they see, from ids [B, Nk] int32 in any order. Queries are the last n_q positions.
 
-    Numbers of the documents of queries [B, n_q] (-1: before the first key) and of keys [B, Nk]. Then four that rise along the queries
-    [B, n_q]: this query and those after it see no key before the first; this and those before it none from the second on; keys from
-    the third to the fourth are of the document of this one and all before it, and of this one and all after it. Then the same of keys.
+    Returns ten int32 tensors. Two are numbers of documents: of each query [B, n_q] (-1 before the first key), of each key [B, Nk].
+
+    Then come four bounds for each query [B, n_q], all rising along the queries:
+    1. This query and all later ones see no key before it.
+    2. This query and all earlier ones see no key from it on.
+    3. No key from it on is before the start of the document of this query, or of an earlier one.
+    4. No key before it is past the first unbroken run of the document of this query, or of a later one.
+    So keys from bound 3 of query j up to bound 4 of query i are in the documents of all queries from i to j.
+
+    The last four are the same bounds for each key [B, Nk], in numbers of queries.
     """
     document_ids = document_ids.contiguous()
     n = document_ids.shape[1]
@@ -33,7 +40,7 @@ def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, 
     last = torch.searchsorted(ordered, document_ids, right=True) - 1
     first, end = at.gather(1, number), at.gather(1, last) + 1
     starts = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    breaks = torch.cat([torch.where(starts, position, n)[:, 1:], torch.full_like(position[:, :1], n)], 1)  # the next start, if one is next
+    breaks = torch.cat([torch.where(starts, position, n)[:, 1:], torch.full_like(position[:, :1], n)], 1)  # the next start, or n
     low, high = torch.stack([breaks, breaks]), torch.stack([end, first]).int()
     if n:
         run = breaks.flip(1).cummin(1).values.flip(1).gather(1, first)
@@ -45,9 +52,9 @@ def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, 
 
 
 def sorted_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
-    """Of each query [B, n_q] the first key of its document and the end of the last, of each key [B, Nk] the same of queries; int32.
+    """Four int32 tensors: the first and the end key of each query's document [B, n_q]; the same, in queries, for each key [B, Nk].
 
-    Ids [B, Nk] never fall along a sequence; the queries are the last n_q positions.
+    document_ids: [B, Nk], never falling along a sequence. Queries are the last n_q positions.
     """
     document_ids = document_ids.contiguous()
     shift = document_ids.shape[1] - n_q
@@ -58,7 +65,7 @@ def sorted_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ..
 
 
 def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int) -> tuple[torch.Tensor, ...]:
-    """Of each query [n_q] the first key that it sees and the end of the last, of each key [n_kv] the same of queries; int32.
+    """Four int32 tensors: the first and the end of the keys that each query sees [n_q]; the same, in queries, for each key [n_kv].
 
     Document d has the queries cu_seqlens_q[d] .. cu_seqlens_q[d + 1] and the keys cu_seqlens_kv[d] .. cu_seqlens_kv[d + 1]; with
     `causal` its last query meets its last key.
@@ -74,12 +81,12 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
         document = document.clamp(0, max(0, own.shape[0] - 2))
         last = (document + 1).clamp(max=own.shape[0] - 1)
         first, end = other[document], other[last]
-        meets = position + end - own[last]  # where the other's position is level with this one
+        meets = position + end - own[last]  # the other side's position that is level with this one
         if causal and side > 0:
             end = torch.minimum(end, meets + 1)
         elif causal:
             first = torch.maximum(first, meets)
-        rest = n_kv if side > 0 else n_q  # what is in no document sees nothing, after all others
+        rest = n_kv if side > 0 else n_q  # positions in no document see nothing; they come after all others
         spans += [torch.where(inside, x, rest).int() for x in (first, torch.maximum(first, end))]
     return tuple(spans)
 
@@ -91,7 +98,7 @@ PACKED = ("document_first", "document_end", "document_q_first", "document_q_end"
 
 
 class Document(Mask):
-    """Queries see keys of their own document: `document_ids` (int32 [B, Nk], in any order; the queries are the last Nq positions).
+    """Queries see the keys of their own document: `document_ids` is int32 [B, Nk], in any order. Queries are the last Nq positions.
     With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load no ids of keys.
 
     With `packed`, sequences lie one after the other: `cu_seqlens_q` and `cu_seqlens_kv` (int32 [documents + 1]) say where each
@@ -151,7 +158,7 @@ class Document(Mask):
     def sample(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
         import torch
 
-        if not self.packed:  # rising in the first sequence, in any order in the others
+        if not self.packed:  # ids rise in the first sequence, and are in any order in the others
             ids = torch.randint(0, 4, (sizes.batch, sizes.n_kv), generator=generator, dtype=torch.int32)
             rows = sizes.batch if self.sorted else 1
             ids[:rows] = ids[:rows].sort(1).values

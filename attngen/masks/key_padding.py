@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of a bool [B, Nk]: its first True, the end of the unbroken run from there, the end of its last True; i32 [B]."""
+    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of its last True."""
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
@@ -28,7 +28,7 @@ def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return first.int(), run.int(), end.int()
 
 
-# of each sequence: its first visible key, the end of the unbroken run from there, the end of its last visible key
+# for each sequence: its first visible key, the end of the unbroken run from there, the end of its last visible key
 SPAN = ("key_padding_first", "key_padding_run", "key_padding_end")
 
 

@@ -1,4 +1,4 @@
-"""base-two: exponentials, logarithms and what is made of them, by the base-2 ones that the hardware has.
+"""base-two: exponentials, logarithms, tanh and sigmoid are written by exp2 and log2, which the hardware has.
 
 before:  %t1 = map expr(tanh(s*scale/30.0)) ...
 after:   %t1 = map expr(1 - 2/(exp2(2*LOG2E*s*scale/30.0) + 1)) ...
@@ -59,7 +59,7 @@ def _places(access: Access) -> Access:
 
 
 def in_base_two(e: Any) -> Any:
-    """The expression without natural exponentials and logarithms."""
+    """The expression written by exp2 and log2."""
     if not e.args or not e.has(sympy.exp, log, sympy.tanh, sigmoid, sympy.Pow):
         return e
     args = [in_base_two(a) for a in e.args]

@@ -1,13 +1,14 @@
-"""classify-tiles: from the mask's expression, which tiles along the loop are empty, partial or full.
+"""classify-tiles: derive from the mask's expression which tiles along the loop are empty, partial or full.
 
 before:  %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) ...
 after:   the same, with tiles(visible start; full start; full end; visible end), in tiles, in closed form
 
-The mask is a union of conjunctions of literals; each linear inequality is bounded over the box of (this program's tile) x
-(tile j of the loop): its least value says where tiles may hold something visible, its greatest where they hold nothing hidden.
-A union (a window, or the first tokens) gives several runs, four bounds each, in rising order, no tile in two. A literal that
-cannot be solved (a tensor of booleans, say) is bounded by what the mask says of it (`known`); with nothing known, its tiles
-are partial. What `known` says of each row of the own tile becomes a scalar, the least or greatest over the rows:
+The mask is brought to a union of conjunctions. Each linear inequality is bounded over the box (this program's tile) x (tile j of the
+loop): its least value says which tiles may hold something visible, its greatest value which tiles hold nothing hidden. A union, such as
+a window or the first tokens, gives several runs of tiles, with four bounds each. Runs are in rising order, and no tile is in two.
+
+A condition on data, such as a tensor of booleans, is bounded by what the mask knows of it (`known`). With nothing known, its tiles are
+partial. If `known` has a value for each row of the program's own tile, its least or greatest over the rows becomes a scalar:
 
 after:   %first_least = load %FIRST[b, q_start] : i32[]                     # of one that rises along the rows
 after:   %first_rows = map expr(select(q_idx < Nq, first, 2147483647)) ... ; %first_least = reduce min %first_rows over(BLOCK_Q)
@@ -51,7 +52,7 @@ def _classified(kernel: Kernel, rising: set[str]) -> Kernel:
 
 
 def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -> Iterator[Op]:
-    """The least and greatest over the valid rows of the own tile of values that bounds name: of rising ones the first and the last."""
+    """Ops for the least and greatest value over the valid rows of the own tile. Of rising values these are the first and the last."""
     own = kernel.own_axis
     ends = {least: symbol(f"{own}_start"), greatest: last_row(own)}
     inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])

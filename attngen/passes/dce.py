@@ -1,9 +1,9 @@
-"""dce: ops that no store depends on go.
+"""dce: remove ops that no store depends on.
 
 before:  %score = map expr(qk_scale*s) ...          # folded into the softmax, read by nothing
 after:   (gone)
 
-Of a loop, what is carried goes field by field; one whose body stores stays. Arguments of the kernel stay.
+A loop's carried fields are removed one by one. A loop whose body stores stays, and so do the kernel's arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Dce(Pass):
 
 
 def prune(kernel: Kernel) -> Kernel:
-    """The kernel with what its stores depend on, and its arguments."""
+    """The kernel with only its arguments and what its stores depend on."""
     live = _live(kernel)
     names = {ref.partition(".")[0] for ref in live}
     fields = {loop.body: {f for f, _ in loop.carry if f"{loop.name}.{f}" in live} for loop in kernel.loops}
@@ -43,7 +43,7 @@ def prune(kernel: Kernel) -> Kernel:
 
 
 def _live(kernel: Kernel) -> set[str]:
-    """References that the stores depend on: of a loop, its fields."""
+    """The references that the stores depend on; for a loop these are its fields."""
     found: set[str] = set()
     todo = [ref for op in kernel.ops() if isinstance(op, (Scatter, Store)) for ref in op.operands()]
     for loop in (loop for loop in kernel.loops if loop.body in kernel.storing):

@@ -1,12 +1,14 @@
-"""describe-loads: which tiles a copy engine can fetch by a descriptor of their tensor.
+"""describe-loads: mark the tiles that a copy engine can fetch by a descriptor of their tensor.
 
 before:  %k = load %K[b, h // group, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
 after:   %k = load %K[b, h // group, kv, d_qk] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_QK] @sram
 
-Those that go to shared memory, of consecutive rows of one head. Threads then compute no addresses, and keep none in registers;
-whether they do is a schedule row's choice (TMA=1), since only some devices have such an engine. Kernels in FlashAttention-1's order
-are left as they are: what they are for is to show what they move. So is that of few queries, packed: the host makes descriptors anew
-for each call, which takes it longer than all else, and the device finds nothing better in them (docs/perf-log.md, section 19).
+These are tiles for shared memory, of consecutive rows of one head. With descriptors, threads compute no addresses and keep none in
+registers. A row of the schedule chooses descriptors by TMA=1; only some devices have such an engine.
+
+Two kinds of kernels stay as they are. Those in FlashAttention-1's order are there to show what they move. For `packed`, the kernel of
+few queries, the host would make descriptors at each call, which takes longer than all its other work, and the device gains nothing
+(docs/perf-log.md, section 19).
 """
 
 from __future__ import annotations
@@ -35,6 +37,6 @@ def _describe(kernel: Kernel, op: Op) -> Op:
 
 
 def describable(kernel: Kernel, op: Load) -> bool:
-    """Whether a load is of a tile for shared memory, of consecutive rows of one head of a tensor [batch, head, row, column]."""
+    """Whether a load reads a tile for shared memory: consecutive rows of one head of a tensor [batch, head, row, column]."""
     rows = kernel.type_of(op.src.tensor).dims
     return op.type.space == "sram" and op.type.dtype == "T" and len(rows) == 4 and len(op.src.axes()) == 2

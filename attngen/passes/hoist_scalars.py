@@ -1,9 +1,9 @@
-"""hoist-scalars: what is computed of scalars alone, in the body of a loop, is computed once, before it.
+"""hoist-scalars: compute before a loop, once, what its body computes from scalars alone.
 
 before:  @step: %score = map expr(30.0*LOG2E*t1) ...
 after:   @entry: %score_scale = map expr(30.0*LOG2E) : f32[] ; @step: %score = map expr(score_scale*t1) ...
 
-Factors of a product, and terms of a sum, are gathered; scalars of the loop over heads stay in that loop.
+Scalar factors of a product, or terms of a sum, become one scalar. Scalars of the loop over heads stay in that loop.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Hoisting:
         return whole and not e.has(sympy.Pow, *REAL) and all(n.is_Integer for n in e.atoms(sympy.Number))
 
     def _home(self, e: Any, op: Map, block: str) -> str | None:
-        """The outermost block in which an expression of scalars can be computed; None if it is no such, or only in its own."""
+        """The outermost block that can compute the expression; None if it is not made of scalars alone, or no outer block can."""
         names = {str(s) for s in e.free_symbols} - CONSTANTS
         nodes = self.source.graph.nodes
         refs = [dict(op.uses).get(n, n) for n in names]

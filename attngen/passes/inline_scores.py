@@ -1,4 +1,4 @@
-"""inline-scores: score modifiers become part of the softmax.
+"""inline-scores: fold a scale of the scores into the softmax.
 
 before:  %score = map expr(qk_scale*s) score(yes) ; %masked = mask %score ; %soft = softmax_step %masked
 after:   %masked = mask %s ; %soft = softmax_step %masked scale(%qk_scale)

@@ -1,4 +1,4 @@
-"""legalize-triton: what Triton asks of a kernel, made explicit.
+"""legalize-triton: make explicit what Triton asks of a kernel.
 
 before:  %k = load %K[b, h // group, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
          %acc_next = dot %soft.p %v over(BLOCK_KV) acc(%rescaled)
@@ -9,10 +9,11 @@ after:   %K_head = base %K[b, h // group] : ptr[] @reg
 before:  %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) body(@step) cls(full)
 after:   %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) body(@step) cls(full) recompute(yes)
 
-Heads are addressed in 64 bits, once; operands of a dot share the tensors' element type; fp32 dots state their precision;
-head dimensions that are not powers of two are padded on chip (D_QK_PAD) and checked on every access. LLVM keeps what a loop
-computes anew in each turn in registers, offsets of rows above all; a loop that has none to spare recomputes it: one that carries two
-accumulators or one of more than WIDE columns, or that holds another loop (docs/perf-log.md).
+- The address of a head is computed once, in 64 bits.
+- Operands of a dot are cast to the tensors' element type. Dots of fp32 state their precision.
+- A head dimension that is not a power of two is padded on chip (D_QK_PAD) and checked on every access.
+- LLVM keeps values that do not change in a loop in registers, above all offsets of rows. A loop without registers to spare recomputes
+  them in each turn: one that carries two accumulators, or one of more than WIDE columns, or that holds another loop (docs/perf-log.md).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
 
 
 def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> list[Op]:
-    """The product with operands of the element type, and the casts that it needs: of those in `cast` there is one already."""
+    """The casts that a product needs, and the product of the cast operands. Values in `cast` already have a cast."""
     if not isinstance(op, Dot):
         return [op]
     casts: list[Op] = []
@@ -111,7 +112,7 @@ def _bases(kernel: Kernel) -> Kernel:
 
 
 def _pad(op: Op, padded: tuple[str, ...]) -> Op:
-    """Tiles of a padded dimension take its padded name; accesses check it."""
+    """Tiles get the padded names of their dimensions, and accesses check these."""
     changed: Any = op
     if hasattr(op, "over") and changed.over in padded:
         changed = replace(changed, over=PADDED[changed.over])

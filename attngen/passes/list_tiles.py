@@ -1,4 +1,4 @@
-"""list-tiles: with block sparsity, loops over tiles visit those of the blocks that are listed, in the order of the tiles.
+"""list-tiles: with block sparsity, a loop over tiles visits only the tiles of listed blocks, in rising order.
 
 before:  %keys_full = loop kv ranges(0 .. kv_full_end) ...
 after:   %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[]
@@ -6,10 +6,10 @@ after:   %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[]
          %kv_full_end_at = position %KV_RANK_row tile(kv_full_end) : i32[]
          %keys_full = loop kv ranges(0 .. kv_full_end_at) ... listed(%KV_LIST_row)
 
-The lists are sorted, so the tiles between two bounds are a run of positions, and what was proven of the ranges still holds.
+Lists are sorted, so the listed tiles between two bounds have consecutive positions. What was proven of the ranges still holds.
 
-Where data says which blocks count, those with nothing to mask come first in a list: a full loop over these, then a partial one over
-the others, both between the ends of what was to be visited.
+Where data says which blocks count, a list has first the full blocks, then the cut ones. One full loop visits the former, one partial loop
+the latter; both run between the ends of the original ranges.
 
 after:   %kv_end_full_at = position %KV_FULL_RANK_row tile(kv_end) : i32[]
          %keys_full = loop kv ranges(0 .. kv_end_full_at) ... cls(full) listed(%KV_LIST_row)
@@ -80,7 +80,7 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
 
 
 def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
-    """A full loop and a partial one, each over all that loops over one body visit, in rising order."""
+    """One full loop and one partial loop, in place of all loops over one body. Each runs over the union of their ranges."""
 
     def at_most(a: Expr, b: Expr) -> bool:
         return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis, rows_of(kernel)) for e in (a, b)))
@@ -101,7 +101,7 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
 
 
 def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: list[Op]) -> Expr:
-    """The position of a bound, as a named scalar that is made once."""
+    """A bound's position in the list, as a named scalar that is computed once."""
     name = f"{f'{var}_{e}' if e.is_Integer else e}{suffix}"
     if name not in made:
         made.add(name)
@@ -110,5 +110,5 @@ def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: li
 
 
 def _head(kernel: Kernel) -> Expr:
-    """The query head of the tiles in the loop, by which lists are indexed: that of the queries, loaded before it or in it."""
+    """The query head by which lists are indexed: that of the queries, which are loaded in the loop or before it."""
     return next(op.src.index[1] for op in kernel.ops() if isinstance(op, Load) and op.src.tensor == "Q")

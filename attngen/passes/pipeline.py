@@ -1,4 +1,4 @@
-"""The passes in order, and running them with verification after each."""
+"""The list of passes, and how they run: the verifier runs after each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tu
 def lower(spec: Spec, after: str | None = None, tables: Mapping[str, Table] | None = None) -> Module:
     """The module after a pass, or after all of them; SpecError for a pass that does not exist.
 
-    `tables`: of measured schedules, by device class, in place of those that come with attngen.
+    `tables`: measured schedules by device class, in place of those that come with attngen.
     """
     names = ["build", *(p.name for p in passes(spec))]
     if after is not None and after not in names:

@@ -1,10 +1,10 @@
-"""pipeline-loads: tiles read in a loop get a ring of buffers, so that copies run ahead of the arithmetic.
+"""pipeline-loads: choose how many buffers the tiles of a loop have, so that copies run ahead of the arithmetic.
 
 before:  sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
 after:   sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=3
 
-Every row of the schedule gets the depth that the cost model finds cheapest: a deeper ring hides more latency, but takes
-room from other programs on the same SM. Measured rows have theirs.
+Every row of the schedule gets the number of stages that the cost model finds cheapest. A deeper ring of buffers hides more latency, but
+leaves less room for other programs on the same SM. Measured rows keep their number.
 """
 
 from __future__ import annotations

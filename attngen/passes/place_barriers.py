@@ -1,11 +1,11 @@
-"""place-barriers: programs that walk over tiles wait before they read again what they have rewritten.
+"""place-barriers: a program that walks over tiles waits before it reads again what it has rewritten.
 
 before:  %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
 after:   barrier
          %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
 
-A tile that one loop stores is loaded again by the next one, or in the next turn around them, by other threads of the program. In one
-loop each turn has a tile of its own, so that loads may run ahead of stores: as far back as the barrier.
+A tile that one loop stores is loaded again by the next loop, or in the next turn of the loop around both, by other threads of the program.
+Inside one loop each turn has another tile, so loads may run ahead of stores, but not across the barrier.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""select-tiles: tile sizes and warps for every device class, element size and range of rows; and where to start.
+"""select-tiles: choose tile sizes and warps for every device class, element size and range of rows, and the order of programs.
 
 before:  (no schedule)                        grid(q in cdiv(Nq, BLOCK_Q), ...)
 after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
                                               grid(q in cdiv(Nq, BLOCK_Q) descending abreast(8), ...)
 
-The schedule that was measured to be the fastest for such kernels (attngen/schedules), as in `... measured`; without one, of the
-candidates that fit, the one that the cost model finds cheapest; where none fits, a line that says why, as in
-`gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. What the spec asks for comes before all. Programs with the most tiles start
-first, of ABREAST heads at a time, so that the last to finish are short.
+What the spec asks for comes first. Otherwise a schedule that was measured to be the fastest for such kernels is taken (attngen/schedules),
+as in `... measured`; without one, the candidate that fits and that the cost model finds cheapest. If none fits, a line says why, as in
+`gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most tiles start first, ABREAST heads at a time, so that the
+last to finish are short.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARPS = (4, 8)
 # Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
 MODELLED = (64, SHORT_ROWS)
 PACKED = 16
-# Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
+# So many heads start their longest programs together. With more, not all would find their keys in the L2 (docs/perf-log.md, section 18).
 ABREAST = 8
 
 
@@ -68,14 +68,14 @@ class SelectTiles(Pass):
             yield from joined([rows[0], *self._measured(module, kernel, *rows[1:])])
 
     def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Row]:
-        """The model's rows: for the fewest rows, for few, for any number."""
+        """The model's lines, for the fewest rows, for few rows and for any number."""
         if not kernel.packs:
             return [self._choose(module, kernel, device, elem, limit) for limit in (*MODELLED, None)]
         least, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))
         return [least, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
 
     def _measured(self, module: Module, kernel: Kernel, few: Row, chosen: Row) -> Iterator[Row]:
-        """Rows for rising numbers of rows: measured ones where there are any, in place of the model's."""
+        """Lines for rising numbers of rows: measured ones if there are any, else the model's."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
         table = None if asked else self.tables.get(chosen.device)
         if kernel.packs:  # however many heads share its tiles, each of its programs has few turns
@@ -125,7 +125,7 @@ class SelectTiles(Pass):
 
 
 def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
-    """The rows of a table without those that the next one makes superfluous, for more rows of the same."""
+    """The lines of a table without those that differ from the next one only in the number of rows, or in being measured."""
     for row, after in zip(rows, [*rows[1:], None]):
         same = isinstance(row, Row) and isinstance(after, Row) and row == replace(after, max_rows=row.max_rows, measured=row.measured)
         if not same:
@@ -133,7 +133,7 @@ def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
 
 
 def _longest_first(kernel: Kernel) -> Kernel:
-    """Reverse the grid's own axis when later tiles visit more; where tiles differ, let heads take turns."""
+    """Start with the last tiles if later tiles visit more. If tiles differ, take ABREAST heads at a time."""
     if kernel.walks or not tile_loops(kernel):
         return kernel
     sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}

@@ -1,10 +1,10 @@
-"""simplify: say each condition once, in the form that is cheapest to test.
+"""simplify: drop conditions that others imply, and write the rest in the form that is cheapest to test.
 
 before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < Nk)
 after:   mask %s where(kv_idx <= Nk - Nq + q_idx)          # for valid queries the first implies the second
 
-Each linear condition is written with the loop's index alone on one side, so that it is compared with one vector that
-does not change in the loop. What is marked `if partial` in a body that no full loop runs becomes unconditional.
+Each linear condition gets the loop's index alone on one side. The other side is then a vector that does not change in the loop.
+If no full loop runs a body, what is marked `if partial` in it becomes unconditional.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _simplify(kernel: Kernel) -> Kernel:
 
 
 def simplify_condition(where: Bool, own: str, loop: str, reals: frozenset[str] = frozenset()) -> Bool:
-    """The conjunction without what the rest implies for valid rows, each part of integers solved for the loop's index."""
+    """The conjunction without parts that the others imply for valid rows. Comparisons of integers are solved for the loop's index."""
     fixed = [p for p in conjuncts(where) if not reals.isdisjoint(str(s) for s in p.free_symbols)]
     parts = [p for p in conjuncts(where) if p not in fixed]
     kept = list(parts)

@@ -5,8 +5,8 @@ after:   kernel @dk ... carry(dk=%dk_init) ... store %dK, and kernel @dv ... car
 before:  host @backward ... launch @dkdv
 after:   host @backward ... launch @dk, launch @dv
 
-Two accumulators of more than WIDEST columns together leave a tile no registers: it would be small, or spill. Computing the scores
-once more costs less (docs/perf-log.md).
+Two accumulators of more than WIDEST columns together take so many registers that tiles would be small, or spill. Computing the scores
+twice costs less (docs/perf-log.md).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _launch_each(op: Op) -> list[Op]:
 
 
 def _only(kernel: Kernel, out: str) -> Kernel:
-    """The kernel without its other output, and without what only that one needs. Arguments that neither reads yet stay: lists of blocks."""
+    """The kernel with one output, and only what that needs. Lists of blocks, which no op reads yet, stay as arguments."""
     one = prune(kernel.rewrite(lambda _, op: [] if isinstance(op, Store) and op.dst.tensor != out else [op]))
     unread = {a.name for a in kernel.args if a.role != "scalar" and kernel.graph.out_degree(a.name) and not one.graph.out_degree(a.name)}
     return replace(one.rewrite(lambda _, op: [] if op.name in unread else [op]), name=out.lower(), about=SIGNATURES[out.lower()].about)

@@ -1,13 +1,13 @@
-"""split-loops: one loop over all tiles becomes a loop over the full ones and a loop over the partial ones.
+"""split-loops: split a loop over all tiles into a loop over the full ones and a loop over the partial ones.
 
 before:  %keys = loop kv ranges(0 .. n) body(@step) tiles(a; b; c; d)
 after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %kv_full_end: those that are not constants)
          %keys_full = loop kv ranges(kv_full_first .. kv_full_end) body(@step) cls(full)
          %keys_partial = loop kv ranges(kv_first .. kv_full_first, kv_full_end .. kv_end) body(@step) cls(partial)
 
-Of several runs of tiles, both loops go through theirs one after the other. Empty tiles are in neither. A range that is provably empty
-is left out, and so is a loop without ranges. Both loops run the same body, in which what is marked `partial` applies in the second
-alone. Order does not matter to online softmax or to sums of gradients.
+Empty tiles are in neither loop. With several runs of tiles, each loop has a range for each run. A range that is provably empty is left
+out, and so is a loop without ranges. Both loops run the same body; what it marks as `partial` applies only in the second. The order of
+tiles does not matter to online softmax or to sums of gradients.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _split(kernel: Kernel) -> Kernel:
 
 
 def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
-    """The boundaries as named scalars, each in terms of those before it; and the names (or constants), in loop order."""
+    """The bounds as named scalars, each in terms of earlier ones; and their names (or constants) in the order of the loop."""
     names: dict[Expr, Expr] = {}
     bounds: list[Map] = []
     for i in range(0, len(loop.tiles), 4):

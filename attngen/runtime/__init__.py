@@ -1,6 +1,6 @@
-"""What every generated module does alike at a call, as plain Python.
+"""The part of a call that is the same in every generated module, as plain Python.
 
-`bundle` gives it as one file, which stands in each generated folder as runtime.py, so that a folder needs torch and triton alone.
+`bundle` joins the files of this folder into one. Each generated folder has it as runtime.py, so that it needs only torch and triton.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import ast
 from functools import cache
 from pathlib import Path
 
-FILES = ("private", "memory", "checks", "launch", "blocks", "dropout", "gradients", "operators", "module")  # each imports those before it
+FILES = ("private", "memory", "checks", "launch", "blocks", "dropout", "gradients", "operators", "module")  # each imports earlier ones
 
 
 @cache
 def bundle() -> str:
-    """The source files in one: their imports once at the top, and then the rest of each, word for word."""
+    """The source files joined into one: all imports once, at the top, then the rest of each file, word for word."""
     plain: set[str] = set()
     names: dict[str, set[str]] = {}
     bodies = []
@@ -38,5 +38,5 @@ def bundle() -> str:
     found = [f"from {module} import {', '.join(sorted(names[module], key=str.lower))}" for module in names]
     third = {"import torch", "import triton"}
     standard = [*sorted(plain - third), *sorted(found)]
-    head = '"""What this module does at a call beside its kernels. Every module that attngen generates has the same file."""'
+    head = '"""The runtime: checks, allocation, launches and autograd. It is the same file in every module that attngen generates."""'
     return "\n\n".join([head, first, "\n".join(standard), "\n".join(sorted(third))]) + "\n\n" + "\n\n".join(bodies)

@@ -1,4 +1,4 @@
-"""Which blocks of scores count, as lists that kernels walk through."""
+"""Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from attngen.runtime.checks import check_input, kind
 
 
 class BlockPlan(NamedTuple):
-    """The blocks that count: for each row of blocks those of keys, for each column those of queries.
+    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
 
-    `kv_list` [B or 1, Hq or 1, Tq, Tk] has the numbers of the blocks that count, in order, first; `kv_rank` [..., Tq, Tk + 1] says
-    how many come before each block. `q_list` and `q_rank` are the same of the transposed mask. All int32.
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count, in rising order,
+    then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come before it in its row.
+    `q_list` and `q_rank` are the same for the transposed mask.
     """
 
     kv_rank: torch.Tensor
@@ -28,14 +29,14 @@ def turned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(how many blocks that count come before each, the numbers of those that count, then of the others) of every row of a mask."""
+    """(ranks, lists) of every row of a mask of blocks [B, H, Tq, Tk], as in BlockPlan."""
     rank = torch.nn.functional.pad(mask.cumsum(3, dtype=torch.int32), (1, 0))
     listed = torch.sort(mask, dim=3, descending=True, stable=True).indices.to(torch.int32)
     return rank.contiguous(), listed.contiguous()
 
 
 def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ranks among full blocks, ranks among these and then all that are seen, the numbers in that order) of every row of two masks."""
+    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is a position in it."""
     full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
     rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
     listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
@@ -43,9 +44,9 @@ def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tenso
 
 
 def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks [B, H, Tq, Tk] of the blocks in which something is visible, and of those in which nothing is hidden, nor past the end.
+    """Two masks [B, H, Tq, Tk]: blocks with a visible pair, and full blocks: all pairs are visible and exist.
 
-    `count` [B, H, Tq, strips] has the number of visible pairs of each strip of a block.
+    `count` [B, H, Tq, strips] has the number of visible pairs in each strip of a block.
     """
     columns = -(-n_kv // block)
     count = count.unflatten(3, (columns, count.shape[3] // max(columns, 1))).sum(4) if columns else count
@@ -70,7 +71,7 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
 
 
 def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
-    """Raise one sentence if lists of blocks are not those of a call's sizes."""
+    """Raise ValueError, in one sentence, if lists of blocks do not have the shapes that this call needs."""
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
     shape = list(blocks.kv_list.shape)
     if shape[2:] != [rows, columns] or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
@@ -87,7 +88,7 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
 
 
 def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, names: tuple[str, ...], block: int, heads: list[int]) -> None:
-    """Raise one sentence if the lists of blocks of a plan of data are not those of a call; `heads` are the sizes of B and H in them."""
+    """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call. `heads`: the lists' lengths along B and H."""
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments: one sentence for the first thing that is wrong."""
+"""Checks of a call's arguments. The first wrong one raises an error of one sentence."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from attngen.runtime.memory import MAX_ROW_STRIDE
 from attngen.runtime.private import autocast_is_on, dispatch_modes, is_tracing, transforms_are_active
 
-MAX_ROWS = 2**29 - 1  # so that sums of positions, lengths and a mask's parameters (below 2**30) fit in 32 bits
+MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _HEADS = {"mha": "as many", "mqa": "one K/V head", "gqa": "a multiple of the K/V heads"}
 _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 
 def kind(x: object) -> str:
-    """What an argument is, in an error."""
+    """What an argument is, in the words of an error."""
     return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
@@ -28,7 +28,7 @@ def _on_one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
+    """Whether the three are plain tensors of one kind, seen by autograd at most: no compiler, tracer, transform, mode or subclass."""
     if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
         return False
     return (
@@ -39,7 +39,7 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-# Sizes B, Hq, Hkv, Nq and Nk of a call, and the strides of q, k and v but for the last dimension.
+# The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, of k and of v, each without the last dimension.
 Shapes = tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -50,7 +50,7 @@ def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
 
 
 class Rules:
-    """What a module takes for q, k and v: how heads share K/V heads, head dimensions, element types; `interpreted` ones on the CPU too."""
+    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules accept CPU tensors too."""
 
     def __init__(self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool) -> None:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
@@ -58,7 +58,7 @@ class Rules:
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
 
     def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
-        """q, k and v in the dtype of torch.autocast, where that is on; and their shapes, if kernels can be launched on them as they are.
+        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them in place, else None.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -72,7 +72,7 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors that are right, and that kernels can read in place: `check`, without its sentences."""
+        """The shapes of plain tensors that are valid and readable in place, else None: the fast way to what `check` says in sentences."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
@@ -96,7 +96,7 @@ class Rules:
         return None
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
-        """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""
+        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the same."""
         if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype in self.dtypes and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -104,7 +104,7 @@ class Rules:
         return x
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise one sentence for the first thing wrong with q, k and v."""
+        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong with q, k and v."""
         self.check_queries_and_keys(q, k)
         self._check_rows(q, "v", v, self.width_v, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_v}]")
         if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
@@ -123,7 +123,7 @@ class Rules:
             )
 
     def check_queries_and_keys(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """The same for q and k, each by itself."""
+        """Check q and k, each by itself, as `check` does."""
         self._check_rows(q, "q", q, self.width_qk, f"[B, Hq, Nq, {self.width_qk}]")
         self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
 
@@ -145,7 +145,7 @@ class Rules:
             raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
 
     def check_scale(self, scale: float) -> float:
-        """The factor on the scores, as a float: Triton compiles a kernel of its own for an integer."""
+        """The factor on the scores, as a float. (For an int, Triton would compile another kernel.)"""
         none = f"or None for 1/sqrt({self.width_qk})"
         if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
             raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, {none}")
@@ -155,7 +155,7 @@ class Rules:
 
 
 def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
-    """Raise one sentence if a number that the mask or the scores read is wrong."""
+    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is wrong."""
     if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
         raise TypeError(f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}")
     if not -(2**30) < x < 2**30 or x < least:
@@ -163,13 +163,13 @@ def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> 
         raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
 
 
-Sizes = list[Any]  # of each dimension: its length, the lengths that it may have, or None for any
+Sizes = list[Any]  # for each dimension: its length, a tuple of allowed lengths, or None for any length
 
 
 def check_input(
     q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
 ) -> None:
-    """Raise one sentence if a tensor that the mask or the scores read is wrong: not of its dtype, or of one `more`, say."""
+    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
     lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
     expected = f"[{', '.join(lengths)}]: {meaning}"
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
@@ -183,15 +183,15 @@ def check_input(
         raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
 
 
-# Dtypes that are converted to another: integers of 64 bits, whose numbers must fit in 32, and floating-point numbers.
+# Dtypes of inputs that are converted. int64 becomes int32, and its numbers must fit; floating-point dtypes become each other.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
 
 
 def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
-    """A checked input as kernels read it: of its dtype, contiguous, dimensions of one element repeated to what the shape says.
+    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the call's.
 
-    Numbers of a wider or narrower dtype are converted, and their gradients with them.
+    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
@@ -201,6 +201,6 @@ def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, 
 
 
 def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes]) -> None:
-    """Raise one sentence if tensors of a plan are not of the dtype and shape that each has for such a q."""
+    """Raise ValueError or TypeError, in one sentence, if a plan's tensors do not have these dtypes and shapes."""
     for name, (dtype, shape) in types.items():
         check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")

@@ -1,4 +1,4 @@
-"""Dropout at a call: its seed, and what a seed keeps."""
+"""Dropout at a call: checks of its arguments, and the mask that a seed gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attngen.runtime.memory import on_its_device
 
 
 def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
-    """(seed on q's device or None if nothing is dropped, share dropped in 65536ths, 1 / share kept).
+    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is kept).
 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -43,12 +43,12 @@ def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | 
 
 
 def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
-    """`attention.dropout_mask`, by the module's kernel that draws what is kept."""
+    """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
 
     def dropout_mask(
         shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str = "cuda"
     ) -> torch.Tensor:
-        """Which weights calls with this dropout_p and seed keep: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
+        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
         keep = torch.ones(shape, dtype=torch.bool, device=device)
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():

@@ -1,4 +1,4 @@
-"""What the host does for gradients: splits of groups of heads, and sums for the inputs of modifiers."""
+"""The host's part of the backward: into how many programs a group of heads is split, and sums for learned inputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from attngen.runtime.launch import Kernel, processors, schedule
 
 
 def splits_of(q: torch.Tensor, k: torch.Tensor, least: int) -> int:
-    """Among how many programs the query heads of a group are split for dK and dV: more than one where keys are few.
+    """How many programs share the query heads of a group, for dK and dV. It divides the group; it is 1 unless keys are few.
 
-    A multiprocessor gets at least so many keys of all sequences and heads; each program as many query heads as the others.
+    `least`: with one program for each group, a multiprocessor should have at least so many keys, counted over sequences and heads.
+    With fewer, groups are split.
     """
     group, keys = max(1, q.shape[1] // max(1, k.shape[1])), k.shape[0] * k.shape[1] * k.shape[2]
     most = min(group, max(1, group * keys // (least * processors(k.device))))  # query heads of one program
@@ -21,7 +22,10 @@ def splits_of(q: torch.Tensor, k: torch.Tensor, least: int) -> int:
 
 
 def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Room for sums by distance: for each tile of queries of the dQ kernel, a row for each turn of a diagonal around a tile."""
+    """Zeroed room for sums by distance, fp32 [B, Hq, rows, Nq + Nk]; without elements unless `needed`.
+
+    Each tile of queries of the dQ kernel has its own rows, one for each key tile that a diagonal crosses there.
+    """
     config = schedule(kernel.kernels, kernel.name, q, q.shape[2])
     turns = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1
     rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * turns
@@ -30,9 +34,10 @@ def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: boo
 
 
 def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
-    """The gradient of a table x that is read by distance along `dim`, at `index` of each: index_put_ adds in a fixed order, on CUDA too.
+    """The gradient of a table x that is read by distance along its dimension `dim`.
 
-    `parts` [B, Hq, rows, distances] are summed over all but the dimensions `kept` and distances.
+    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for each distance, the
+    place in the table. index_put_ adds in a fixed order, on CUDA too.
     """
     sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
     whole = torch.zeros_like(x).movedim(dim, 0).contiguous()
@@ -43,7 +48,7 @@ def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int,
 
 
 def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
-    """A gradient of some of a tensor's elements, zero for the others."""
+    """The gradient of `like` where only the elements at `index` have one, x: zero elsewhere."""
     whole = torch.zeros_like(like)
     whole[index] = x
     return whole

@@ -1,4 +1,4 @@
-"""Kernels at a call: the schedule for its sizes, and the launch of what Triton has compiled."""
+"""Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ import triton
 
 from attngen.runtime.private import hooks_look_on, parts_of
 
-# By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
-_HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
+_HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
+# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind (see `kind_of`).
+# So the table stays small, however many shapes the calls have.
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 in the environment says when Triton is imported."""
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported."""
     return not isinstance(kernel, triton.JITFunction)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a device has; 1 for the interpreter."""
+    """The number of multiprocessors of a device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
 def device_class(kernels: ModuleType, device: torch.device) -> str:
-    """The class of a device in the module's table of schedules; for one that the table does not list, the smallest of its maker."""
+    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices of its maker."""
     if device.type != "cuda":
         return str(kernels.INTERPRETED_AS)
     properties = torch.cuda.get_device_properties(device)
@@ -43,7 +44,9 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 
 def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
-    """((rows at most, tile sizes and launch options), ...) of a kernel for the dtype and device of x; ValueError where nothing fits."""
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
+
+    Raises ValueError where no tile fits the device."""
     elem_bytes = x.element_size() if x.device.type == "cuda" else kernels.INTERPRETED_BYTES
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
@@ -52,15 +55,15 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
 
 
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a kernel for so many rows of the axis that it tiles."""
+    """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
     config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
     return config
 
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:
-    """A descriptor by which a copy engine reads tiles of so many rows of x.
+    """A descriptor by which a copy engine reads tiles of `rows` rows of x.
 
-    Descriptors need rows that start at multiples of 16 bytes: a tensor whose rows do not is copied.
+    Rows have to start at multiples of 16 bytes. A tensor whose rows do not is copied.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -74,22 +77,22 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
 
 
 def kind_of(n: int) -> int:
-    """What Triton compiles a kernel for, of an integer: that it is 1, that 16 divides it, that it takes 64 bits."""
+    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64 bits."""
     return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
 
 
 class Launch:
-    """A kernel under one row of its schedule, compiled for arguments of one kind. Triton looks at those of the first call alone."""
+    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
 
     def __init__(self, kernel: Kernel, most: int | None, config: dict[str, Any]) -> None:
         self.config = config
-        self.most = float("inf") if most is None else most  # rows that the schedule is for
+        self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
         self.parts: tuple[Any, ...] | None = None
 
     def first(self, function: Any, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch it by Triton's own way, which compiles it where it is not compiled yet, and calls a profiler's hooks."""
+        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
         if parts:
@@ -98,11 +101,13 @@ class Launch:
 
 
 class Kernel:
-    """A kernel of the module.
+    """A kernel of the module, launched by calling it.
 
-    `tile` names the size of the tiles of which each program owns one; without it programs walk over all tiles. `described` are the tensors,
-    by position, that a schedule may read by descriptors, and the size of their tiles. Triton compiles anew for some values of the numbers
-    at `specialised` and of strides, and for each value of the `flags`. Numbers at `heads` are among the former, and take few values.
+    tile: the name of the size of a program's tile, as in "BLOCK_Q"; empty if a program walks over all tiles.
+    described: (position, name of the tile's size) of each tensor that a schedule may read by descriptor.
+    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for each.
+    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for strides.
+    flags: names of the constants that a call gives. Each value has a compiled kernel of its own.
     """
 
     def __init__(
@@ -129,8 +134,11 @@ class Kernel:
         strides: tuple[int, ...],
         flags: tuple[bool, ...] = (),
     ) -> None:
-        """Launch it under the schedule for x and `rows`: so many programs for each tile of rows, or in all where these walk over tiles."""
-        if flags:  # some tensors are for one value of a flag alone
+        """Launch it, under the schedule for the dtype and device of x and for `rows`.
+
+        There are `programs` programs for each tile of rows; where programs walk over tiles, that many in all.
+        """
+        if flags:  # a tensor may be missing for one value of a flag
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
             low = reduce(or_, filter(None, args), 0)
         else:
@@ -151,7 +159,7 @@ class Kernel:
             programs *= -(-rows // launch.block)
         direct = launch.parts is not None and not hooks_look_on()
         if not direct:
-            args = list(tensors)  # of addresses Triton knows no dtypes
+            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
             args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
         if not direct:
@@ -173,6 +181,6 @@ class Kernel:
         )
 
     def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
-        """One for each row of its schedule."""
+        """A Launch for each row of its schedule."""
         more = dict(zip(self.flags, flags))
         return [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]

@@ -1,4 +1,4 @@
-"""Tensors as kernels need them: which are read in place, how results lie in memory."""
+"""Memory: which tensors kernels can read in place, and how results are laid out."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from attngen.runtime.private import current_device, empty_cpu, empty_cuda
 
-MAX_ROW_STRIDE = 2**23  # elements: offsets inside a tile have 32 bits, and a tile has at most 256 rows
+MAX_ROW_STRIDE = 2**23  # in elements. Offsets inside a tile have 32 bits, and a tile has at most 256 rows
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, N, D], or a copy where kernels cannot read it in place: rows not contiguous or too far apart, or a lazy sign."""
+    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
     if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
@@ -24,12 +24,12 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
 
 def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
-    """The strides of tensors, but for their last dimensions."""
+    """The strides of each tensor, without that of the last dimension."""
     return [x.stride()[:-1] for x in tensors]
 
 
 def rows_layout(x: torch.Tensor, width: int) -> Layout:
-    """Shape and strides of a [B, H, N, width] that lies in memory in the order of x's dimensions, unless that puts rows too far apart."""
+    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were too far apart."""
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
@@ -44,7 +44,7 @@ def rows_layout(x: torch.Tensor, width: int) -> Layout:
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor of a shape and strides on the device of x, which is the current one."""
+    """An uninitialised tensor on the device of x, which has to be the current device."""
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(shape, steps, dtype)
     return made
 
@@ -63,7 +63,7 @@ def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = No
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs with the device of its first argument, a tensor, as the current one, on which Triton launches."""
+    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton launches there."""
 
     def run(x: torch.Tensor, *args: Any) -> Any:
         if not x.is_cuda or x.get_device() == current_device():
@@ -75,9 +75,9 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_group(x: torch.Tensor, group: int, fresh: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) by which x [B, Hq, N, ...] is read as [B, Hkv, group * N, ...]: the queries of a group's heads, head after head.
+    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group, head after head.
 
-    The tensor is x itself where its heads follow one another in memory. Otherwise it is a copy, or, where it is `fresh`, room for results.
+    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an uninitialised one.
     """
     n, strides = x.shape[2], x.stride()
     if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:
@@ -87,13 +87,13 @@ def by_group(x: torch.Tensor, group: int, fresh: bool = False) -> tuple[torch.Te
 
 
 def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
-    """Write the elements of x to another tensor of its shape, unless they are there."""
+    """Copy x to another tensor of its shape, unless both are the same tensor."""
     if x is not to:
         to.copy_(x)
 
 
 def room_for_splits(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """Room for one part of x [B, Hkv, Nk, D] from each split: [B, Hkv, splits, Nk, D]. It is x itself where there is one split."""
+    """Room for the parts of x [B, Hkv, Nk, D] that the splits write: [B, Hkv, splits, Nk, D]. With one split it is x itself."""
     if splits == 1:
         return x.unsqueeze(2)
     b, h, n, d = x.shape

@@ -9,11 +9,11 @@ import torch
 
 
 class AttentionModule(torch.nn.Module):
-    """A module without parameters. `forward` takes what `attention` takes, but for what the module holds: scale, dropout_p."""
+    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of `attention`."""
 
     attention: ClassVar[Callable[..., Any]]
     spec: ClassVar[str]
-    drops: ClassVar[bool]  # in training, with probability dropout_p
+    drops: ClassVar[bool]  # whether the spec has dropout, which applies in training
 
     def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A module's operators, by which torch traces its calls and records them for gradients."""
+"""A module's operators of torch.library: torch traces calls of them, and autograd records them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Results = tuple[torch.Tensor, ...]
 class Signature(NamedTuple):
     """The arguments of a module's operators after q, k and v.
 
-    `schema` declares them; the first `tensors` of them are tensors, of which those at `learned` get gradients. `summed`: the dQ kernel
-    writes parts of some of these gradients, so it runs for them, too. `unordered` are the names of those that are added to atomically.
+    schema: their declarations, as in "Tensor slope, float scale". The first `tensors` of them are tensors.
+    learned: the positions of those that get gradients.
+    summed: the dQ kernel writes parts of such a gradient, so it has to run for it, too.
+    unordered: the names of those whose gradients are added up atomically, in no fixed order.
     """
 
     schema: str
@@ -43,17 +45,17 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """What stands for rows like those of x, by an operator that tracers follow."""
+    """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
     shape, strides = rows_layout(addressable(x), width)
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
 class Operators:
-    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
+    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module, which run its host programs.
 
-    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q,
-    need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by
-    another copy of the module, gets a `_` at its end.
+    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse,
+    *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`. They get tensors that kernels can read in place. If another
+    copy of the module has registered NAME, a `_` is added to it.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Operators:
         self._register_autograd()
 
     def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-        """An operator, with what runs it and what stands for its results where only their shapes are wanted."""
+        """Define an operator: `kernel` runs it, `fake` gives results of the right shapes under tracers."""
         self.library.define(f"{self.name}_{what}{schema}")
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
         self.library.impl(op, on_its_device(kernel), "CompositeExplicitAutograd")
@@ -93,7 +95,7 @@ class Operators:
         return op
 
     def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. With `shapes` nothing but autograd looks on, and kernels can read q, k and v in place."""
+        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place: no dispatcher is needed."""
         q, k, v = args[:3]
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
@@ -106,7 +108,7 @@ class Operators:
         return self.run_forward(*args, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""
+        """Call the operator. Triton's interpreter cannot multiply bf16, so there it gets fp32."""
         dtype = args[0].dtype
         if self.interpreted and dtype == torch.bfloat16:
             args = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
@@ -168,14 +170,14 @@ class Operators:
             self.library.impl(op, _where_recorded(op, record), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Keep for the backward what it needs of q, k, v, the operands and the results."""
+        """Save what the backward needs: q, k, v, the operands and the results."""
         q, k, v, *operands = args
         n = self.signature.tensors
         ctx.save_for_backward(q, k, v, out, lse, *operands[:n])
         ctx.numbers = tuple(operands[n:])
 
     def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
-        """The gradients of q, k, v and the operands of which they are `needed`; None for the others."""
+        """The gradients of q, k, v and the operands; None for those that are not `needed`."""
         found: list[Any] = [None] * len(needed)
         if grad_out is None and grad_lse is None:
             return found
@@ -194,7 +196,7 @@ class Operators:
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
-    """What the dispatcher calls in autograd's place: what records the call; the operator itself where nothing is recorded."""
+    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself otherwise."""
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
@@ -206,7 +208,7 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
-    """The function that autograd records: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
+    """The autograd function of a call: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -220,7 +222,7 @@ def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
                     out, lse = operators.forward(*args)
             ctx.set_materialize_grads(False)
             operators.save(ctx, args, out, lse)
-            return (out, lse) if return_lse else out  # an output less to make differentiable
+            return (out, lse) if return_lse else out  # one output less for autograd to track
 
         @staticmethod
         def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:

@@ -1,6 +1,6 @@
 """Private interfaces of torch and Triton that save a call's time, each beside a public way.
 
-Nothing else in the runtime names a private interface. What can be tried without a GPU is tried once, when the module is imported.
+No other file of the runtime names a private interface. Each is probed once, when the module is imported, as far as that needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 
 
 def _first(private: Callable[[], Any], public: Any) -> Any:
-    """What `private` finds; `public` where this version of torch or Triton does not have it."""
+    """What `private` returns; `public` if this version of torch or Triton does not have it."""
     try:
         return private()
     except Exception:
@@ -22,13 +22,13 @@ def _first(private: Callable[[], Any], public: Any) -> Any:
 
 
 def _called(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """The function, after it was called once."""
+    """The function, after one call that shows that it works."""
     function(*args)
     return function
 
 
 def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
-    """The context manager's class, after it was entered once."""
+    """The context manager's class, after it was entered once to show that it works."""
     with guard():
         return guard
 
@@ -51,15 +51,15 @@ autocast_is_on = _first(
 )
 # Whether torch.jit is tracing.
 is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
-# Whether a transform of torch.func or a dispatch mode looks on. No public interface tells, so without these the answer is yes.
+# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# Inside this context an operator runs its kernel and autograd records nothing. None: torch.library registers the derivatives.
+# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be wanted: inside a dual level, or, by the public way, where a tensor has a tangent."""
+    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a tangent."""
     try:
         return bool(torch.autograd.forward_ad._current_level >= 0)
     except AttributeError:
@@ -68,13 +68,13 @@ def in_forward_ad(*tensors: object) -> bool:
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
-    """An autograd function's `apply` for plain calls, which need no look for transforms of torch.func."""
+    """An autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
     found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
     return found
 
 
 def hooks_look_on() -> bool:
-    """Whether a profiler has hooks on Triton's launches, which a launch by parts would pass by."""
+    """Whether a profiler has hooks on Triton's launches. A direct launch would not call them."""
     try:
         hooks = triton.knobs.runtime
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
@@ -83,9 +83,9 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any) -> tuple[Any, ...] | None:
-    """What launches a compiled kernel without Triton's look at its arguments; None where this version of Triton lacks some of it.
+    """What a direct launch of a compiled kernel needs; None where this version of Triton lacks some of it.
 
-    (stream of a device, run, what run takes after the stream, whether it takes the kernel's arguments as one tuple).
+    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple).
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run

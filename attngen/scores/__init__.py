@@ -1,4 +1,4 @@
-"""Score modifiers, one file each. A new one is a new file here: it is found by discovery, with no other edit.
+"""Score modifiers, one file each. A new one is a new file here. It is found by discovery, with no other edit.
 
 A file holds one subclass of `Score`: its parameters (pydantic fields), its run-time inputs, its expression over `s` (the scaled score),
 `q_idx`, `kv_idx`, `Nq`, `Nk`, `b`, `h` and the inputs' names, and a hand-written eager oracle. Its backward is derived from the expression.
@@ -24,7 +24,7 @@ S = symbol("s")
 
 
 class Score(Part):
-    """Base of every modifier. Fields of the subclass are the parameters that a spec may give; `short` may be given alone."""
+    """Base of every modifier. A spec may give the fields of the subclass as parameters; the field `short` also without its name."""
 
     short: ClassVar[str] = ""
 
@@ -33,7 +33,7 @@ class Score(Part):
         return S
 
     def sink(self) -> Expr | None:
-        """A logit that joins every row's softmax and has no value; None if there is none."""
+        """A logit that joins every row's softmax without a value of its own; None if the modifier has none."""
         return None
 
     def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Score(Part):
 
 
 class WrittenScore(WrittenPart, Score):
-    """A modifier that a spec writes out: an expression over `s`, and its parameters."""
+    """A modifier that a spec writes out as an expression over `s` with parameters."""
 
     @cached_property
     def parsed(self) -> Expression:

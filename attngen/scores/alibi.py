@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... for n heads, a power of two; others take every second of the next one's."""
+    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... if n heads are a power of two. Other numbers add every second slope of 2n."""
     whole = 1 << (heads.bit_length() - 1) if heads else 0
     head = torch.arange(heads, device=device, dtype=torch.float32)
     exponent = torch.where(head < whole, (head + 1) / max(1, whole), (head - whole + 0.5) / max(1, whole))

@@ -1,4 +1,4 @@
-"""Expressions in one form, so that what means the same is the same: the verifier's own rules, apart from those of the passes."""
+"""A normal form of expressions, to compare them by. Its rules are the verifier's own: it shares none with the passes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attngen.ir.expr import TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
 NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
-TOLERANCE = 1e-9  # relative, between numbers that passes have multiplied in another order; less than fp32 can tell
+TOLERANCE = 1e-9  # relative difference of numbers that passes multiplied in another order; fp32 cannot tell them apart
 COMMUTATIVE = (sympy.Add, sympy.And, sympy.Or, sympy.Min, sympy.Max)
 
 
 class power2(sympy.Function):  # noqa: N801
-    """2 ** x, which is known to be positive: an absolute value of it is the same."""
+    """2 ** x, which sympy then knows to be positive."""
 
     nargs = 1
     is_extended_real = True
@@ -25,7 +25,7 @@ class power2(sympy.Function):  # noqa: N801
 
 
 class inverse(sympy.Function):  # noqa: N801
-    """1 / x of a sum, which `expand` leaves as it is."""
+    """1 / x for a sum x. `expand` leaves it as it is."""
 
     nargs = 1
     is_extended_real = True
@@ -36,9 +36,9 @@ class inverse(sympy.Function):  # noqa: N801
 
 @cache
 def normal(e: Any) -> Any:
-    """An expression in one form: sums multiplied out, decimals as fractions, exponentials in base 2, comparisons with zero.
+    """The normal form: sums multiplied out, decimals as fractions, exponentials in base 2, comparisons with zero.
 
-    Comparisons of integers say what is at most 0; of other numbers, what is at most or below 0.
+    A comparison of integers becomes `x <= 0`; of other numbers, `x <= 0` or `x < 0`.
     """
     if isinstance(e, sympy.Float):
         return sympy.Rational(float(e))
@@ -60,13 +60,13 @@ def normal(e: Any) -> Any:
 
 
 def _inverse(e: Expr, power: Expr) -> Expr:
-    """A negative power of a sum, whose first term has the factor 1: a function, which is not multiplied out."""
+    """A negative power of a sum, as the function `inverse`, which stays as it is. The sum is scaled: its first term gets the factor 1."""
     first = min(e.args, key=sympy.default_sort_key).as_coeff_Mul()[0]
     return (inverse(sympy.expand(e / first)) / first) ** -power
 
 
 def _compared(args: list[Expr], turned: bool, strict: bool) -> Any:
-    """args[0] <= args[1], or with `strict` <; `turned`, the other way round."""
+    """args[0] <= args[1]; with `strict` it is <, and with `turned` the arguments change places."""
     less, greater = args[::-1] if turned else args
     kind = sympy.Lt if strict else sympy.Le
     if any(a.is_infinite for a in args):
@@ -78,7 +78,7 @@ def _compared(args: list[Expr], turned: bool, strict: bool) -> Any:
 
 
 def _in_base_two(e: Any, args: list[Expr]) -> Any:
-    """Exponentials, logarithms and what is made of them, by those of base 2; None for anything else."""
+    """Exponentials, logarithms, tanh and sigmoid, written to base 2; None for anything else."""
     if isinstance(e, (exp2, sympy.exp)):
         return power2(sympy.expand(args[0] if isinstance(e, exp2) else LOG2E * args[0]))
     if isinstance(e, log):
@@ -93,7 +93,7 @@ def _in_base_two(e: Any, args: list[Expr]) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two normal expressions are equal, but for roundings of their numbers."""
+    """Whether two normal expressions are equal, up to TOLERANCE in their numbers."""
     if a == b:
         return True
     if a.is_Number and b.is_Number:
@@ -107,7 +107,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _matched(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether each has one that is the same among the others, and none is left."""
+    """Whether two collections have the same expressions, in any order."""
     left = list(others)
     for x in some:
         found = next((y for y in left if same(x, y)), None)

@@ -1,6 +1,6 @@
 """Rules of host programs.
 
-Kernels are given what they declare, nothing is read before it is written, and every branch leaves the results defined.
+A kernel gets the arguments that it declares. Nothing is read before it is written. Every branch leaves the results defined.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from attngen.ir.interface import DROPOUT_SCALARS, SCALARS, SHAPES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Op, Type, Yield
 
 Rule = Callable[[Module, Host], Iterator[str]]
-SIZES = {"B", "Hq", "Hkv", "group", "Gq", "Nq", "Nk", "Nlse", "Tq", "Tk", "Ts"}  # that Python gets from the shapes of arguments
+SIZES = {"B", "Hq", "Hkv", "group", "Gq", "Nq", "Nk", "Nlse", "Tq", "Tk", "Ts"}  # sizes that Python finds from the shapes of arguments
 POSITIVE = {"D_QK", "D_V", "splits"}  # dimensions that are never 0
 RESULTS = {"forward": ("O", "LSE"), "backward": ("dQ", "dK", "dV")}
 
 
 def structure(module: Module, host: Host) -> Iterator[str]:
-    """Each block but @entry is one branch, yields come last, and a program gives what its callers expect."""
+    """Each block but @entry is a branch of one `if`. Yields come last. A program gives the results that its callers expect."""
     blocks = [b.name for b in host.blocks]
     branches = [name for op in host.ops() if isinstance(op, If) for name in (op.then, op.orelse) if name]
     for name in dict.fromkeys([*blocks, *branches]):
@@ -41,7 +41,7 @@ def structure(module: Module, host: Host) -> Iterator[str]:
 
 
 def defined(module: Module, host: Host) -> Iterator[str]:
-    """Values are defined before they are read, in the same block or in one around it; both branches of an `if` yield the same fields."""
+    """A value is defined before it is read, in the same block or in one around it. Both branches of an `if` yield the same fields."""
 
     def walk(block: str, known: set[str]) -> Iterator[str]:
         here = set(known)
@@ -62,7 +62,7 @@ def defined(module: Module, host: Host) -> Iterator[str]:
 
 
 def arguments(module: Module, host: Host) -> Iterator[str]:
-    """An argument is of the type that the header says of the input, or that is known of its name in every module."""
+    """An argument has the type that the header gives the input, or the type that its name has in every module."""
     given = {i.name: (i.dtype, i.shape) for i in module.inputs}
     given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
     known = {name.upper() if shape else name: types for name, types in given.items() for shape in (types[1],)}
@@ -78,7 +78,7 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
 
 
 def _named(op: Op) -> list[str]:
-    """The scalars that an op's expressions and dimensions name."""
+    """The scalars that an op's expressions and dimensions name, without sizes of the call."""
     where = getattr(op, "where", sympy.true)
     names = {str(s) for e in (where, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
     return sorted((names - SIZES) | ({"splits"} & set(getattr(op, "type", Type("")).dims)))
@@ -98,7 +98,7 @@ def _other(op: If) -> str:
 
 
 def launches(module: Module, host: Host) -> Iterator[str]:
-    """Each argument of a kernel is a value of the host of the type that the kernel declares, and its grid is over sizes that are known."""
+    """Each argument of a kernel is a value of the host, of the type that the kernel declares. The kernel's grid is over known sizes."""
     kernels = {kernel.name: kernel for kernel in module.kernels}
     for op in host.ops():
         if not isinstance(op, Launch):
@@ -129,7 +129,7 @@ def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
 
 
 def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
-    """Programs are launched for each tile of the kernel's own axis, unless they walk over these, and for each head, split and sequence."""
+    """There is a program for each tile of the kernel's own axis, unless programs walk over tiles; and for each head, split and sequence."""
     own = kernel.own_axis
     tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
     expected = {own: tiles, "h": symbol("Hq"), "hkv": symbol("Hkv"), "b": symbol("B"), "split": symbol("splits")}
@@ -142,16 +142,16 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
 
 
 def written(module: Module, host: Host) -> Iterator[str]:
-    """Nothing is read before it is written, on any path; tensors without elements need not be."""
+    """On every path, a tensor is written before it is read. One without elements needs no writing."""
     yield from _Writes(module, host).reasons()
 
 
 class _Writes:
-    """Walks through a program with the tensors that are written so far."""
+    """Walks through a program and keeps the set of tensors that are written so far."""
 
     def __init__(self, module: Module, host: Host) -> None:
         self.host, self.kernels = host, {kernel.name: kernel for kernel in module.kernels}
-        self.except_where: dict[str, Bool] = {}  # tensors that are written but where a condition holds
+        self.except_where: dict[str, Bool] = {}  # tensor -> condition; it is written unless the condition holds
         self.found: list[str] = []
 
     def reasons(self) -> list[str]:
@@ -165,7 +165,7 @@ class _Writes:
         return isinstance(self.host.by_name[ref.partition(".")[0]], If)
 
     def _tensor(self, ref: str) -> str:
-        """The tensor whose elements a value has: that which a view is of."""
+        """The tensor whose elements a value has; for a view, its source."""
         op = self.host.by_name[ref.partition(".")[0]]
         return self._tensor(op.src) if isinstance(op, View) else op.name
 
@@ -211,19 +211,19 @@ class _Writes:
         return state
 
     def _write(self, ref: str) -> set[str]:
-        """What is written by a kernel that writes a value."""
+        """The tensors that are written when a kernel writes to a value."""
         op = self.host.by_name.get(ref)
         if isinstance(op, View):
             source = self.host.by_name[op.src]
             contiguous = isinstance(source, Alloc) and not source.like
-            return {ref, op.src} if contiguous else {ref}  # of others a copy may have been made, which `copy` writes back
+            return {ref, op.src} if contiguous else {ref}  # a view of another layout may be a new tensor; `copy` writes it back
         if isinstance(op, Alloc) and op.otherwise:
             self.except_where[op.otherwise] = op.where
         return {ref}
 
     def _if(self, op: If, state: set[str]) -> set[str]:
         inside = self._block(op.then, state)
-        if op.where != sympy.true and not op.of:  # a tensor that is written but where this holds, and there by the branch
+        if op.where != sympy.true and not op.of:  # tensors that are written unless this condition holds; then the branch writes them
             inside_all = {name for name, where in self.except_where.items() if where == op.where and name in inside}
             state = state | inside_all
         outside = state | (self._empty(op.of) if op.where == sympy.true else set())
@@ -231,7 +231,7 @@ class _Writes:
         return (inside & outside) | state | {op.name}
 
     def _empty(self, tensors: tuple[str, ...]) -> set[str]:
-        """The tensors that have no elements where these have none."""
+        """The tensors that are empty whenever all of these are."""
         found = set(tensors)
         for name in tensors:
             dims, where = self._extent(name)
@@ -242,13 +242,13 @@ class _Writes:
         return found
 
     def _extent(self, name: str) -> tuple[set[str], Bool]:
-        """Dimensions of a tensor that may be 0, and the condition under which it has elements otherwise."""
+        """The dimensions of a tensor that may be 0, and the condition of its allocation."""
         op = self.host.by_name[name]
         return set(self.host.type_of(name).dims) - POSITIVE, op.where if isinstance(op, Alloc) else sympy.true
 
 
 def read(module: Module, host: Host) -> Iterator[str]:
-    """What is made is read: by an op, by a kernel, or as a result."""
+    """Everything that is made is read, by an op, by a kernel or as a result."""
     refs = {ref.partition(".")[0] for op in host.ops() for ref in op.operands()}
     refs |= {str(s) for op in host.ops() for e in _conditions(op) for s in e.free_symbols}
     kernels = {kernel.name: kernel for kernel in module.kernels}
@@ -275,7 +275,7 @@ RULES: dict[str, Rule] = {
 
 
 def reasons(module: Module) -> Iterator[tuple[str, str]]:
-    """(rule, reason) of each thing that breaks a rule of host programs; of one program those of the first rule that it breaks."""
+    """(rule, reason) for each violation. For each program, only the first rule that it breaks."""
     for host in module.hosts:
         for name, rule in RULES.items():
             broken = [f"host @{host.name}: {reason}" for reason in rule(module, host)]

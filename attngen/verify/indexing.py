@@ -1,4 +1,4 @@
-"""Where tensors are read and written, and what the symbols of expressions are."""
+"""Places at which tensors are read and written, and the symbols of expressions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from attngen.ir.ops import (
 from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}
-# names of the printed kernel that are no values of the IR
+# names in the printed kernel that are not values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
 RESERVED |= {*PADDED.values(), "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {"first_head", "heads_abreast", "own_head", "turn"}
@@ -55,7 +55,7 @@ RESERVED |= {
 
 
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Every dimension is indexed by what it counts; heads as the sharing says: no program reads or writes another one's."""
+    """Every dimension is indexed by what it counts, and heads as the sharing says. So no program writes another one's rows."""
     h, hkv, g, group = map(symbol, ("h", "hkv", "g", "group"))
     heads = {
         "mha": {"Hq": [h], "Hkv": [h]},
@@ -89,7 +89,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]) -> Iterator[str]:
-    """What is read or written outside of a tensor: each index is proven inside, or the condition says so."""
+    """Single elements that may lie outside of their tensor. Each index is proven inside, or the condition says so."""
     conditions = conjuncts(op.where)
     does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
@@ -107,7 +107,7 @@ def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], head
 
 
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant; values have names of their own."""
+    """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant. No value has a reserved name."""
     scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Gather, Load, Map, Position, Reduce)) and not op.results()[""].dims}
     own = kernel.own_axis
     divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
@@ -144,7 +144,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _facts_rows(kernel: Kernel, op: Mask) -> set[str]:
-    """Values with one number for each row of the own tile, which facts may name."""
+    """The values with one number for each row of the own tile. Facts may name them."""
     names = {str(s) for fact in op.known for e in fact[1:] for s in e.free_symbols} & kernel.graph.nodes.keys()
     return {n for n in names if isinstance(kernel.op(n), (Gather, Load)) and kernel.type_of(n).dims == (AXIS_DIM[kernel.own_axis],)}
 
@@ -156,7 +156,7 @@ def _unknown(where: str, e: Any, known: set[str]) -> Iterator[str]:
 
 
 def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Accesses to rows are bounds-checked: always, or in partial tiles alone along the axis of the loop."""
+    """Accesses to rows are bounds-checked: always, or along the loop's axis in partial tiles."""
     looped = {loop.body: loop.var for loop in kernel.loops if loop.cls != "all"}
     for block in kernel.blocks:
         for op in block.ops:

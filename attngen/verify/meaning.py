@@ -1,7 +1,7 @@
-"""What holds across kernels: each masks and scores as the module's header says.
+"""Rules across kernels: each kernel masks and scores as the module's header says.
 
-The header is brought into a kernel's coordinates (which query head a program has, how packed rows are numbered), a kernel's values are
-written out to positions, sizes and elements of tensors, and both are compared in one form (see `algebra`).
+The header's expressions are rewritten in a kernel's coordinates: which query head a program has, how packed rows are numbered. The kernel's
+values are written out in positions, sizes and elements of tensors. Both are then compared in one form (see `algebra`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask,
 from attngen.verify.algebra import normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
-ROW_SUMS = ("LSE", "LSE2")  # tensors of the logarithm of each row's sum of weights, natural and of base 2
+ROW_SUMS = ("LSE", "LSE2")  # tensors with the logarithm of each row's sum of weights, natural and to base 2
 NATURAL = {"B": symbol("b"), "Hq": symbol("h"), "Hkv": symbol("hkv"), "Nq": symbol("q_idx"), "Nk": symbol("kv_idx")}
 
 
 def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
-    """What stands in a kernel for heads and positions of the header: it may own a query head, a key head and its group, or packed rows."""
+    """The header's heads and positions, in terms of a kernel whose programs own a query head, a key head with its group, or packed rows."""
     h, hkv, g, group, q_idx, queries = map(symbol, ("h", "hkv", "g", "group", "q_idx", "queries"))
     first = sympy.Integer(0) if module.sharing == "mqa" else hkv
     if kernel.packs:
@@ -43,7 +43,7 @@ class Header:
 
     def __init__(self, module: Module, kernel: Kernel) -> None:
         self.meaning, self.own = module.meaning, kernel.own_axis
-        args = {arg.name: arg.type for arg in kernel.args}  # whose element types are held against the header's by the interface
+        args = {arg.name: arg.type for arg in kernel.args}  # their element types
         declared = input_tensors(module.inputs, module.derived)
         self.types = {name: replace(t, dtype=args.get(name.upper(), t).dtype) for name, t in declared.items()}
         self.named: dict[Expr, Expr] = {**coordinates(module, kernel), PRODUCT: PRODUCT * SCALE}
@@ -67,7 +67,7 @@ class Header:
 
     @property
     def where(self) -> Bool:
-        """The mask, by what belongs to keys in a kernel that owns keys."""
+        """The mask; in a kernel that owns keys, in terms of tensors over keys."""
         meaning = self.meaning
         return self.here(meaning.where if meaning.by_key is None or self.own == "q" else meaning.by_key)
 
@@ -81,26 +81,26 @@ def _from_start(dim: str, e: Expr) -> Expr:
 
 
 def _number(name: str, dtype: str) -> Expr:
-    """The symbol of a number, or of an element, which is known to be an integer if it is one."""
+    """The symbol of a number or of an element. An i32 has an integer symbol."""
     known = symbol(name)
     return known if known.is_integer or dtype != "i32" else sympy.Symbol(name, integer=True)
 
 
 def _element(tensor: str, index: Iterable[Expr], guard: Iterable[Bool], type_: Type) -> Expr:
-    """The symbol that stands for an element of a tensor: one for each place, and condition under which it is read."""
+    """The symbol for an element of a tensor. There is one for each place and each condition under which it is read."""
     places = ", ".join(to_text(normal(e)) for e in index)
     conditions = "".join(f" if {to_text(normal(c))}" for c in guard)
     return _number(f"{tensor}[{places}{conditions}]", type_.dtype)
 
 
 class Values:
-    """A kernel's values, written out: maps in what they are made of, elements of tensors as symbols, the product q k^T as `s`."""
+    """A kernel's values, written out: maps are expanded, elements of tensors are symbols, and the product q k^T is `s`."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.made: dict[str, Expr] = {}
-        self.elements: dict[Expr, str] = {}  # the tensor that each symbol for an element is of
-        self.others: dict[Expr, str] = {}  # the value that each symbol for one which is not written out stands for
+        self.elements: dict[Expr, str] = {}  # symbol of an element -> its tensor
+        self.others: dict[Expr, str] = {}  # symbol of a value that is not written out -> the value
 
     def of(self, ref: str) -> Expr:
         if ref not in self.made:
@@ -140,7 +140,7 @@ class Values:
         return self.kernel.accessed(op)[0].name if isinstance(op, Load) else ""
 
     def _gathered(self, op: Gather) -> Expr:
-        """An element whose place counts from the end where it is negative, and which is 0 outside of the tensor: so reads the header."""
+        """An element read as the header reads: a negative index counts from the end, and an element outside is 0."""
         rest, at = conjuncts(op.where), []
         for dim, e in zip(self.kernel.type_of(op.src.tensor).dims, op.src.index):
             extent = dimension(dim)
@@ -163,15 +163,15 @@ class Values:
 
 
 def _inside() -> list[Bool]:
-    """What holds of every pair that counts: its query and its key exist."""
+    """Conditions of every pair that counts: its query and its key exist."""
     return [symbol(f"{axis}_idx") < symbol(AXIS_EXTENT[axis]) for axis in ("q", "kv")]
 
 
 def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[Expr]]]:
-    """Where scores become weights: the op, its exponent of 2, and what may be subtracted from the score there.
+    """The ops that turn scores into weights: (op, its exponent of 2, terms that may be subtracted from the score).
 
-    The online softmax subtracts its running maximum itself. Where weights are recomputed, it is the row's log2 of their sum: an element
-    of LSE2, or what becomes one, made of LSE.
+    The online softmax subtracts its running maximum itself. A kernel that recomputes weights subtracts the log2 of the row's sum: an
+    element of LSE2, or the expression in LSE from which LSE2 is made.
     """
     for op in kernel.ops():
         if isinstance(op, SoftmaxStep):
@@ -187,7 +187,7 @@ def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[
 
 
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
-    """What becomes weights is the score of the header, and nothing else reads what is masked; a sink is the header's."""
+    """Weights are made of the header's score, nothing else reads masked scores, and a sink is the header's."""
     if not {"Q", "K"} <= {arg.name for arg in kernel.args}:
         return
     header, values = Header(module, kernel), Values(kernel)
@@ -216,7 +216,7 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
-    """The maximum of a row and its sink, in the kernels that end rows: they store LSE."""
+    """Kernels that store LSE join each row's maximum with the header's sink, if there is one."""
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     if not steps or not any(arg.name == "LSE" for arg in kernel.args):
         return
@@ -233,7 +233,7 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
 
 
 def masks_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
-    """What a kernel hides is what the header's mask hides, for pairs of a query and a key that exist."""
+    """A kernel hides the same pairs of a query and a key as the header's mask, among pairs that exist."""
     header, values = Header(module, kernel), Values(kernel)
     said = conjuncts(header.where)
     used = [(op, ref) for op, exponent, _ in _softmaxes(kernel, values) for ref in _scores_of(kernel, op)]
@@ -250,7 +250,7 @@ def masks_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _scores_of(kernel: Kernel, op: Op) -> list[str]:
-    """The references by which a softmax step, or a map that makes weights, reads scores: masked ones, if there are such."""
+    """The scores that a softmax step, or a map that makes weights, reads: the masked ones, if there are any."""
     if isinstance(op, SoftmaxStep):
         return [op.s]
     masked = [ref for ref in op.operands() if isinstance(kernel.op(ref), Mask)]
@@ -262,7 +262,7 @@ def _masked_again(kernel: Kernel, op: Mask) -> bool:
 
 
 def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[Bool]:
-    """The conditions that are not among the premises, and follow from none of them, for rows that exist."""
+    """The conclusions that are not among the premises and follow from none of them, for rows that exist."""
     loop, known = "kv" if own == "q" else "q", [normal(p) for p in premises]
     left = []
     for c in conclusions:
@@ -273,12 +273,12 @@ def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[B
 
 
 def _whole(*conditions: Bool) -> bool:
-    """Whether conditions are about integers alone."""
+    """Whether conditions are only about integers."""
     return all(s.is_integer for c in conditions for s in c.free_symbols)
 
 
 def _facts(op: Mask, header: Header, values: Values) -> Iterator[str]:
-    """What a mask takes as known of data is what the header says, or less."""
+    """A mask uses only facts about data that the header states."""
     said = [tuple(normal(header.here(e)) for e in fact) for fact in header.meaning.known]
     for fact in op.known:
         literal, needs, enough = (normal(values.expression(e, op)) for e in fact)

@@ -1,4 +1,4 @@
-"""How a module is put together: its header, what blocks, arguments and loops refer to, what is read and rewritten."""
+"""How a module is put together: its header, blocks, arguments and loops, and what is read and rewritten."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from attngen.ir.interface import input_tensors, query_heads
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
 
 SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
-NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # that the header's mask and score may name
+NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
 
 
 def header(module: Module, kernel: Kernel) -> Iterator[str]:
-    """The module's own fields are ones that the templates know."""
+    """The header's fields have values that the templates know."""
     for key, value, known in (
         ("heads", module.sharing, ("mha", "mqa", "gqa")),
         ("precision", module.precision, ("ieee", "tf32")),
@@ -39,13 +39,13 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         if not text.isidentifier() or keyword.iskeyword(text):
             yield f"`{text}` is not an identifier"
     for text in (module.version, module.spec_hash, module.mask, module.score, *(i.help for i in module.inputs)):
-        if set(text) & set('"\\{}'):  # they are printed inside strings
+        if set(text) & set('"\\{}'):  # these texts are printed inside strings
             yield f"`{text}` has a quote, a backslash or a brace"
     yield from _unnamed(module)
 
 
 def _unnamed(module: Module) -> Iterator[str]:
-    """What the header's mask and score name is a position, a size, an input or what the wrapper derives, and read as tensors are."""
+    """The header's mask and score name only positions, sizes, inputs and derived tensors. Reads have an index for each dimension."""
     tensors, meaning = input_tensors(module.inputs, module.derived), module.meaning
     known = NAMED | {i.name for i in module.inputs} | tensors.keys()
     for read in meaning.reads:
@@ -63,7 +63,7 @@ def _names(expressions: Iterable[Any]) -> set[str]:
 
 
 def signature(module: Module, kernel: Kernel) -> Iterator[str]:
-    """The grid tiles one axis, there is an entry, and every value is of a type that kernels and wrapper know."""
+    """The grid tiles one axis, there is an entry, and every value has a type that kernels and host programs know."""
     if "entry" not in {b.name for b in kernel.blocks}:
         yield "no block @entry"
     if not kernel.grid or not kernel.own_axis:
@@ -102,7 +102,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def references(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A field reference names a result that the op has."""
+    """A reference such as `%soft.p` names a result that the op has."""
     for op in kernel.ops():
         for ref in op.operands():
             source, _, field = ref.partition(".")
@@ -113,7 +113,7 @@ def references(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def order(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Values are defined before they are used, in the same block or in one around it; so are scalars that expressions name."""
+    """A value, or a scalar that an expression names, is defined before its use, in the same block or in one around it."""
     if not nx.is_directed_acyclic_graph(kernel.graph):
         yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
     nodes = kernel.graph.nodes
@@ -177,7 +177,7 @@ def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def live(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Everything is read: what a loop carried and its body does not read, say, would be lost."""
+    """Everything is read, also what a loop carries."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
         parameter = isinstance(op, Arg) and op.role != "carry"
@@ -187,7 +187,7 @@ def live(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
-    """What is updated in place has one reader: a carried value is one variable from start to end, and so is a masked one."""
+    """A value that is updated in place has one reader. Carried and masked values are: each is one variable in the printed kernel."""
     readers: dict[str, list[str]] = {}
     for op in kernel.ops():
         for ref in op.operands():
@@ -217,7 +217,7 @@ def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def ordered(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A loop that rewrites tiles follows a barrier, beyond which what it loads cannot be read ahead."""
+    """A loop that rewrites tiles comes right after a barrier, so that its loads cannot run ahead of earlier stores."""
     for block in kernel.blocks:
         for before, op in zip((None, *block.ops), block.ops):
             if isinstance(op, Loop) and op.body in kernel.rewriting and not isinstance(before, Barrier):

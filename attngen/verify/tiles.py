@@ -123,7 +123,7 @@ def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
 
 
 def ends_hidden(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Keys past the end are masked wherever a program sums over keys: zeros that are loaded for them would count as scores."""
+    """A program that sums over keys masks keys past the end. They are loaded as zeros, which would count as scores."""
     inside = symbol("kv_idx") < symbol("Nk")
     sums = {loop.body for loop in kernel.loops if loop.var == "kv" and loop.cls != "all"}
     sums |= {b.name for b in kernel.blocks if any(isinstance(op, Dot) and op.over == "BLOCK_KV" for op in b.ops)}
@@ -134,7 +134,7 @@ def ends_hidden(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A loop of class full runs only over tiles that the mask's expression proves full, or over blocks that are listed as such."""
+    """A loop of class full runs only over tiles that the mask's expression proves full, or over blocks that are listed as full."""
     data = module.blocks is not None and module.blocks.data
     for loop in kernel.loops:
         if loop.cls != "full" or (data and loop.listed):
@@ -150,10 +150,10 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def lists(module: Module, kernel: Kernel) -> Iterator[str]:
-    """With block sparsity every loop over tiles visits listed ones, between positions in its program's own row; tiles divide blocks.
+    """With block sparsity, every loop over tiles visits listed tiles, between positions in its program's own row. Tiles divide blocks.
 
-    Where data lists them, full loops run over those that come first, with nothing to mask, and partial ones over the others; the
-    tiles of the kernel that finds them are strips of the blocks.
+    Where data makes the lists, full loops run over the full blocks, which come first, and partial loops over the others. The kernel that
+    finds the blocks has strips of blocks as tiles.
     """
     rank, listed = BLOCK_LISTS[kernel.own_axis]
     data = module.blocks is not None and module.blocks.data

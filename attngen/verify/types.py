@@ -1,4 +1,4 @@
-"""Types: dimensions agree by name, element types with what is loaded, stored and computed."""
+"""Types: dimensions agree by name; element types agree with what is loaded, stored and computed."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[
 
 
 def dimensions(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> tuple[str, ...]:
-    """The dimensions of a result; of a scatter, which has none, those of what it adds."""
+    """The dimensions of a result. A scatter has none; for it, those of the value that it adds."""
     return kernel.type_of(op.value).dims if isinstance(op, Scatter) else op.type.dims
 
 
@@ -222,7 +222,7 @@ def _is_condition(e: Any) -> bool:
 
 
 def _numbers_in(e: Any) -> tuple[Any, ...]:
-    """The arguments of an expression that have to be numbers."""
+    """The arguments of an expression that must be numbers."""
     if isinstance(e, (sympy.And, sympy.Or, sympy.Not)):
         return ()
     return e.args[1:] if isinstance(e, select) else e.args
@@ -230,7 +230,7 @@ def _numbers_in(e: Any) -> tuple[Any, ...]:
 
 def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
-    e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # of whatever they are made
+    e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # they give integers, whatever their arguments are
     refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - kernel.variables
     whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
     divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow)) or not all(n.is_Integer for n in e.atoms(sympy.Rational))

@@ -25,7 +25,7 @@ SCORE = "alibi"
 SHARING = "mha"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
@@ -75,7 +75,7 @@ def attention(
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale."""
+    """`attention` as a module without parameters. It holds the scale."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
@@ -139,7 +139,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, scale, need_q
 
 
 def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... for n heads, a power of two; others take every second of the next one's."""
+    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... if n heads are a power of two. Other numbers add every second slope of 2n."""
     whole = 1 << (heads.bit_length() - 1) if heads else 0
     head = torch.arange(heads, device=device, dtype=torch.float32)
     exponent = torch.where(head < whole, (head + 1) / max(1, whole), (head - whole + 0.5) / max(1, whole))

@@ -23,7 +23,7 @@ MASK = "block_sparse(block=128)"
 SHARING = "mha"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 BLOCK = 128
@@ -58,7 +58,7 @@ def attention(
         k: [B, Hq, Nk, 128], same dtype and device.
         v: [B, Hq, Nk, 128], same dtype and device.
         block_mask: torch.bool, broadcast to [B, Hq, ceil(Nq / 128), ceil(Nk / 128)], True where a block of scores
-            counts; or what `attention.plan` made of it.
+            counts; or the result of `attention.plan` for it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -80,7 +80,7 @@ BlockPlan = runtime.BlockPlan
 
 
 def plan_blocks(block_mask: torch.Tensor) -> BlockPlan:
-    """Lists of the blocks that count, made on the mask's device without a sync; `attention` takes them for its `block_mask`.
+    """Make lists of the blocks that count, on the mask's device and without a sync. `attention` takes them as its `block_mask`.
 
     Args:
         block_mask: torch.bool [Tq, Tk], with up to two dimensions before these, that broadcast to B and Hq.
@@ -95,7 +95,7 @@ attention.plan = plan_blocks
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale."""
+    """`attention` as a module without parameters. It holds the scale."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 

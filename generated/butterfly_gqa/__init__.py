@@ -23,11 +23,11 @@ MASK = "causal and block_sparse(block=64, pattern=butterfly)"
 SHARING = "gqa"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 BLOCK = 64
-SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fewer, programs split the query heads of a group
+SPLIT_KEYS = 512  # keys per multiprocessor, over sequences and heads; with fewer, the query heads of a group are split
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
@@ -59,7 +59,7 @@ def attention(
         k: [B, Hkv, Nk, 64], same dtype and device.
         v: [B, Hkv, Nk, 64], same dtype and device.
         block_mask: torch.bool, broadcast to [B, Hq, ceil(Nq / 64), ceil(Nk / 64)], True where a block of scores
-            counts; or what `attention.plan` made of it. None means the spec's pattern, `attention.block_pattern`.
+            counts; or the result of `attention.plan` for it. None means the spec's pattern, `attention.block_pattern`.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -83,7 +83,7 @@ BlockPlan = runtime.BlockPlan
 
 
 def plan_blocks(block_mask: torch.Tensor) -> BlockPlan:
-    """Lists of the blocks that count, made on the mask's device without a sync; `attention` takes them for its `block_mask`.
+    """Make lists of the blocks that count, on the mask's device and without a sync. `attention` takes them as its `block_mask`.
 
     Args:
         block_mask: torch.bool [Tq, Tk], with up to two dimensions before these, that broadcast to B and Hq.
@@ -106,7 +106,7 @@ attention.block_pattern = block_pattern
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale."""
+    """`attention` as a module without parameters. It holds the scale."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 

@@ -23,10 +23,10 @@ MASK = "causal"
 SHARING = "mqa"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
-SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fewer, programs split the query heads of a group
+SPLIT_KEYS = 512  # keys per multiprocessor, over sequences and heads; with fewer, the query heads of a group are split
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
@@ -73,9 +73,9 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, 1, Nk, 64], same dtype and device.
         v: [B, 1, Nk, 64], same dtype and device.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; the rest is scaled up.
-        seed: what is dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's generator
-            of that device. `attention.dropout_mask` shows what a seed keeps.
+        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
+        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
+            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -96,7 +96,7 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale and dropout_p, and drops in training alone."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 

@@ -23,10 +23,10 @@ MASK = "causal"
 SHARING = "gqa"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fewer, programs split the query heads of a group
+SPLIT_KEYS = 512  # keys per multiprocessor, over sequences and heads; with fewer, the query heads of a group are split
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
@@ -73,7 +73,7 @@ def attention(
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale."""
+    """`attention` as a module without parameters. It holds the scale."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 

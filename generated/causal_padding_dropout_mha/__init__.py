@@ -25,7 +25,7 @@ MASK = "causal and key_padding"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
@@ -77,10 +77,10 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         key_padding: torch.bool [B, Nk], True where a key may be attended to.
-        plan: what `attention.plan` made of key_padding, in place of it: one for all calls with the same.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; the rest is scaled up.
-        seed: what is dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's generator
-            of that device. `attention.dropout_mask` shows what a seed keeps.
+        plan: the result of `attention.plan` for key_padding, given in place of it. Calls with the same can share it.
+        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
+        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
+            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -129,7 +129,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(key_padding: torch.Tensor) -> Plan:
-    """What `attention` computes of key_padding before its kernels run, for calls that share it; without a sync."""
+    """Compute what the kernels read of key_padding, once for all calls that share it; without a sync."""
     return Plan(key_padding.contiguous(), *key_span(key_padding))
 
 
@@ -140,7 +140,7 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale and dropout_p, and drops in training alone."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
@@ -219,7 +219,7 @@ def _backward(
 
 
 def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of a bool [B, Nk]: its first True, the end of the unbroken run from there, the end of its last True; i32 [B]."""
+    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of its last True."""
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3

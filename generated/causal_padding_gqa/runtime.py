@@ -1,4 +1,4 @@
-"""What this module does at a call beside its kernels. Every module that attngen generates has the same file."""
+"""The runtime: checks, allocation, launches and autograd. It is the same file in every module that attngen generates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import triton
 # -------------------- Private interfaces of torch and Triton that save a call's time, each beside a public way.
 
 def _first(private: Callable[[], Any], public: Any) -> Any:
-    """What `private` finds; `public` where this version of torch or Triton does not have it."""
+    """What `private` returns; `public` if this version of torch or Triton does not have it."""
     try:
         return private()
     except Exception:
@@ -26,13 +26,13 @@ def _first(private: Callable[[], Any], public: Any) -> Any:
 
 
 def _called(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """The function, after it was called once."""
+    """The function, after one call that shows that it works."""
     function(*args)
     return function
 
 
 def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
-    """The context manager's class, after it was entered once."""
+    """The context manager's class, after it was entered once to show that it works."""
     with guard():
         return guard
 
@@ -55,15 +55,15 @@ autocast_is_on = _first(
 )
 # Whether torch.jit is tracing.
 is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
-# Whether a transform of torch.func or a dispatch mode looks on. No public interface tells, so without these the answer is yes.
+# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# Inside this context an operator runs its kernel and autograd records nothing. None: torch.library registers the derivatives.
+# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be wanted: inside a dual level, or, by the public way, where a tensor has a tangent."""
+    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a tangent."""
     try:
         return bool(torch.autograd.forward_ad._current_level >= 0)
     except AttributeError:
@@ -72,13 +72,13 @@ def in_forward_ad(*tensors: object) -> bool:
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
-    """An autograd function's `apply` for plain calls, which need no look for transforms of torch.func."""
+    """An autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
     found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
     return found
 
 
 def hooks_look_on() -> bool:
-    """Whether a profiler has hooks on Triton's launches, which a launch by parts would pass by."""
+    """Whether a profiler has hooks on Triton's launches. A direct launch would not call them."""
     try:
         hooks = triton.knobs.runtime
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
@@ -87,9 +87,9 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any) -> tuple[Any, ...] | None:
-    """What launches a compiled kernel without Triton's look at its arguments; None where this version of Triton lacks some of it.
+    """What a direct launch of a compiled kernel needs; None where this version of Triton lacks some of it.
 
-    (stream of a device, run, what run takes after the stream, whether it takes the kernel's arguments as one tuple).
+    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple).
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
@@ -111,14 +111,14 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
         return None
 
 
-# -------------------- Tensors as kernels need them: which are read in place, how results lie in memory.
+# -------------------- Memory: which tensors kernels can read in place, and how results are laid out.
 
-MAX_ROW_STRIDE = 2**23  # elements: offsets inside a tile have 32 bits, and a tile has at most 256 rows
+MAX_ROW_STRIDE = 2**23  # in elements. Offsets inside a tile have 32 bits, and a tile has at most 256 rows
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, N, D], or a copy where kernels cannot read it in place: rows not contiguous or too far apart, or a lazy sign."""
+    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
     if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
@@ -127,12 +127,12 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
 
 def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
-    """The strides of tensors, but for their last dimensions."""
+    """The strides of each tensor, without that of the last dimension."""
     return [x.stride()[:-1] for x in tensors]
 
 
 def rows_layout(x: torch.Tensor, width: int) -> Layout:
-    """Shape and strides of a [B, H, N, width] that lies in memory in the order of x's dimensions, unless that puts rows too far apart."""
+    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were too far apart."""
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
@@ -147,7 +147,7 @@ def rows_layout(x: torch.Tensor, width: int) -> Layout:
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor of a shape and strides on the device of x, which is the current one."""
+    """An uninitialised tensor on the device of x, which has to be the current device."""
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(shape, steps, dtype)
     return made
 
@@ -166,7 +166,7 @@ def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = No
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs with the device of its first argument, a tensor, as the current one, on which Triton launches."""
+    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton launches there."""
 
     def run(x: torch.Tensor, *args: Any) -> Any:
         if not x.is_cuda or x.get_device() == current_device():
@@ -178,9 +178,9 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_group(x: torch.Tensor, group: int, fresh: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) by which x [B, Hq, N, ...] is read as [B, Hkv, group * N, ...]: the queries of a group's heads, head after head.
+    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group, head after head.
 
-    The tensor is x itself where its heads follow one another in memory. Otherwise it is a copy, or, where it is `fresh`, room for results.
+    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an uninitialised one.
     """
     n, strides = x.shape[2], x.stride()
     if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:
@@ -190,29 +190,29 @@ def by_group(x: torch.Tensor, group: int, fresh: bool = False) -> tuple[torch.Te
 
 
 def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
-    """Write the elements of x to another tensor of its shape, unless they are there."""
+    """Copy x to another tensor of its shape, unless both are the same tensor."""
     if x is not to:
         to.copy_(x)
 
 
 def room_for_splits(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """Room for one part of x [B, Hkv, Nk, D] from each split: [B, Hkv, splits, Nk, D]. It is x itself where there is one split."""
+    """Room for the parts of x [B, Hkv, Nk, D] that the splits write: [B, Hkv, splits, Nk, D]. With one split it is x itself."""
     if splits == 1:
         return x.unsqueeze(2)
     b, h, n, d = x.shape
     return empty(x, (b, h, splits, n, d), (h * splits * n * d, splits * n * d, n * d, d, 1), x.dtype)
 
 
-# -------------------- Checks of a call's arguments: one sentence for the first thing that is wrong.
+# -------------------- Checks of a call's arguments. The first wrong one raises an error of one sentence.
 
-MAX_ROWS = 2**29 - 1  # so that sums of positions, lengths and a mask's parameters (below 2**30) fit in 32 bits
+MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _HEADS = {"mha": "as many", "mqa": "one K/V head", "gqa": "a multiple of the K/V heads"}
 _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 
 def kind(x: object) -> str:
-    """What an argument is, in an error."""
+    """What an argument is, in the words of an error."""
     return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
@@ -223,7 +223,7 @@ def _on_one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether nothing but autograd looks on at three alike tensors: no compiler, tracer, transform, mode or subclass."""
+    """Whether the three are plain tensors of one kind, seen by autograd at most: no compiler, tracer, transform, mode or subclass."""
     if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
         return False
     return (
@@ -234,7 +234,7 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-# Sizes B, Hq, Hkv, Nq and Nk of a call, and the strides of q, k and v but for the last dimension.
+# The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, of k and of v, each without the last dimension.
 Shapes = tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -245,7 +245,7 @@ def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
 
 
 class Rules:
-    """What a module takes for q, k and v: how heads share K/V heads, head dimensions, element types; `interpreted` ones on the CPU too."""
+    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules accept CPU tensors too."""
 
     def __init__(self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool) -> None:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
@@ -253,7 +253,7 @@ class Rules:
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
 
     def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
-        """q, k and v in the dtype of torch.autocast, where that is on; and their shapes, if kernels can be launched on them as they are.
+        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them in place, else None.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -267,7 +267,7 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors that are right, and that kernels can read in place: `check`, without its sentences."""
+        """The shapes of plain tensors that are valid and readable in place, else None: the fast way to what `check` says in sentences."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
@@ -291,7 +291,7 @@ class Rules:
         return None
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
-        """x in the dtype of torch.autocast, where that is on and the module has the dtype, as SDPA does."""
+        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the same."""
         if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype in self.dtypes and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -299,7 +299,7 @@ class Rules:
         return x
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise one sentence for the first thing wrong with q, k and v."""
+        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong with q, k and v."""
         self.check_queries_and_keys(q, k)
         self._check_rows(q, "v", v, self.width_v, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_v}]")
         if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
@@ -318,7 +318,7 @@ class Rules:
             )
 
     def check_queries_and_keys(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """The same for q and k, each by itself."""
+        """Check q and k, each by itself, as `check` does."""
         self._check_rows(q, "q", q, self.width_qk, f"[B, Hq, Nq, {self.width_qk}]")
         self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
 
@@ -340,7 +340,7 @@ class Rules:
             raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
 
     def check_scale(self, scale: float) -> float:
-        """The factor on the scores, as a float: Triton compiles a kernel of its own for an integer."""
+        """The factor on the scores, as a float. (For an int, Triton would compile another kernel.)"""
         none = f"or None for 1/sqrt({self.width_qk})"
         if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
             raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, {none}")
@@ -350,7 +350,7 @@ class Rules:
 
 
 def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
-    """Raise one sentence if a number that the mask or the scores read is wrong."""
+    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is wrong."""
     if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
         raise TypeError(f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}")
     if not -(2**30) < x < 2**30 or x < least:
@@ -358,13 +358,13 @@ def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> 
         raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
 
 
-Sizes = list[Any]  # of each dimension: its length, the lengths that it may have, or None for any
+Sizes = list[Any]  # for each dimension: its length, a tuple of allowed lengths, or None for any length
 
 
 def check_input(
     q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
 ) -> None:
-    """Raise one sentence if a tensor that the mask or the scores read is wrong: not of its dtype, or of one `more`, say."""
+    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
     lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
     expected = f"[{', '.join(lengths)}]: {meaning}"
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
@@ -378,15 +378,15 @@ def check_input(
         raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
 
 
-# Dtypes that are converted to another: integers of 64 bits, whose numbers must fit in 32, and floating-point numbers.
+# Dtypes of inputs that are converted. int64 becomes int32, and its numbers must fit; floating-point dtypes become each other.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
 
 
 def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
-    """A checked input as kernels read it: of its dtype, contiguous, dimensions of one element repeated to what the shape says.
+    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the call's.
 
-    Numbers of a wider or narrower dtype are converted, and their gradients with them.
+    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
@@ -396,33 +396,34 @@ def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, 
 
 
 def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes]) -> None:
-    """Raise one sentence if tensors of a plan are not of the dtype and shape that each has for such a q."""
+    """Raise ValueError or TypeError, in one sentence, if a plan's tensors do not have these dtypes and shapes."""
     for name, (dtype, shape) in types.items():
         check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")
 
 
-# -------------------- Kernels at a call: the schedule for its sizes, and the launch of what Triton has compiled.
+# -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled.
 
-# By all that a compiled kernel depends on; numbers count by kind alone, so it stays small however many shapes the calls have.
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
-_HIP = bool(torch.version.hip)  # where kernels depend on whether tensors take 2 GiB
+_HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
+# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind (see `kind_of`).
+# So the table stays small, however many shapes the calls have.
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 in the environment says when Triton is imported."""
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported."""
     return not isinstance(kernel, triton.JITFunction)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors a device has; 1 for the interpreter."""
+    """The number of multiprocessors of a device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
 def device_class(kernels: ModuleType, device: torch.device) -> str:
-    """The class of a device in the module's table of schedules; for one that the table does not list, the smallest of its maker."""
+    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices of its maker."""
     if device.type != "cuda":
         return str(kernels.INTERPRETED_AS)
     properties = torch.cuda.get_device_properties(device)
@@ -432,7 +433,9 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 
 def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
-    """((rows at most, tile sizes and launch options), ...) of a kernel for the dtype and device of x; ValueError where nothing fits."""
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
+
+    Raises ValueError where no tile fits the device."""
     elem_bytes = x.element_size() if x.device.type == "cuda" else kernels.INTERPRETED_BYTES
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
@@ -441,15 +444,15 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
 
 
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a kernel for so many rows of the axis that it tiles."""
+    """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
     config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
     return config
 
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:
-    """A descriptor by which a copy engine reads tiles of so many rows of x.
+    """A descriptor by which a copy engine reads tiles of `rows` rows of x.
 
-    Descriptors need rows that start at multiples of 16 bytes: a tensor whose rows do not is copied.
+    Rows have to start at multiples of 16 bytes. A tensor whose rows do not is copied.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -463,22 +466,22 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
 
 
 def kind_of(n: int) -> int:
-    """What Triton compiles a kernel for, of an integer: that it is 1, that 16 divides it, that it takes 64 bits."""
+    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64 bits."""
     return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
 
 
 class Launch:
-    """A kernel under one row of its schedule, compiled for arguments of one kind. Triton looks at those of the first call alone."""
+    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
 
     def __init__(self, kernel: Kernel, most: int | None, config: dict[str, Any]) -> None:
         self.config = config
-        self.most = float("inf") if most is None else most  # rows that the schedule is for
+        self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
         self.parts: tuple[Any, ...] | None = None
 
     def first(self, function: Any, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch it by Triton's own way, which compiles it where it is not compiled yet, and calls a profiler's hooks."""
+        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
         if parts:
@@ -487,11 +490,13 @@ class Launch:
 
 
 class Kernel:
-    """A kernel of the module.
+    """A kernel of the module, launched by calling it.
 
-    `tile` names the size of the tiles of which each program owns one; without it programs walk over all tiles. `described` are the tensors,
-    by position, that a schedule may read by descriptors, and the size of their tiles. Triton compiles anew for some values of the numbers
-    at `specialised` and of strides, and for each value of the `flags`. Numbers at `heads` are among the former, and take few values.
+    tile: the name of the size of a program's tile, as in "BLOCK_Q"; empty if a program walks over all tiles.
+    described: (position, name of the tile's size) of each tensor that a schedule may read by descriptor.
+    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for each.
+    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for strides.
+    flags: names of the constants that a call gives. Each value has a compiled kernel of its own.
     """
 
     def __init__(
@@ -518,8 +523,11 @@ class Kernel:
         strides: tuple[int, ...],
         flags: tuple[bool, ...] = (),
     ) -> None:
-        """Launch it under the schedule for x and `rows`: so many programs for each tile of rows, or in all where these walk over tiles."""
-        if flags:  # some tensors are for one value of a flag alone
+        """Launch it, under the schedule for the dtype and device of x and for `rows`.
+
+        There are `programs` programs for each tile of rows; where programs walk over tiles, that many in all.
+        """
+        if flags:  # a tensor may be missing for one value of a flag
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
             low = reduce(or_, filter(None, args), 0)
         else:
@@ -540,7 +548,7 @@ class Kernel:
             programs *= -(-rows // launch.block)
         direct = launch.parts is not None and not hooks_look_on()
         if not direct:
-            args = list(tensors)  # of addresses Triton knows no dtypes
+            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
             args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
         if not direct:
@@ -562,18 +570,19 @@ class Kernel:
         )
 
     def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
-        """One for each row of its schedule."""
+        """A Launch for each row of its schedule."""
         more = dict(zip(self.flags, flags))
         return [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
 
 
-# -------------------- Which blocks of scores count, as lists that kernels walk through.
+# -------------------- Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other.
 
 class BlockPlan(NamedTuple):
-    """The blocks that count: for each row of blocks those of keys, for each column those of queries.
+    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
 
-    `kv_list` [B or 1, Hq or 1, Tq, Tk] has the numbers of the blocks that count, in order, first; `kv_rank` [..., Tq, Tk + 1] says
-    how many come before each block. `q_list` and `q_rank` are the same of the transposed mask. All int32.
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count, in rising order,
+    then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come before it in its row.
+    `q_list` and `q_rank` are the same for the transposed mask.
     """
 
     kv_rank: torch.Tensor
@@ -588,14 +597,14 @@ def turned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(how many blocks that count come before each, the numbers of those that count, then of the others) of every row of a mask."""
+    """(ranks, lists) of every row of a mask of blocks [B, H, Tq, Tk], as in BlockPlan."""
     rank = torch.nn.functional.pad(mask.cumsum(3, dtype=torch.int32), (1, 0))
     listed = torch.sort(mask, dim=3, descending=True, stable=True).indices.to(torch.int32)
     return rank.contiguous(), listed.contiguous()
 
 
 def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ranks among full blocks, ranks among these and then all that are seen, the numbers in that order) of every row of two masks."""
+    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is a position in it."""
     full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
     rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
     listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
@@ -603,9 +612,9 @@ def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tenso
 
 
 def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks [B, H, Tq, Tk] of the blocks in which something is visible, and of those in which nothing is hidden, nor past the end.
+    """Two masks [B, H, Tq, Tk]: blocks with a visible pair, and full blocks: all pairs are visible and exist.
 
-    `count` [B, H, Tq, strips] has the number of visible pairs of each strip of a block.
+    `count` [B, H, Tq, strips] has the number of visible pairs in each strip of a block.
     """
     columns = -(-n_kv // block)
     count = count.unflatten(3, (columns, count.shape[3] // max(columns, 1))).sum(4) if columns else count
@@ -630,7 +639,7 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
 
 
 def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
-    """Raise one sentence if lists of blocks are not those of a call's sizes."""
+    """Raise ValueError, in one sentence, if lists of blocks do not have the shapes that this call needs."""
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
     shape = list(blocks.kv_list.shape)
     if shape[2:] != [rows, columns] or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
@@ -647,7 +656,7 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
 
 
 def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, names: tuple[str, ...], block: int, heads: list[int]) -> None:
-    """Raise one sentence if the lists of blocks of a plan of data are not those of a call; `heads` are the sizes of B and H in them."""
+    """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call. `heads`: the lists' lengths along B and H."""
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
@@ -662,10 +671,10 @@ def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, names: tuple[str, ..
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
 
 
-# -------------------- Dropout at a call: its seed, and what a seed keeps.
+# -------------------- Dropout at a call: checks of its arguments, and the mask that a seed gives.
 
 def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
-    """(seed on q's device or None if nothing is dropped, share dropped in 65536ths, 1 / share kept).
+    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is kept).
 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -695,12 +704,12 @@ def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | 
 
 
 def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
-    """`attention.dropout_mask`, by the module's kernel that draws what is kept."""
+    """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
 
     def dropout_mask(
         shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str = "cuda"
     ) -> torch.Tensor:
-        """Which weights calls with this dropout_p and seed keep: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
+        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
         keep = torch.ones(shape, dtype=torch.bool, device=device)
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():
@@ -712,12 +721,13 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
     return dropout_mask
 
 
-# -------------------- What the host does for gradients: splits of groups of heads, and sums for the inputs of modifiers.
+# -------------------- The host's part of the backward: into how many programs a group of heads is split, and sums for learned inputs.
 
 def splits_of(q: torch.Tensor, k: torch.Tensor, least: int) -> int:
-    """Among how many programs the query heads of a group are split for dK and dV: more than one where keys are few.
+    """How many programs share the query heads of a group, for dK and dV. It divides the group; it is 1 unless keys are few.
 
-    A multiprocessor gets at least so many keys of all sequences and heads; each program as many query heads as the others.
+    `least`: with one program for each group, a multiprocessor should have at least so many keys, counted over sequences and heads.
+    With fewer, groups are split.
     """
     group, keys = max(1, q.shape[1] // max(1, k.shape[1])), k.shape[0] * k.shape[1] * k.shape[2]
     most = min(group, max(1, group * keys // (least * processors(k.device))))  # query heads of one program
@@ -725,7 +735,10 @@ def splits_of(q: torch.Tensor, k: torch.Tensor, least: int) -> int:
 
 
 def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Room for sums by distance: for each tile of queries of the dQ kernel, a row for each turn of a diagonal around a tile."""
+    """Zeroed room for sums by distance, fp32 [B, Hq, rows, Nq + Nk]; without elements unless `needed`.
+
+    Each tile of queries of the dQ kernel has its own rows, one for each key tile that a diagonal crosses there.
+    """
     config = schedule(kernel.kernels, kernel.name, q, q.shape[2])
     turns = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1
     rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * turns
@@ -734,9 +747,10 @@ def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: boo
 
 
 def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
-    """The gradient of a table x that is read by distance along `dim`, at `index` of each: index_put_ adds in a fixed order, on CUDA too.
+    """The gradient of a table x that is read by distance along its dimension `dim`.
 
-    `parts` [B, Hq, rows, distances] are summed over all but the dimensions `kept` and distances.
+    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for each distance, the
+    place in the table. index_put_ adds in a fixed order, on CUDA too.
     """
     sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
     whole = torch.zeros_like(x).movedim(dim, 0).contiguous()
@@ -747,13 +761,13 @@ def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int,
 
 
 def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
-    """A gradient of some of a tensor's elements, zero for the others."""
+    """The gradient of `like` where only the elements at `index` have one, x: zero elsewhere."""
     whole = torch.zeros_like(like)
     whole[index] = x
     return whole
 
 
-# -------------------- A module's operators, by which torch traces its calls and records them for gradients.
+# -------------------- A module's operators of torch.library: torch traces calls of them, and autograd records them.
 
 Results = tuple[torch.Tensor, ...]
 
@@ -761,8 +775,10 @@ Results = tuple[torch.Tensor, ...]
 class Signature(NamedTuple):
     """The arguments of a module's operators after q, k and v.
 
-    `schema` declares them; the first `tensors` of them are tensors, of which those at `learned` get gradients. `summed`: the dQ kernel
-    writes parts of some of these gradients, so it runs for them, too. `unordered` are the names of those that are added to atomically.
+    schema: their declarations, as in "Tensor slope, float scale". The first `tensors` of them are tensors.
+    learned: the positions of those that get gradients.
+    summed: the dQ kernel writes parts of such a gradient, so it has to run for it, too.
+    unordered: the names of those whose gradients are added up atomically, in no fixed order.
     """
 
     schema: str
@@ -787,17 +803,17 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """What stands for rows like those of x, by an operator that tracers follow."""
+    """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
     shape, strides = rows_layout(addressable(x), width)
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
 class Operators:
-    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module's host programs, and calls of these.
+    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module, which run its host programs.
 
-    `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse, *operands, need_q,
-    need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)` take tensors that kernels can read in place. A name that is taken, as by
-    another copy of the module, gets a `_` at its end.
+    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse,
+    *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`. They get tensors that kernels can read in place. If another
+    copy of the module has registered NAME, a `_` is added to it.
     """
 
     def __init__(
@@ -828,7 +844,7 @@ class Operators:
         self._register_autograd()
 
     def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-        """An operator, with what runs it and what stands for its results where only their shapes are wanted."""
+        """Define an operator: `kernel` runs it, `fake` gives results of the right shapes under tracers."""
         self.library.define(f"{self.name}_{what}{schema}")
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
         self.library.impl(op, on_its_device(kernel), "CompositeExplicitAutograd")
@@ -837,7 +853,7 @@ class Operators:
         return op
 
     def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. With `shapes` nothing but autograd looks on, and kernels can read q, k and v in place."""
+        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place: no dispatcher is needed."""
         q, k, v = args[:3]
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
@@ -850,7 +866,7 @@ class Operators:
         return self.run_forward(*args, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by the operator. Triton's interpreter cannot multiply bf16: there it gets fp32."""
+        """Call the operator. Triton's interpreter cannot multiply bf16, so there it gets fp32."""
         dtype = args[0].dtype
         if self.interpreted and dtype == torch.bfloat16:
             args = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
@@ -912,14 +928,14 @@ class Operators:
             self.library.impl(op, _where_recorded(op, record), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Keep for the backward what it needs of q, k, v, the operands and the results."""
+        """Save what the backward needs: q, k, v, the operands and the results."""
         q, k, v, *operands = args
         n = self.signature.tensors
         ctx.save_for_backward(q, k, v, out, lse, *operands[:n])
         ctx.numbers = tuple(operands[n:])
 
     def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
-        """The gradients of q, k, v and the operands of which they are `needed`; None for the others."""
+        """The gradients of q, k, v and the operands; None for those that are not `needed`."""
         found: list[Any] = [None] * len(needed)
         if grad_out is None and grad_lse is None:
             return found
@@ -938,7 +954,7 @@ class Operators:
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
-    """What the dispatcher calls in autograd's place: what records the call; the operator itself where nothing is recorded."""
+    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself otherwise."""
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
@@ -950,7 +966,7 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
-    """The function that autograd records: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
+    """The autograd function of a call: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -964,7 +980,7 @@ def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
                     out, lse = operators.forward(*args)
             ctx.set_materialize_grads(False)
             operators.save(ctx, args, out, lse)
-            return (out, lse) if return_lse else out  # an output less to make differentiable
+            return (out, lse) if return_lse else out  # one output less for autograd to track
 
         @staticmethod
         def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
@@ -991,11 +1007,11 @@ def _public_backward(operators: Operators) -> Callable[..., Any]:
 # -------------------- `attention` as a torch.nn.Module.
 
 class AttentionModule(torch.nn.Module):
-    """A module without parameters. `forward` takes what `attention` takes, but for what the module holds: scale, dropout_p."""
+    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of `attention`."""
 
     attention: ClassVar[Callable[..., Any]]
     spec: ClassVar[str]
-    drops: ClassVar[bool]  # in training, with probability dropout_p
+    drops: ClassVar[bool]  # whether the spec has dropout, which applies in training
 
     def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ SCORE = "dense_bias"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
@@ -76,9 +76,9 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         bias: of the dtype of q, [B or 1, Hq or 1, Nq, Nk], what is added to the scores, differentiable.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; the rest is scaled up.
-        seed: what is dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's generator
-            of that device. `attention.dropout_mask` shows what a seed keeps.
+        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
+        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
+            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -102,7 +102,7 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale and dropout_p, and drops in training alone."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 

@@ -25,10 +25,10 @@ MASK = "causal and document"
 SHARING = "gqa"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fewer, programs split the query heads of a group
+SPLIT_KEYS = 512  # keys per multiprocessor, over sequences and heads; with fewer, the query heads of a group are split
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
@@ -61,7 +61,7 @@ def attention(
         k: [B, Hkv, Nk, 128], same dtype and device.
         v: [B, Hkv, Nk, 128], same dtype and device.
         document_ids: torch.int32 [B, Nk], the document of each key; queries are the last Nq positions.
-        plan: what `attention.plan` made of document_ids, in place of it: one for all calls with the same.
+        plan: the result of `attention.plan` for document_ids, given in place of it. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -120,7 +120,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(document_ids: torch.Tensor, n_q: int) -> Plan:
-    """What `attention` computes of document_ids before its kernels run, for calls that share it; without a sync."""
+    """Compute what the kernels read of document_ids, once for all calls that share it; without a sync."""
     return Plan(*document_spans(document_ids, n_q))
 
 
@@ -128,7 +128,7 @@ attention.plan = make_plan
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale."""
+    """`attention` as a module without parameters. It holds the scale."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
@@ -224,11 +224,18 @@ def _backward(
 
 
 def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
-    """What bounds documents, from ids [B, Nk] in any order, int32; the queries are the last n_q positions.
+    """Documents of queries and keys, and bounds of what they see, from ids [B, Nk] int32 in any order. Queries are the last n_q positions.
 
-    Numbers of the documents of queries [B, n_q] (-1: before the first key) and of keys [B, Nk]. Then four that rise along the queries
-    [B, n_q]: this query and those after it see no key before the first; this and those before it none from the second on; keys from
-    the third to the fourth are of the document of this one and all before it, and of this one and all after it. Then the same of keys.
+    Returns ten int32 tensors. Two are numbers of documents: of each query [B, n_q] (-1 before the first key), of each key [B, Nk].
+
+    Then come four bounds for each query [B, n_q], all rising along the queries:
+    1. This query and all later ones see no key before it.
+    2. This query and all earlier ones see no key from it on.
+    3. No key from it on is before the start of the document of this query, or of an earlier one.
+    4. No key before it is past the first unbroken run of the document of this query, or of a later one.
+    So keys from bound 3 of query j up to bound 4 of query i are in the documents of all queries from i to j.
+
+    The last four are the same bounds for each key [B, Nk], in numbers of queries.
     """
     document_ids = document_ids.contiguous()
     n = document_ids.shape[1]
@@ -239,7 +246,7 @@ def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, 
     last = torch.searchsorted(ordered, document_ids, right=True) - 1
     first, end = at.gather(1, number), at.gather(1, last) + 1
     starts = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    breaks = torch.cat([torch.where(starts, position, n)[:, 1:], torch.full_like(position[:, :1], n)], 1)  # the next start, if one is next
+    breaks = torch.cat([torch.where(starts, position, n)[:, 1:], torch.full_like(position[:, :1], n)], 1)  # the next start, or n
     low, high = torch.stack([breaks, breaks]), torch.stack([end, first]).int()
     if n:
         run = breaks.flip(1).cummin(1).values.flip(1).gather(1, first)

@@ -23,7 +23,7 @@ MASK = "block_sparse(block=64, pattern=local_global, local=2, globals=1)"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
 BLOCK = 64
@@ -75,10 +75,10 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         block_mask: torch.bool, broadcast to [B, Hq, ceil(Nq / 64), ceil(Nk / 64)], True where a block of scores
-            counts; or what `attention.plan` made of it. None means the spec's pattern, `attention.block_pattern`.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; the rest is scaled up.
-        seed: what is dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's generator
-            of that device. `attention.dropout_mask` shows what a seed keeps.
+            counts; or the result of `attention.plan` for it. None means the spec's pattern, `attention.block_pattern`.
+        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
+        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
+            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -106,7 +106,7 @@ BlockPlan = runtime.BlockPlan
 
 
 def plan_blocks(block_mask: torch.Tensor) -> BlockPlan:
-    """Lists of the blocks that count, made on the mask's device without a sync; `attention` takes them for its `block_mask`.
+    """Make lists of the blocks that count, on the mask's device and without a sync. `attention` takes them as its `block_mask`.
 
     Args:
         block_mask: torch.bool [Tq, Tk], with up to two dimensions before these, that broadcast to B and Hq.
@@ -132,7 +132,7 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale and dropout_p, and drops in training alone."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 

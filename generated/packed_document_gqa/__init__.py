@@ -25,10 +25,10 @@ MASK = "document(packed=True, causal=True)"
 SHARING = "gqa"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-SPLIT_KEYS = 512  # of all sequences and heads, for each multiprocessor: with fewer, programs split the query heads of a group
+SPLIT_KEYS = 512  # keys per multiprocessor, over sequences and heads; with fewer, the query heads of a group are split
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
@@ -63,7 +63,7 @@ def attention(
         v: [B, Hkv, Nk, 128], same dtype and device.
         cu_seqlens_q: torch.int32 [*], where each document starts, and the end of the last, among the queries.
         cu_seqlens_kv: torch.int32 [*], where each document starts, and the end of the last, among the keys.
-        plan: what `attention.plan` made of cu_seqlens_q and cu_seqlens_kv, in place of these: one for all calls with the same.
+        plan: the result of `attention.plan` for cu_seqlens_q and cu_seqlens_kv, given in place of them. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -119,7 +119,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int) -> Plan:
-    """What `attention` computes of cu_seqlens_q and cu_seqlens_kv before its kernels run, for calls that share it; without a sync."""
+    """Compute what the kernels read of cu_seqlens_q and cu_seqlens_kv, once for all calls that share it; without a sync."""
     return Plan(*packed_spans(cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, 1))
 
 
@@ -127,7 +127,7 @@ attention.plan = make_plan
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale."""
+    """`attention` as a module without parameters. It holds the scale."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
@@ -202,7 +202,7 @@ def _backward(
 
 
 def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int) -> tuple[torch.Tensor, ...]:
-    """Of each query [n_q] the first key that it sees and the end of the last, of each key [n_kv] the same of queries; int32.
+    """Four int32 tensors: the first and the end of the keys that each query sees [n_q]; the same, in queries, for each key [n_kv].
 
     Document d has the queries cu_seqlens_q[d] .. cu_seqlens_q[d + 1] and the keys cu_seqlens_kv[d] .. cu_seqlens_kv[d + 1]; with
     `causal` its last query meets its last key.
@@ -218,12 +218,12 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
         document = document.clamp(0, max(0, own.shape[0] - 2))
         last = (document + 1).clamp(max=own.shape[0] - 1)
         first, end = other[document], other[last]
-        meets = position + end - own[last]  # where the other's position is level with this one
+        meets = position + end - own[last]  # the other side's position that is level with this one
         if causal and side > 0:
             end = torch.minimum(end, meets + 1)
         elif causal:
             first = torch.maximum(first, meets)
-        rest = n_kv if side > 0 else n_q  # what is in no document sees nothing, after all others
+        rest = n_kv if side > 0 else n_q  # positions in no document see nothing; they come after all others
         spans += [torch.where(inside, x, rest).int() for x in (first, torch.maximum(first, end))]
     return tuple(spans)
 

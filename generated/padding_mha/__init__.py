@@ -25,7 +25,7 @@ MASK = "key_padding"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # on the scores, where none is given
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
@@ -60,7 +60,7 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         key_padding: torch.bool [B, Nk], True where a key may be attended to.
-        plan: what `attention.plan` made of key_padding, in place of it: one for all calls with the same.
+        plan: the result of `attention.plan` for key_padding, given in place of it. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(key_padding: torch.Tensor) -> Plan:
-    """What `attention` computes of key_padding before its kernels run, for calls that share it; without a sync."""
+    """Compute what the kernels read of key_padding, once for all calls that share it; without a sync."""
     return Plan(key_padding.contiguous(), *key_span(key_padding))
 
 
@@ -116,7 +116,7 @@ attention.plan = make_plan
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters, which holds the scale."""
+    """`attention` as a module without parameters. It holds the scale."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
@@ -189,7 +189,7 @@ def _backward(
 
 
 def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of a bool [B, Nk]: its first True, the end of the unbroken run from there, the end of its last True; i32 [B]."""
+    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of its last True."""
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
