@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import random
 import re
 import time
@@ -30,6 +31,7 @@ from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
+from attngen.ir.host import If
 from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
 from attngen.parts import Sizes
 from attngen.passes.base import Pass
@@ -87,7 +89,7 @@ def random_specs(number: int) -> Iterator[dict[str, Any]]:
         if not by_key and chance.random() < 0.2:
             score.append(learned_read(chance))
         yield {
-            "name": "random",
+            "name": "drawn",
             "heads": {"sharing": "mha" if by_key else chance.choice(["mha", "mqa", "gqa"])},
             "head_dim": chance.choice(HEAD_DIMS),
             "dtype": chance.choice(["fp16", "fp16", "fp32"]),
@@ -112,6 +114,7 @@ class Call:
     dropout_p: float
     seed: int
     splits: int
+    by_query: bool  # q lies in memory as [B, N, H, D], by which results do too
 
     @classmethod
     def random(cls, chance: random.Random, spec: Spec, module: Module, lengths: tuple[int, int] | None = None) -> Call:
@@ -143,7 +146,7 @@ class Call:
             shape = [*of[:2], -(-n_q // blocks.size), -(-n_kv // blocks.size)]
             given["block_mask"] = torch.rand(shape, generator=generator) < 0.6
         dropout_p = chance.choice([0.0, 0.1, 0.5, 0.9]) if spec.dropout else 0.0
-        return cls(of, tiles, given, dropout_p, chance.randrange(-(2**63), 2**63), chance.randint(1, group))
+        return cls(of, tiles, given, dropout_p, chance.randrange(-(2**63), 2**63), chance.randint(1, group), chance.random() < 0.5)
 
     @property
     def threshold(self) -> int:
@@ -158,7 +161,9 @@ class Call:
             rows, columns = (-(-n // blocks.size) for n in (self.sizes.n_q, self.sizes.n_kv))
             found["block_mask"] = function(blocks.pattern)(rows, columns, torch.device("cpu"), **dict(blocks.params))
         if "block_mask" in found:
-            found["block_mask"] = found["block_mask"].expand(*self.sizes[:2], -1, -1)
+            found["block_mask"] = found["block_mask"][(None,) * (4 - found["block_mask"].dim())]
+        if self.by_query:
+            found["q"] = found["q"].transpose(1, 2).contiguous().transpose(1, 2)
         arrays = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
         return {**arrays, "scale": spec.head_dim.qk**-0.5, "seed": self.seed, "threshold": self.threshold, "splits": self.splits}
 
@@ -182,14 +187,30 @@ def naive(spec: Spec, call: Call) -> Results:
     return {"out": out.detach().numpy(), "lse": lse.detach().numpy(), **{name: x.numpy() for name, x in zip(leaves, found)}}
 
 
-def aside(results: Results, inputs: dict[str, Any]) -> Results:
-    """What kernels compute that some calls alone launch, by the results of others: @packed and @delta."""
-    lse, kept = results["lse"], 1 - inputs["threshold"] / 65536
-    seen = lse > -np.inf
-    grad_lse = np.where(seen, inputs["grad_lse"], 0) if inputs["grad_lse"].shape == lse.shape else 0
-    delta = ((results["out"] * inputs["grad_out"]).sum(-1) - grad_lse) * kept
-    lse2 = np.where(seen, lse / np.log(2), np.inf)
-    return {"packed out": results["out"], "packed lse": lse, "delta": delta, "lse2": lse2}
+def computed(module: Module, inputs: dict[str, Any], tiles: dict[str, int]) -> Results:
+    """What two calls give: one of all gradients, and one without those of q and of inputs, for which @delta does what @dq does.
+
+    Few queries of grouped heads are packed in the first call; the second is launched as calls of many are.
+    """
+    second = {**inputs, "need_q": False, "need_inputs": False}
+    others = execute(with_many_queries(module), second, tiles, DOUBLE)
+    return {**execute(module, inputs, tiles, DOUBLE), **{f"{name} of the second call": x for name, x in others.items()}}
+
+
+def with_many_queries(module: Module) -> Module:
+    """The module that takes no number of queries for few."""
+
+    def change(op: Op) -> list[Op]:
+        by_size = isinstance(op, If) and symbol("Nq") in op.where.free_symbols
+        return [replace(op, where=sympy.false)] if by_size else [op]
+
+    return replace(module, hosts=tuple(host.rewrite(change) for host in module.hosts))
+
+
+def expected_of(results: Results) -> Results:
+    """What both calls give, by what all gradients are."""
+    empty = {name: np.zeros(0) for name in results if name == "dq" or name.startswith("d_")}
+    return {**results, **{f"{name} of the second call": x for name, x in {**results, **empty}.items()}}
 
 
 # ---------------------------------------------------------------------------------------------- the check
@@ -199,6 +220,9 @@ def must_be_equal(found: Results, expected: Results, of: str) -> None:
     """Raise Unequal for the first of the expected results that is found to differ by more than rounding, or to hold a NaN."""
     for name, right in expected.items():
         x = found[name]
+        if x.size != right.size or (x.size and x.shape != right.shape):
+            raise Unequal(f"{of}: {name} has shape {x.shape}; expected {right.shape}")
+        x, right = x.reshape(-1), right.reshape(-1)
         finite = np.isfinite(right)
         size = 1 + np.abs(right[finite]).max(initial=0.0)
         if not np.array_equal(x[~finite], right[~finite]):
@@ -209,23 +233,25 @@ def must_be_equal(found: Results, expected: Results, of: str) -> None:
 
 
 def is_same(a: Module, b: Module) -> bool:
-    """Whether two modules have the same kernels; a table of schedules says nothing of what these compute."""
-    return [(k.name, k.grid, k.blocks) for k in a.kernels] == [(k.name, k.grid, k.blocks) for k in b.kernels] and a.blocks == b.blocks
+    """Whether two modules have the same kernels and host programs; a table of schedules says nothing of what these compute."""
+    kernels = ([(k.name, k.grid, k.blocks) for k in module.kernels] for module in (a, b))
+    hosts = ([(host.name, host.blocks) for host in module.hosts] for module in (a, b))
+    return operator.eq(*kernels) and operator.eq(*hosts) and a.blocks == b.blocks
 
 
 def check_steps(spec: Spec, module: Module, call: Call, steps: tuple[Pass, ...]) -> int:
     """Hold each step's module against the one before it; how many there were. Raises Unequal, or what the executor raises."""
     inputs = call.of_module(spec)
-    before = execute(module, inputs, call.tiles, DOUBLE)
+    before = computed(module, inputs, call.tiles)
     expected = naive(spec, call)
     if not all(np.isfinite(x[x != -np.inf]).all() for x in expected.values()):
         return 0  # scores too large for softmax in float64
-    must_be_equal(before, {name: x for name, x in {**expected, **aside(expected, inputs)}.items() if name in before}, "naive attention")
+    must_be_equal(before, expected_of(expected), "naive attention")
     done = 1
     for step in steps:
         after = step.run(module)
         if not is_same(after, module):
-            results = execute(after, inputs, call.tiles, DOUBLE)
+            results = computed(after, inputs, call.tiles)
             must_be_equal(results, before, step.name)
             before, done = results, done + 1
         module = after
@@ -271,6 +297,7 @@ def drive(number: int, specs: int, calls: int = 1, only: int | None = None, repo
             module = build_module(spec)
         except SpecError:
             tally.refused += 1
+            assert tally.refused < 100 + 10 * tally.specs, f"nearly all specs are refused: {data}"
             continue
         chance = random.Random(f"{number} {place}")
         try:
