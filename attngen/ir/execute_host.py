@@ -64,7 +64,7 @@ def execute_host(
     given: its arguments by their names, and maybe more; tiles: BLOCK_Q and BLOCK_KV of every kernel; dtypes: SINGLE or DOUBLE; splits:
     among how many programs the heads of a group are split, which depends on the number of multiprocessors on a GPU.
     """
-    values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
+    values: Values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
     values |= _sizes(module, host, values, tiles)
     return _Run(module, host, tiles, dtypes, splits).block("entry", values)
 
@@ -134,7 +134,8 @@ class _Run:
         fill = np.nan if op.fill is None else float(op.fill)
         if op.like is None:
             return np.full(shape, fill, self.dtypes[op.type.dtype])
-        order = sorted(range(len(shape)), key=lambda d: -values[op.like].strides[d])  # of its dimensions in memory
+        strides = values[op.like].strides
+        order = sorted(range(len(shape)), key=lambda d: -strides[d])  # of its dimensions in memory
         laid_out = np.full([shape[d] for d in order], fill, self.dtypes[op.type.dtype])
         return laid_out.transpose(np.argsort(order))
 
@@ -218,7 +219,7 @@ class _Run:
         return {"seen": visible > 0, "full": (visible == size**2) & inside[:, None]}
 
     def _list_blocks(self, op: ListBlocks, values: Values) -> Arrays:
-        """Of each row of blocks: the numbers of the full ones, of the others that are seen, of the rest; how many come before each block."""
+        """Of each row of blocks: the numbers of the full ones, of others that are seen, of the rest; how many come before each block."""
         seen = values[op.src]
         full = values[op.full] if op.full else np.zeros_like(seen)
         if op.own == "kv":
