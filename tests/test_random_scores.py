@@ -151,7 +151,7 @@ def random_specs(number: int) -> Iterator[Spec]:
         elif i % 7 == 0 and len(sample.text) < 60:
             chain.append({"expr": "s + 0.5 * tanh(s) * weight[h, kv_idx]", "params": {"weight": {"tensor": ["H", "Nk"], "grad": True}}})
         with contextlib.suppress(SpecError):  # of a drawn one that forgets the score, or a parameter, once simplified
-            yield make_spec({"name": "random", "heads": {"sharing": "gqa"}, "head_dim": 64, "score": chain})
+            yield make_spec({"name": "drawn", "heads": {"sharing": "gqa"}, "head_dim": 64, "score": chain})
 
 
 def call(spec: Spec, number: int) -> dict[str, Any]:

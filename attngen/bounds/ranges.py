@@ -15,7 +15,7 @@ from itertools import permutations
 import sympy
 
 from attngen.bounds.intervals import Scene, Term, extremes, terms, with_rows
-from attngen.ir.expr import Bool, Expr, cdiv, floordiv, prove_le, select, symbol, to_text
+from attngen.ir.expr import Bool, Expr, cdiv, flattened, floordiv, prove_le, select, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
 
@@ -91,7 +91,7 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # they rise; so that this is plain to see, too
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
             bounds[i + 1] = sympy.Max(before, after)
-    return tuple(bounds)
+    return tuple(flattened(e) for e in bounds)
 
 
 def _run(term: Term, scene: Scene) -> Run:

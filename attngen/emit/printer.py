@@ -117,6 +117,8 @@ class _Printer:
             if self.wide and e.is_integer:
                 text = f"{text}.to(tl.int64)" if dims else f"tl.cast({text}, tl.int64)"
             return text, dims, 3
+        if e in (sympy.true, sympy.false):
+            return str(bool(e)), (), 3
         if e in (sympy.oo, -sympy.oo):
             return f'float("{"" if e > 0 else "-"}inf")', (), 3
         if e.is_Integer or e.is_Float:

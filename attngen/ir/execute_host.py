@@ -1,173 +1,251 @@
-"""What a call of a module computes: its kernels, launched on NumPy in the order in which the generated wrapper launches them.
+"""What a call of a module computes: its host programs on NumPy, op by op, and the kernels that they launch (ir/execute.py).
 
-All that is known of launching by hand is here: what is allocated, what is launched after what, which results are summed.
+Sizes are those of the arrays that a call gives. New tensors hold NaN until they are written, and lie in memory as the ops say, so that
+a view may need a copy as it does on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from attngen.ir.execute import SINGLE, execute_kernel
+from attngen.errors import AttngenError
+from attngen.ir.execute import SINGLE, Values, execute_kernel, spread
 from attngen.ir.expr import parse
-from attngen.ir.graph import Kernel, Learned, Module
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
 from attngen.ir.interface import STRIP
-from attngen.ir.numeric import value
+from attngen.ir.numeric import compiled, names, value
+from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
 
 Arrays = dict[str, Any]
 
 
 def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any] = SINGLE) -> Arrays:
-    """The results of a call, forward and backward, by name.
+    """The results of a call, forward and backward, by name: `out`, `lse`, `dq`, `dk`, `dv`, and `d_NAME` of each input that is learned.
 
     inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V], `grad_out` [B, Hq, Nq, D_V]; `grad_lse` [B, Hq, Nq],
     or [B, Hq, 0] for none; `scale`; what the mask and modifiers read by the names of the module's inputs, and what is derived of these;
-    `block_mask` [B, Hq, Tq, Tk] where the module has one; `seed` and `threshold` with dropout; `splits`, of groups of heads.
+    `block_mask` [B or 1, Hq or 1, Tq, Tk] where the module has one; `seed` and `threshold` with dropout; `splits`, of groups of heads.
+    `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, all of them by default; others have no elements.
     tiles: BLOCK_Q and BLOCK_KV; dtypes: SINGLE or DOUBLE. Raises OutsideTensor where a kernel leaves a tensor.
-
-    Results: `out`, `lse`, `dq`, `dk`, `dv`, and `d_NAME` of each input that is learned. A module that has these kernels besides gives
-    `packed out` and `packed lse`, of @packed; `delta` and `lse2`, of @delta, which calls launch that want no gradient of q.
     """
-    return _Call(module, inputs, tiles, dtypes).results()
+    threshold = inputs.get("threshold", 0)
+    given: Arrays = {"need_q": True, "need_kv": True, "need_inputs": True, "SEED": inputs.get("seed", 0)}
+    given |= {"dropout_threshold": threshold, "keep_scale": 65536 / (65536 - threshold)}
+    given |= {name.upper() if isinstance(x, np.ndarray) else name: x for name, x in inputs.items()}
+    given |= {"dO": inputs["grad_out"], "dLSE": inputs["grad_lse"]}
+
+    def run(name: str, of_tiles: Mapping[str, int] = tiles) -> Arrays:
+        return execute_host(module, module.host(name), given, of_tiles, dtypes, inputs.get("splits", 1))
+
+    if module.blocks:
+        if module.blocks.data:
+            given |= run("count", {"BLOCK_Q": module.blocks.size, "BLOCK_KV": STRIP})
+        given |= {name.lower(): x for name, x in run("lists").items()}
+    given |= run("forward")
+    found = run("backward")
+    gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV")}
+    return {"out": given["O"], "lse": given["LSE"], **gradients, **found}
 
 
-class _Call:
-    def __init__(self, module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any]) -> None:
-        self.module, self.inputs, self.dtypes, self.tiles = module, inputs, dtypes, tiles
-        self.kernels = {kernel.name: kernel for kernel in module.kernels}
-        q, k = inputs["q"], inputs["k"]
-        heads = {"B": q.shape[0], "Hq": q.shape[1], "Hkv": k.shape[1], "group": q.shape[1] // max(1, k.shape[1])}
-        self.sizes: dict[str, Any] = {**heads, "Nq": q.shape[2], "Nk": k.shape[2], "Nlse": inputs["grad_lse"].shape[2]}
-        self.sizes |= {"splits": inputs.get("splits", 1), "scale": inputs["scale"]}
-        threshold = inputs.get("threshold", 0)
-        self.sizes |= {"dropout_threshold": threshold, "keep_scale": 65536 / (65536 - threshold)}
-        given = {"Q": q, "K": k, "V": inputs["v"], "dO": inputs["grad_out"], "dLSE": inputs["grad_lse"]}
-        given |= {name.upper(): x for name, x in inputs.items() if isinstance(x, np.ndarray) and name not in ("q", "k", "v")}
-        given["SEED"] = np.asarray(inputs.get("seed", 0))
-        types = {arg.name: arg.type.dtype for kernel in module.kernels for arg in kernel.args}
-        self.tensors = {name: np.asarray(x, dtypes[types[name]]) for name, x in given.items() if name in types}
+def execute_host(
+    module: Module,
+    host: Host,
+    given: Mapping[str, Any],
+    tiles: Mapping[str, int],
+    dtypes: Mapping[str, Any] = SINGLE,
+    splits: int = 1,
+) -> Arrays:
+    """The results of one host program, by name.
+
+    given: its arguments by their names, and maybe more; tiles: BLOCK_Q and BLOCK_KV of every kernel; dtypes: SINGLE or DOUBLE; splits:
+    among how many programs the heads of a group are split, which depends on the number of multiprocessors on a GPU.
+    """
+    values: Values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
+    values |= _sizes(module, host, values, tiles)
+    return _Run(module, host, tiles, dtypes, splits).block("entry", values)
+
+
+def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int]) -> dict[str, int]:
+    """Every size by name: those that dimensions of arguments name, and those that follow from others."""
+    sizes = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
+    for arg in host.args:
+        for dim, length in zip(arg.type.dims, values[arg.name].shape, strict=True):
+            if dim.isidentifier() and sizes.setdefault(dim, length) != length:
+                raise AttngenError(f"host @{host.name}: %{arg.name} has {length} along {dim}; expected {sizes[dim]}, as others have")
+    if "Hkv" in sizes:
+        sizes["group"] = sizes["Hq"] // max(1, sizes["Hkv"])
+        sizes["Gq"] = sizes["group"] * sizes["Nq"]  # rows of a tile that packs the queries of a group
+        lines = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles["BLOCK_KV"] + 1  # that sums of a tile by distance take (see Store)
+        sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * lines, "Nd": sizes["Nq"] + sizes["Nk"]}
         if module.blocks:
-            self.tensors |= self.block_lists()
+            sizes |= {"Tq": -(-sizes["Nq"] // module.blocks.size), "Tk": -(-sizes["Nk"] // module.blocks.size)}
+            sizes["Ts"] = sizes["Tk"] * (module.blocks.size // STRIP)
+    return sizes
 
-    def allocate(self, kernel: Kernel, **starts: float) -> None:
-        """Room for what a kernel writes: NaN, or where it starts."""
-        dims = {**self.sizes, "D_QK": self.module.head_dim_qk, "D_V": self.module.head_dim_v, **self.distance_lines()}
-        for arg in kernel.args:
-            if arg.role in ("out", "inout"):
-                shape = [dims[d] if d in dims else int(d) for d in arg.type.dims]
-                self.tensors[arg.name] = np.full(shape, starts.get(arg.name, np.nan), self.dtypes[arg.type.dtype])
 
-    def distance_lines(self) -> dict[str, int]:
-        """The sizes of sums by distance: so many lines for each tile of queries (see Store)."""
-        block_q, block_kv = self.tiles["BLOCK_Q"], self.tiles["BLOCK_KV"]
-        lines = (block_q + block_kv - 2) // block_kv + 1
-        return {"Td": -(-self.sizes["Nq"] // block_q) * lines, "Nd": self.sizes["Nq"] + self.sizes["Nk"]}
+class _Run:
+    """The ops of one host program. The method that has the name of an op's kind gives the op's value; see ir/host.py for each.
 
-    def launch(self, name: str, tiles: Mapping[str, int] | None = None) -> None:
-        kernel = self.kernels[name]
-        scalars = {**{n: x for n, x in self.inputs.items() if not isinstance(x, np.ndarray)}, **self.sizes}
-        tensors = {arg.name: self.tensors[arg.name] for arg in kernel.args if arg.role != "scalar"}
-        execute_kernel(self.module, kernel, tensors, scalars, tiles or self.tiles, self.dtypes)
+    `values` holds, by name, all that a place in the program knows; a branch gets a copy.
+    """
 
-    def results(self) -> Arrays:
-        out, lse = self.forward()
-        self.tensors |= {"O": out, "LSE": lse}
-        found = {"out": out, "lse": lse, **self.backward()}
-        for name in (i.name for i in self.module.inputs if i.grad):
-            parts = (self.summed(x) for x in self.module.learned if x.input == name)
-            found[f"d_{name}"] = sum(parts, np.zeros_like(self.tensors[name.upper()]))
-        return found | self.aside()
+    def __init__(self, module: Module, host: Host, tiles: Mapping[str, int], dtypes: Mapping[str, Any], splits: int) -> None:
+        self.module, self.host, self.tiles, self.dtypes, self.splits = module, host, tiles, dtypes, splits
 
-    def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        self.allocate(self.kernels["fwd"], O_ACC=0, ROW_MAX=-np.inf, ROW_SUM=0)
-        self.launch("fwd")
-        if self.module.order == "kv_outer":
-            self.allocate(self.kernels["fwd_end"])
-            self.launch("fwd_end")
-        return self.tensors["O"], self.tensors["LSE"]
+    def block(self, name: str, values: Values) -> Arrays:
+        """Run a block's ops; what it yields."""
+        for op in self.host.block(name).ops:
+            match op:
+                case Arg():
+                    pass  # its value is there from the start
+                case Yield():
+                    return {field: values[ref] for field, ref in op.values}
+                case If() | CutBlocks() | ListBlocks():
+                    fields = getattr(self, f"_{HOST_KIND[type(op)]}")(op, values)
+                    values |= {f"{op.name}.{field}": x for field, x in fields.items()}
+                case _:
+                    values[op.name] = getattr(self, f"_{HOST_KIND[type(op)]}")(op, values)
+        return {}
 
-    def backward(self) -> Arrays:
-        """@dq before the kernels of keys, for which it makes DELTA and LSE2; by keys, @delta before @bwd."""
-        by_key = self.module.order == "kv_outer"
-        parts = {x.parts: 0 for x in self.module.learned if x.by != "row"}
-        for name in ("delta", "bwd", "dq_end") if by_key else ("dq", "dkdv", "dk", "dv"):
-            if name in self.kernels:
-                self.allocate(self.kernels[name], DQ_ACC=0, **parts)
-                self.launch(name)
-        dk, dv = (x.sum(2) if x.ndim == 5 else x for x in (self.tensors["dK"], self.tensors["dV"]))
-        return {"dq": self.tensors["dQ"], "dk": dk, "dv": dv}
+    def _if(self, op: If, values: Values) -> Arrays:
+        some = not op.of or any(values[ref].size for ref in op.of)
+        branch = op.then if some and value(op.where, values) else op.orelse
+        return self.block(branch, dict(values)) if branch else {}
 
-    def aside(self) -> Arrays:
-        """What kernels compute that other calls launch: with few queries, or without a gradient of q."""
-        found: Arrays = {}
-        if self.module.order == "q_outer":
-            self.allocate(self.kernels["delta"])
-            self.launch("delta")
-            found = {"delta": self.tensors["DELTA"], "lse2": self.tensors["LSE2"]}
-        if "packed" in self.kernels:
-            sizes, queries = self.sizes, self.sizes["Nq"]
-            rows = sizes["group"] * queries
-            self.tensors["Q"] = self.tensors["Q"].reshape(sizes["B"], sizes["Hkv"], rows, self.module.head_dim_qk)
-            self.sizes = {**sizes, "Nq": rows, "queries": queries}
-            self.allocate(self.kernels["packed"])
-            self.launch("packed")
-            of_query = (sizes["B"], sizes["Hq"], queries)
-            found |= {
-                "packed out": self.tensors["O"].reshape(*of_query, self.module.head_dim_v),
-                "packed lse": self.tensors["LSE"].reshape(of_query),
-            }
-        return found
+    # ------------------------------------------------------------------ tensors
 
-    def block_lists(self) -> Arrays:
-        """Ranks and lists of the blocks that count, of rows of blocks and of columns; found by @blocks where data says which."""
-        blocks = self.module.blocks
-        assert blocks is not None
-        rows, columns = (-(-self.sizes[n] // blocks.size) for n in ("Nq", "Nk"))
-        if not blocks.data:
-            seen: np.ndarray = self.inputs["block_mask"]
-            full = np.zeros_like(seen)
+    def shape(self, type_: Type, values: Values) -> tuple[int, ...]:
+        return tuple(int(d) if d.isdigit() else values[d] for d in type_.dims)
+
+    def _alloc(self, op: Alloc, values: Values) -> np.ndarray:
+        if not value(op.where, values):
+            if op.otherwise:  # one split: the tensor itself is the part
+                return np.expand_dims(values[op.otherwise], op.type.dims.index("splits"))
+            return np.empty((0,) * len(op.type.dims), self.dtypes[op.type.dtype])
+        if "*" in op.type.dims:  # parts of a gradient, one for each element of an input
+            source = next(x.input.upper() for x in self.module.learned if x.parts == op.name)
+            shape = values[source].shape
         else:
-            strips = blocks.size // STRIP
-            count = np.zeros((self.sizes["B"], self.sizes["Hq"], rows, columns * strips))
-            self.tensors["COUNT"] = count
-            self.launch("blocks", {"BLOCK_Q": blocks.size, "BLOCK_KV": STRIP})
-            visible = count.reshape(*count.shape[:3], columns, strips).sum(4)
-            inside = np.arange(rows) < self.sizes["Nq"] // blocks.size  # rows past the end may count as visible
-            seen, full = visible > 0, (visible == blocks.size**2) & inside[:, None]
-        return {**_lists("KV", seen, full), **_lists("Q", seen.swapaxes(2, 3), full.swapaxes(2, 3))}
+            shape = self.shape(op.type, values)
+        fill = np.nan if op.fill is None else float(op.fill)
+        if op.like is None:
+            return np.full(shape, fill, self.dtypes[op.type.dtype])
+        strides = values[op.like].strides
+        order = sorted(range(len(shape)), key=lambda d: -strides[d])  # of its dimensions in memory
+        laid_out = np.full([shape[d] for d in order], fill, self.dtypes[op.type.dtype])
+        return laid_out.transpose(np.argsort(order))
 
-    def summed(self, x: Learned) -> np.ndarray:
-        """A gradient of an input from its parts: each is added where the input is read for it."""
-        like = self.tensors[x.input.upper()]
-        keep_scale, n_q, n_kv = (self.sizes[name] for name in ("keep_scale", "Nq", "Nk"))
-        if x.by == "element":
-            return self.tensors[x.parts]
-        if x.by == "row":  # of a sink, which has a probability in every row and no value
-            probability = np.exp(like[:, None] - self.tensors["LSE"])
-            return -(probability * self.tensors["DELTA"] * keep_scale).sum((0, 2))
-        parts = self.tensors[x.parts]
-        if x.by == "distance":
-            parts = parts.sum(2) * keep_scale
-        places: Arrays = {**self.sizes, **dict(zip(("b", "h", "q", "kv"), np.indices(parts.shape, sparse=True)))}
-        places |= {"hkv": places["h"] // self.sizes["group"], "distance": np.arange(-n_q, n_kv)}
-        at = [np.broadcast_to(value(parse(e), places), parts.shape) for e in x.index]
-        inside = np.all([(i >= -n) & (i < n) for i, n in zip(at, like.shape)], axis=0)
-        found = np.zeros_like(like)
-        np.add.at(found, tuple(i[inside] % n for i, n in zip(at, like.shape)), parts[inside])
+    def _view(self, op: View, values: Values) -> np.ndarray:
+        source, shape = values[op.src], self.shape(op.type, values)
+        if op.by == "expand":
+            return np.broadcast_to(source, shape)
+        seen = source.reshape(shape)
+        if op.fresh and not np.shares_memory(seen, source):
+            seen.fill(np.nan)  # it is a copy, and room for results
+        return seen
+
+    def _copy(self, op: Copy, values: Values) -> None:
+        values[op.into][...] = values[op.src].reshape(values[op.into].shape)
+
+    # ------------------------------------------------------------------ launches
+
+    def _splits(self, op: Splits, values: Values) -> int:
+        return self.splits
+
+    def _launch(self, op: Launch, values: Values) -> None:
+        kernel, given = self.module.kernel(op.kernel), dict(op.args)
+        known = {**values, **{name: value(e, values) for name, e in op.sizes}}
+        passed = {arg.name: known[given.get(arg.name, arg.name)] for arg in kernel.args}
+        tensors = {arg.name: passed.pop(arg.name) for arg in kernel.args if arg.role != "scalar"}
+        unwanted = {x.parts for x in self.module.learned if x.by != "row" and x.parts in tensors and not values["need_inputs"]}
+        for arg in kernel.args:
+            if arg.name in tensors.keys() - unwanted:
+                self.must_fit(op, arg, tensors[arg.name], known)
+        grid = {str(s): known[str(s)] for axis in kernel.grid for s in axis.extent.free_symbols if str(s) in known}
+        execute_kernel(self.module, _without(kernel, unwanted), tensors, {**grid, **passed}, self.tiles, self.dtypes)
+
+    def must_fit(self, op: Launch, arg: Arg, x: np.ndarray, known: Values) -> None:
+        """Raise where a tensor has not the dimensions that the kernel declares; one of any length has what it has."""
+        expected = [known.get(d, int(d) if d.isdigit() else None) for d in arg.type.dims]
+        if len(expected) != x.ndim or any(length not in (None, have) for length, have in zip(expected, x.shape)):
+            dims = ", ".join(arg.type.dims)
+            raise AttngenError(f"host @{self.host.name}: @{op.kernel} is given %{arg.name} with shape {list(x.shape)}; expected [{dims}]")
+
+    # ------------------------------------------------------------------ arithmetic of tensors
+
+    def _map(self, op: Map, values: Values) -> Any:
+        uses = dict(op.uses)
+        dims = {name: self.host.type_of(uses[name]).dims for name in names(op.expr) if name in uses}
+        named = {name: spread(values[uses.get(name, name)], dims.get(name, ()), op.type.dims) for name in names(op.expr)}
+        return np.asarray(compiled(op.expr)(named), self.dtypes[op.type.dtype])
+
+    def _sum(self, op: Sum, values: Values) -> np.ndarray:
+        dims = self.host.type_of(op.value).dims
+        left = tuple(d for d in dims if d not in op.over)
+        summed = values[op.value].sum(tuple(dims.index(d) for d in op.over))
+        found: np.ndarray = summed.transpose([left.index(d) for d in op.type.dims])
+        if op.into:
+            values[op.into][...] = found
         return found
 
+    def _place(self, op: Place, values: Values) -> np.ndarray:
+        found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
+        found[tuple(slice(None) if at == ":" else int(at) for at in op.at)] = values[op.value]
+        return found
 
-def _lists(name: str, seen: np.ndarray, full: np.ndarray) -> Arrays:
-    """Of each row of blocks: the numbers of the full ones, of the others that are seen, of the rest; how many come before each block."""
+    def _sum_distances(self, op: SumDistances, values: Values) -> np.ndarray:
+        """Each sum is added where the table was read for it: nowhere, if that is outside the table."""
+        found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
+        sums = values[op.value].sum(2)  # [B, Hq, Nd]: over the lines that tiles have stored
+        b, h, _ = np.indices(sums.shape, sparse=True)
+        places = {**values, "b": b, "h": h, "hkv": h // values["group"], "distance": np.arange(-values["Nq"], values["Nk"])}
+        at = [np.broadcast_to(value(parse(e), places), sums.shape) for e in op.at]
+        inside = np.all([(i >= -n) & (i < n) for i, n in zip(at, found.shape)], axis=0)
+        np.add.at(found, tuple(i[inside] % n for i, n in zip(at, found.shape)), sums[inside])
+        return found
 
-    def ranks(listed: np.ndarray) -> np.ndarray:
-        return np.pad(listed.cumsum(3), ((0, 0), (0, 0), (0, 0), (1, 0)))
+    # ------------------------------------------------------------------ blocks of scores
 
-    order = 2 - seen.astype(int) - full
-    return {
-        f"{name}_FULL_RANK": ranks(full),
-        f"{name}_RANK": ranks(seen & ~full) + full.sum(3, keepdims=True),
-        f"{name}_LIST": np.argsort(order, axis=3, kind="stable"),
-    }
+    def _cut_blocks(self, op: CutBlocks, values: Values) -> Arrays:
+        assert self.module.blocks is not None
+        size, count = self.module.blocks.size, values[op.src]
+        rows, columns = values["Tq"], values["Tk"]
+        visible = count.reshape(*count.shape[:2], rows, columns, size // STRIP).sum(4)
+        inside = np.arange(rows) < values["Nq"] // size  # rows past the end may count as visible
+        return {"seen": visible > 0, "full": (visible == size**2) & inside[:, None]}
+
+    def _list_blocks(self, op: ListBlocks, values: Values) -> Arrays:
+        """Of each row of blocks: the numbers of the full ones, of others that are seen, of the rest; how many come before each block."""
+        seen = values[op.src]
+        full = values[op.full] if op.full else np.zeros_like(seen)
+        if op.own == "kv":
+            seen, full = seen.swapaxes(2, 3), full.swapaxes(2, 3)
+        order = np.where(full, 0, np.where(seen, 1, 2))
+        ranks = {"full_rank": _before(full), "rank": _before(seen & ~full) + full.sum(3, keepdims=True)}
+        return {**ranks, "list": np.argsort(order, axis=3, kind="stable")}
+
+
+def _before(listed: np.ndarray) -> np.ndarray:
+    """How many blocks of a row are listed before each block, and before its end."""
+    return np.pad(listed.cumsum(3), ((0, 0), (0, 0), (0, 0), (1, 0)))
+
+
+def _without(kernel: Kernel, parts: set[str]) -> Kernel:
+    """The kernel without what it stores to some tensors, as it is compiled for calls that need no gradients of inputs."""
+
+    def change(_: str, op: Op) -> Iterator[Op]:
+        stores = isinstance(op, (Store, Scatter)) and _tensor(kernel, op.dst.tensor) in parts
+        if not stores and not (isinstance(op, Base) and op.src.tensor in parts):
+            yield op
+
+    return kernel.rewrite(change) if parts else kernel
+
+
+def _tensor(kernel: Kernel, ref: str) -> str:
+    """The argument that a reference to memory leads to."""
+    op = kernel.op(ref)
+    return op.src.tensor if isinstance(op, Base) else ref

@@ -375,6 +375,18 @@ class _Builder(ast.NodeVisitor):
             raise IRError(f"{self.where}: `{self.text}`: {error}") from error
 
 
+def flattened(e: Expr) -> Expr:
+    """An expression without a max right inside a max, or a min inside a min: sympy leaves some where it takes parts out of them."""
+    extremes = e.atoms(sympy.Min, sympy.Max)
+    if not any(isinstance(arg, x.func) for x in extremes for arg in x.args):
+        return e
+    return _rebuilt(e)
+
+
+def _rebuilt(e: Expr) -> Expr:
+    return e.func(*map(_rebuilt, e.args)) if e.args else e
+
+
 def conjuncts(e: Bool) -> list[Bool]:
     """The parts of a conjunction, in an order that does not depend on hashes; none for `true`."""
     return sorted(sympy.And.make_args(e), key=sympy.default_sort_key) if e != sympy.true else []

@@ -97,6 +97,29 @@ def _other(op: If) -> str:
     return f"@{op.orelse}" if op.orelse else "there is no other branch, which yields"
 
 
+def types(module: Module, host: Host) -> Iterator[str]:
+    """A view has the dimensions that its source's become, and a sum those that are left."""
+    for op in host.ops():
+        if isinstance(op, View):
+            expected = _seen(op.by, host.type_of(op.src).dims, op.type.dims)
+        elif isinstance(op, Sum):
+            expected = tuple(d for d in host.type_of(op.value).dims if d not in op.over)
+            expected = op.type.dims if sorted(expected) == sorted(op.type.dims) else expected  # in any order
+        else:
+            continue
+        if op.type.dims != expected:
+            yield f"%{op.name} is [{', '.join(op.type.dims)}]; expected [{', '.join(expected)}]"
+
+
+def _seen(by: str, dims: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The dimensions of a view of a tensor; those that it repeats may be any."""
+    if by == "expand":
+        return tuple(w if d == "*" else d for d, w in zip(dims, wanted))
+    if by == "heads":
+        return tuple(x for d in dims for x in (("Hkv", "group") if d == "Hq" else (d,)))
+    return tuple({"Hq": "Hkv", "Nq": "Gq"}.get(d, d) for d in dims)
+
+
 def launches(module: Module, host: Host) -> Iterator[str]:
     """Each argument of a kernel is a value of the host, of the type that the kernel declares. The kernel's grid is over known sizes."""
     kernels = {kernel.name: kernel for kernel in module.kernels}
@@ -268,6 +291,7 @@ RULES: dict[str, Rule] = {
     "host-structure": structure,
     "host-arguments": arguments,
     "host-defined": defined,
+    "host-types": types,
     "host-launches": launches,
     "host-written": written,
     "host-read": read,

@@ -169,7 +169,7 @@ class Masked:
 
     @classmethod
     def of(cls, mask: Mask) -> Masked:
-        spec = make_spec({"name": "random", "heads": {"sharing": "gqa"}, "head_dim": 64, "mask": mask})
+        spec = make_spec({"name": "drawn", "heads": {"sharing": "gqa"}, "head_dim": 64, "mask": mask})
         kernels = build_forward(spec), build_dkdv(spec)
         return cls(mask, spec, tuple(View(k.own_axis, k, tile_ranges(k, "step")) for k in kernels))
 

@@ -53,6 +53,20 @@ BROKEN = [
         "    yield values(dK=%no_dK)",
         "@both of %Needed yields dK, dV, and @neither dK",
     ),
+    (
+        "causal_gqa",
+        "host-types",
+        "%Q_rows = view %Q by(group) : T[B, Hkv, Gq, D_QK]",
+        "%Q_rows = view %Q by(group) : T[B, Gq, Hkv, D_QK]",
+        "%Q_rows is [B, Gq, Hkv, D_QK]; expected [B, Hkv, Gq, D_QK]",
+    ),
+    (
+        "temperature_mha",
+        "host-types",
+        "over(B, Nq) : f32[Hq]",
+        "over(B) : f32[Hq]",
+        "_sum is [Hq]; expected [Hq, Nq]",
+    ),
     ("causal_mha", "host-launches", "launch @dkdv", "launch @dvdk", "it launches @dvdk; the kernels are fwd, dq, delta, dkdv"),
     ("causal_mha", "host-launches", "    launch @delta\n", "", "no host program launches @delta"),
     (
