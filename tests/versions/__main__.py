@@ -121,7 +121,8 @@ def page(runs: dict[str, dict[str, Any]], kept: dict[str, Any]) -> str:
         f"{intro}\n",
         *table("suite", columns("tests")),
         "\n## Private interfaces\n",
-        "Which private interfaces `attngen/runtime/private.py` takes; where it says `public`, the public way stands in.\n",
+        "Which private interfaces `attngen/runtime/private.py` takes; where it says `public`, the public way stands in\n"
+        "(builds for the CPU alone have no `_cuda_getDevice`).\n",
         *table("interface", columns("private")),
         "\n## A sample, compiled\n",
         "Kernels of `causal_mqa`, compiled ahead of time, beside what [fit.md](fit.md) predicts of shared memory.\n",
