@@ -6,6 +6,7 @@ VENV ?= .venv
 PYTHON3 ?= python3
 SPEC ?= specs/causal_mqa.yaml
 TORCH_INDEX ?=
+VERSIONS ?= .versions
 
 ifeq ($(VENV),system)
 PYTHON := $(PYTHON3)
@@ -18,7 +19,7 @@ endif
 INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements-cpu.txt)
 
-.PHONY: help ready demo test lint verify verify-all nightly regen gpu-test
+.PHONY: help ready demo test lint verify verify-all nightly versions regen gpu-test
 
 help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
@@ -27,6 +28,7 @@ help:
 	@echo "make verify    compile, without a GPU, the kernels that changed and a share of the others"
 	@echo "make verify-all  compile every kernel for every target"
 	@echo "make nightly   verify-all, the test suite with what only repeats, a million checks of random masks"
+	@echo "make versions  a short suite under each supported torch and Triton, in environments of their own (VERSIONS=DIR, 6 GB each)"
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
@@ -70,6 +72,10 @@ verify-all: $(READY)
 nightly: verify-all
 	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly"
 	$(PYTHON) -m tests.passes.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
+
+# Each pair of torch and Triton is installed once, with the default package index: a build for CUDA, which runs on a CPU too.
+versions:
+	$(PYTHON3) -m tests.versions --envs $(VERSIONS)
 
 regen: $(READY)
 	$(PYTHON) -m attngen build --all

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from attngen.testing import Case, heads_for, make_inputs
-from tests.helpers import ROOT, built, spec
+from attngen.testing import Case, heads_for, load_module, make_inputs
+from tests.helpers import FEW, ROOT, built, spec
 
 Arguments = dict[str, Any]
 
@@ -152,3 +154,33 @@ def test_what_is_odd_but_right_is_accepted(device: str) -> None:
     ones = torch.ones_like(lse)
     lazy, plain = (torch.autograd.grad(lse, q, grad, retain_graph=True)[0] for grad in (torch._neg_view(ones), -ones))
     assert lazy.equal(plain)
+
+
+def results(module: Any, made: Arguments, options: Arguments) -> list[torch.Tensor]:
+    """Results of a call, and the gradients of q, k and v."""
+    leaves = {x: made[x].detach().requires_grad_() for x in "qkv"}
+    out, lse = module.attention(**{**made, **leaves}, **options, return_lse=True)
+    return [out, lse, *torch.autograd.grad(out.float().square().sum(), tuple(leaves.values()))]
+
+
+@pytest.mark.parametrize("name", FEW)
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(
+    first=st.integers(1, 40), steps=st.lists(st.integers(1, 33), min_size=1, max_size=3), queries=st.integers(1, 20), cached=st.booleans()
+)
+def test_calls_with_ever_more_keys_are_as_those_of_a_fresh_module(
+    name: str, device: str, first: int, steps: list[int], queries: int, cached: bool
+) -> None:
+    """As in a loop that decodes: keys of their own each time, or the first rows of a cache, whose strides stay.
+
+    One module takes all the calls, those of other examples too. Each must give what a module gives that was imported for it alone.
+    """
+    lengths = [first + sum(steps[:at]) for at in range(len(steps) + 1)]
+    options = {"dropout_p": 0.3, "seed": 5} if spec(name).dropout else {}
+    q, k, v, _ = make_inputs(spec(name), Case(1, *heads_for(spec(name), 2), queries, lengths[-1]), built(name).DTYPES[-1], device)
+    for n in lengths:
+        *_, inputs = make_inputs(spec(name), Case(1, *heads_for(spec(name), 2), queries, n), built(name).DTYPES[-1], device)
+        keys = {"k": k[:, :, :n], "v": v[:, :, :n]}
+        made = {"q": q, **(keys if cached else {x: y.clone(memory_format=torch.contiguous_format) for x, y in keys.items()}), **inputs}
+        fresh = load_module(ROOT / "generated" / name)
+        assert all(a.equal(b) for a, b in zip(results(built(name), made, options), results(fresh, made, options), strict=True)), n

@@ -17,8 +17,18 @@ from attngen.spec import parse_spec
 from attngen.verify import RULES
 from attngen.verify.host import RULES as HOST_RULES
 from tests.helpers import ROOT, SPECS, lowered, spec
+from tests.versions.__main__ import PAIRS
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/ir.md", "docs/theory.md", "docs/fit.md", "docs/lm-training.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/ir.md",
+    "docs/theory.md",
+    "docs/fit.md",
+    "docs/lm-training.md",
+    "docs/versions.md",
+)
 
 
 def text(page: str) -> str:
@@ -138,3 +148,11 @@ def test_the_workflow_runs_what_there_is() -> None:
     recipe = makefile.partition("\ngpu-test:")[2]
     assert "attngen build --all" in recipe and "pytest -m gpu" in recipe
     assert "attngen test --all --report docs/gpu-verification.md" in recipe
+
+
+def test_the_page_of_versions_has_each_supported_pair_and_those_that_are_pinned() -> None:
+    first, pinned = next(iter(PAIRS)), dict(re.findall(r"^(torch|triton)==(.*)$", text("requirements-cpu.txt"), re.MULTILINE))
+    least = dict(re.findall(r'^ +"(torch|triton)>=([\d.]+)"', text("pyproject.toml"), re.MULTILINE))
+    assert PAIRS[pinned["torch"]] == pinned["triton"]
+    assert (f"{least['torch']}.0", f"{least['triton']}.0") == (first, PAIRS[first])
+    assert f"| suite | {' | '.join(f'torch {torch}, Triton {triton}' for torch, triton in PAIRS.items())} |" in text("docs/versions.md")

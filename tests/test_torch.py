@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -184,6 +185,46 @@ def test_two_imports_under_one_name_both_work(device: str) -> None:
     second = load_module(ROOT / "generated" / name)
     assert first.FORWARD is not second.FORWARD
     assert first.attention(q, k, v).equal(second.attention(q, k, v))
+
+
+# Loads a saved graph beside a copy of the module in another place, and saves what the graph gives.
+LOAD = """
+import importlib, sys, torch
+sys.path.insert(0, sys.argv[1])
+importlib.import_module(sys.argv[2])
+leaves, inputs, grads, expected = torch.load(sys.argv[4])
+results = torch.export.load(sys.argv[3]).module()(*leaves, inputs)
+found = (*results, *torch.autograd.grad(results, leaves, grads))
+assert all(a.equal(b) for a, b in zip(found, expected, strict=True)), "the graph gives something else"
+print("the same")
+"""
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path: Path) -> None:
+    """Results and gradients of a graph by torch.export, at another length; the operators' names do not depend on where a module is."""
+    generated = built(name)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = generated.Attention(scale=0.3)
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: dict[str, torch.Tensor]) -> Any:
+            return self.attention(q, k, v, **inputs, return_lse=True)
+
+    leaves, inputs, _ = problem(name, small(name, 48, 48), device)
+    length = torch.export.Dim.AUTO  # of which a module's wrapper may ask that there are few blocks
+    lengths = {i.name: {at: length for at, d in enumerate(i.shape) if d in ("Nq", "Nk")} for i in spec_of(name).inputs()}
+    exported = torch.export.export(Model().eval(), (*leaves, inputs), dynamic_shapes=(*[{2: length}] * 3, lengths))
+    torch.export.save(exported, tmp_path / "model.pt2")
+    leaves, inputs, grads = problem(name, small(name, 60, 60), device)
+    results = Model().eval()(*leaves, inputs)
+    torch.save((leaves, inputs, grads, (*results, *torch.autograd.grad(results, leaves, grads))), tmp_path / "values.pt")
+    shutil.copytree(ROOT / "generated" / name, tmp_path / "elsewhere" / "vendored")
+    paths = [str(tmp_path / "elsewhere"), "vendored", str(tmp_path / "model.pt2"), str(tmp_path / "values.pt")]
+    done = subprocess.run([sys.executable, "-c", LOAD, *paths], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "the same\n", done.stderr
 
 
 LAZY = """

@@ -1,0 +1,34 @@
+"""Prints, as JSON, which private interfaces of torch and Triton the runtime takes in this environment: `python -m tests.versions.probe`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import triton
+from triton.compiler import CompiledKernel
+
+from attngen.runtime import private
+from tests.test_private import PRIVATE
+
+PARTS = ("run", "function", "packed_metadata")  # of a compiled kernel; only a GPU shows that they launch it
+
+
+def is_taken(home: Any, name: str) -> bool:
+    """Whether the runtime holds the private interface itself, or reads it at each call."""
+    found = getattr(home, name, None)
+    return found is not None and (name == "_current_level" or any(value is found for value in vars(private).values()))
+
+
+def main() -> None:
+    """Print a name and true or false of each."""
+    taken = {name: is_taken(home, name) for home, name in PRIVATE}
+    source = inspect.getsource(CompiledKernel)
+    taken["knobs.runtime.launch_enter_hook.calls"] = hasattr(triton.knobs.runtime.launch_enter_hook, "calls")
+    taken["CompiledKernel: " + ", ".join(PARTS)] = all(f"self.{part}" in source or f"def {part}" in source for part in PARTS)
+    print(json.dumps(taken))
+
+
+if __name__ == "__main__":
+    main()
