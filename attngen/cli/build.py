@@ -120,7 +120,7 @@ def emit(
         module = parse_module(text, str(ir))
         if module.phase != "target":
             raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
-        files = keep(render(verify(module)), out_dir / module.name)
+        files = keep(module, render(verify(module)), out_dir / module.name)
     except VerifyError as error:
         if verbose:
             print(error.ir_text, file=sys.stderr)

@@ -23,6 +23,7 @@ from attngen.ir.ops import (
     Block,
     Dot,
     Fact,
+    Gather,
     Keep,
     Load,
     Loop,
@@ -36,6 +37,7 @@ from attngen.ir.ops import (
 )
 
 PHASES = ("logical", "scheduled", "target")
+DEFAULT_BACKEND = "triton"  # of attngen/backends
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,11 @@ class Kernel:
         """Whether it keeps the running maximum of the softmax."""
         return any(isinstance(op, SoftmaxStep) for op in self.ops())
 
+    @cached_property
+    def reads_pairs(self) -> bool:
+        """Whether its mask or modifiers read something for each score."""
+        return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in self.ops())
+
     @property
     def walks(self) -> bool:
         """Whether its programs walk over the tiles of an axis, each in turn their own, rather than have one each by the grid."""
@@ -347,6 +354,7 @@ class Row:
     num_stages: int
     tma: bool = False  # loads marked `via(descriptor)` are copied by the device's engine, the others by threads
     measured: bool = False
+    backend: str = DEFAULT_BACKEND  # of attngen/backends: what compiles the kernel
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.analysis.sram import tile_width
+from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Launch
 from attngen.ir.interface import SIGNATURES

@@ -167,15 +167,3 @@ def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
                 when = dict(op.check).get(axis)
                 if when != "always" and not (when == "partial" and looped.get(block.name) == axis):
                     yield f"%{op.name} in @{block.name} does not check {axis}" + (" in full tiles too" if when else "")
-
-
-def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Tiles padded to a power of two check the head dimension on every access."""
-    for op in kernel.ops():
-        if isinstance(op, (Load, Store)):
-            tile = kernel.type_of(op.value) if isinstance(op, Store) else op.type
-            axes = {a for a, when in op.check if when == "always"}
-            for padded, dim in zip(tile.dims, tile.unpadded):
-                axis = next(letter for letter, known in AXIS_DIM.items() if known == dim) if padded != dim else ""
-                if axis and axis not in axes:
-                    yield f"%{op.name} is padded to {padded} but does not check {axis}"

@@ -10,6 +10,7 @@ from typing import Any
 import networkx as nx
 import sympy
 
+from attngen.backends import BACKENDS
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.interface import input_tensors, query_heads
@@ -24,7 +25,8 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     for key, value, known in (
         ("heads", module.sharing, ("mha", "mqa", "gqa")),
         ("precision", module.precision, ("ieee", "tf32")),
-        ("backend", module.backend, ("triton",)),
+        ("backend", module.backend, tuple(BACKENDS)),
+        *(("backend", row.backend, tuple(BACKENDS)) for row in module.rows(kernel.name)),
         *(("dtype", d, ("bf16", "fp16", "fp32")) for d in module.dtypes),
         *((f"head_dim {n}", d, range(16, 257, 8)) for n, d in (("qk", module.head_dim_qk), ("v", module.head_dim_v))),
     ):

@@ -18,7 +18,6 @@ from attngen.analysis.io import compulsory_bytes, hbm_bytes, traffic
 from attngen.analysis.models import MODELS
 from attngen.analysis.numbers import done, flash1_tile, moved
 from attngen.analysis.roofline import Problem
-from attngen.analysis.sram import elements, tile_bytes
 from attngen.analysis.theory import (
     B_C,
     B_R,
@@ -40,6 +39,7 @@ from attngen.analysis.theory import (
     work,
 )
 from attngen.analysis.theory import moved as moved_elements
+from attngen.bounds.sizes import elements, tile_bytes
 from attngen.bounds.tiles import count_tiles, runs, tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
