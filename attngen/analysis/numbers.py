@@ -16,7 +16,7 @@ from attngen.bounds.sizes import elem_sizes, tile_bytes
 from attngen.bounds.tiles import evaluate, runs
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 
 SPARSE = 8  # block-sparse: one tile in so many
 ONE = (1, 1)  # a tile for what does not depend on tiles

@@ -11,7 +11,7 @@ from attngen.backends import backend_of
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 
 UNSAID = {"measured": Row.measured, "backend": Row.backend}  # what is left out of a row
 

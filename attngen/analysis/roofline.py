@@ -12,7 +12,7 @@ from attngen.bounds.sizes import elem_sizes, sizes
 from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import SPLIT_KEYS
+from attngen.policy import SPLIT_KEYS
 
 
 @dataclass(frozen=True)

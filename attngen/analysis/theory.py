@@ -22,7 +22,7 @@ from attngen.bounds.sizes import elem_sizes, elements
 from attngen.bounds.tiles import NO_BOUND, evaluate, runs, tile_loops, unbounded, visited
 from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Arg
 
 N, D, M = sympy.symbols("N d M", positive=True)  # rows, head dimension, elements on chip

@@ -19,7 +19,7 @@ from attngen.bounds.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import BESIDE, DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Mask
 
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
@@ -38,7 +38,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         for op in kernel.ops():
             if isinstance(op, Mask):
                 yield _line(f"@{kernel.name} mask: {to_text(op.where)}")
-        listed = module.blocks is not None and module.blocks.data and kernel.name not in BESIDE
+        listed = module.blocks is not None and module.blocks.data and bool(kernel.dots)
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
             yield from (_line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
     yield Text("\nFormulas", style="bold")

@@ -31,7 +31,7 @@ from attngen.emit.tilemap import TileMap, chosen, tile_maps
 from attngen.errors import AttngenError
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Map, Mask, Position
 from attngen.spec import Spec
 

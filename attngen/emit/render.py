@@ -21,9 +21,10 @@ from attngen.emit.host import HostContext, handle
 from attngen.emit.wrapper import Wrapper, sizes_in
 from attngen.ir.graph import Module
 from attngen.ir.host import Alloc, Splits
-from attngen.ir.interface import STRIP, verify_interface
 from attngen.ir.text import print_module
+from attngen.policy import STRIP
 from attngen.runtime import bundle
+from attngen.verify.inputs import verify_interface
 
 
 def templates_dir() -> Path:

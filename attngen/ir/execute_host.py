@@ -13,8 +13,8 @@ import numpy as np
 from attngen.ir.execute import SINGLE, execute_kernel
 from attngen.ir.expr import parse
 from attngen.ir.graph import Kernel, Learned, Module
-from attngen.ir.interface import STRIP
 from attngen.ir.numeric import value
+from attngen.policy import STRIP
 
 Arrays = dict[str, Any]
 

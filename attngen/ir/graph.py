@@ -201,6 +201,16 @@ class Kernel:
         """Whether its mask or modifiers read something for each score."""
         return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in self.ops())
 
+    @cached_property
+    def writes(self) -> frozenset[str]:
+        """The tensors that it writes, and does not read too."""
+        return frozenset(arg.name for arg in self.args if arg.role == "out")
+
+    @property
+    def counts_pairs(self) -> bool:
+        """Whether it evaluates a mask of data, before all others: how many pairs of a block are visible."""
+        return "COUNT" in self.writes
+
     @property
     def walks(self) -> bool:
         """Whether its programs walk over the tiles of an axis, each in turn their own, rather than have one each by the grid."""

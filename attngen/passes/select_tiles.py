@@ -24,10 +24,9 @@ from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
-from attngen.ir.interface import FEW_QUERIES, STRIP
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
-from attngen.policy import MANY_ROWS
+from attngen.policy import FEW_QUERIES, MANY_ROWS, STRIP
 from attngen.schedules.classes import RANGES, SHORT_ROWS
 from attngen.schedules.table import Table, committed
 
@@ -98,7 +97,7 @@ class SelectTiles(Pass):
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if not tile_loops(kernel):
             return Row(device, elem, limit, 64, 64, 4, 1, backend=module.backend)
-        if kernel.name == "blocks":
+        if kernel.counts_pairs:
             return Row(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
         rows = list(candidates(given_q, given_kv, warps))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from attngen.bounds.sizes import mode, tile_width
 from attngen.bounds.tiles import count_tiles, tile_loops
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import STATISTICS
+from attngen.ir.names import STATISTICS
 from attngen.ir.ops import Gather, Load, Op
 from attngen.policy import REACH
 

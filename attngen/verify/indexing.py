@@ -11,7 +11,6 @@ import sympy
 from attngen.bounds.intervals import last_row
 from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import STRIP
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -30,6 +29,7 @@ from attngen.ir.ops import (
     Store,
     dimension,
 )
+from attngen.policy import STRIP
 from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}

@@ -13,7 +13,8 @@ import sympy
 from attngen.backends import BACKENDS
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import input_tensors, query_heads
+from attngen.ir.heads import query_heads
+from attngen.ir.names import input_tensors
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
 
 SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}

@@ -44,7 +44,7 @@ from attngen.bounds.tiles import count_tiles, runs, tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.text import parse_module, print_module
 from attngen.verify import verify
 from tests.analysis.walk import Walk

@@ -13,7 +13,7 @@ from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import STATISTICS
+from attngen.ir.names import STATISTICS
 from attngen.ir.ops import (
     AXIS_DIM,
     Dot,
