@@ -26,15 +26,12 @@ from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
-from attngen.policy import FEW_QUERIES, MANY_ROWS, STRIP
+from attngen.policy import ABREAST, FEW_QUERIES, MANY_ROWS, PACKED, STRIP
 from attngen.schedules.classes import RANGES, SHORT_ROWS
 from attngen.schedules.table import Table, committed
 
 # Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
 MODELLED = (64, SHORT_ROWS)
-PACKED = 16
-# Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
-ABREAST = 8
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from attngen.ir.host import Launch
 from attngen.ir.ops import Op, Store
 from attngen.passes.base import Pass
 from attngen.passes.dce import prune
+from attngen.policy import WIDEST
 
 GRADIENTS = ("dK", "dV")
-WIDEST = 256  # columns of dK and dV together that one kernel holds
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,36 @@ class Fit:
     live_limit: int  # registers per thread that live tiles may take before it spills
 
 
-POINTERS = Fit(0.62, 0.032, 0.008, (2500, 1080, 665), 0.2, 0.019, 0.17, 0, 0, 0, 0, 70, 170)
-DESCRIPTORS = Fit(1.08, 0, 0, (1710, 636, 415), 0.16, 0.013, 0.166, 5200, 0.0144 / 64, 32, 170, 45, 210)
+POINTERS = Fit(
+    matrix=0.62,
+    alu=0.032,
+    stream=0.008,
+    latency=(2500, 1080, 665),
+    split_matrix=0.2,
+    split_alu=0.019,
+    masked=0.17,
+    start=0,
+    tight=0,
+    turn=0,
+    deep=0,
+    other_registers=70,
+    live_limit=170,
+)
+DESCRIPTORS = Fit(
+    matrix=1.08,
+    alu=0,
+    stream=0,
+    latency=(1710, 636, 415),
+    split_matrix=0.16,
+    split_alu=0.013,
+    masked=0.166,
+    start=5200,
+    tight=0.0144 / 64,
+    turn=32,
+    deep=170,
+    other_registers=45,
+    live_limit=210,
+)
 ROOMY = 128
 SPILLS = "attngen/backends/triton/spills.txt"  # of schedules that spill
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
