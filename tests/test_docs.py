@@ -14,7 +14,7 @@ from attngen.ir.host import HOST_OPS
 from attngen.ir.text import print_module
 from attngen.passes.pipeline import passes
 from attngen.spec import parse_spec
-from attngen.verify import RULES
+from attngen.verify import rules
 from attngen.verify.host import RULES as HOST_RULES
 from tests.helpers import ROOT, SPECS, lowered, spec
 from tests.versions.__main__ import PAIRS
@@ -47,16 +47,16 @@ def test_excerpts_of_ir_are_real() -> None:
 
 def test_every_rule_and_pass_is_explained() -> None:
     page = text("docs/ir.md")
-    assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(RULES["target"])
+    assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(rules("triton")["target"])
     assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [(p.name, p.phase) for p in passes(spec("causal_mqa"))]
 
 
 def test_host_programs_are_explained() -> None:
     """Every op and every rule is in a table, and the Python shown is printed: in this order, apart from lines that are left out."""
     page = text("docs/ir.md")
-    ops, rules = (page.partition(start)[2].partition("\n\n")[0] for start in ("\n| op | what it does |\n", "\n| rule | what holds |\n"))
+    ops, listed = (page.partition(start)[2].partition("\n\n")[0] for start in ("\n| op | what it does |\n", "\n| rule | what holds |\n"))
     assert re.findall(r"^\| `(\w+)` \|", ops, re.MULTILINE) == list(HOST_OPS)
-    assert re.findall(r"^\| `([\w-]+)` \|", rules, re.MULTILINE) == list(HOST_RULES)
+    assert re.findall(r"^\| `([\w-]+)` \|", listed, re.MULTILINE) == list(HOST_RULES)
     printed = iter((ROOT / "generated/causal_mqa/__init__.py").read_text(encoding="utf-8").splitlines())
     (shown,) = blocks("docs/ir.md", "python")
     assert [line for line in shown.splitlines() if line not in printed] == []

@@ -12,7 +12,7 @@ from triton.knobs import HookChain, runtime_knobs
 
 from attngen.emit.host import variable
 from attngen.ir.host import If
-from attngen.ir.interface import WRAPPER
+from attngen.ir.names import WRAPPER
 from tests.helpers import KINDS, built, spec, target
 
 NAME = "full_mha"

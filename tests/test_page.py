@@ -41,7 +41,7 @@ NAMES = ("causal_mqa", "local_global_dropout_mha", "causal_padding_gqa")
 @cache
 def html(name: str, problem: Problem | None = None) -> str:
     text = (ROOT / "specs" / f"{name}.yaml").read_text()
-    files = keep(render(target(name)), ROOT / "generated" / name)  # with the compiler's readings
+    files = keep(target(name), render(target(name)), ROOT / "generated" / name)  # with the compiler's readings
     return page(spec(name), text, list(lowered(name).items()), files, problem or Problem())
 
 
@@ -308,7 +308,7 @@ def test_the_page_has_the_arguments() -> None:
 def test_kernels_beside_the_directions_are_explained() -> None:
     sentence = "@packed takes the place of @fwd in calls of few queries"
     assert html("causal_mqa").count(sentence) == 2 and sentence not in html("local_global_dropout_mha")
-    files = keep(render(data()), ROOT / "generated" / "none")
+    files = keep(data(), render(data()), ROOT / "generated" / "none")
     text = page(DATA, "name: data\n", list(stages(DATA)), files, Problem())
     assert text.count("@blocks runs once before the others") == 2 and "No map." not in text
     assert "hidden by the sample data alone" in text and "hidden by the sample data alone" not in html("causal_mqa")

@@ -13,7 +13,7 @@ import sympy
 
 from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES
-from attngen.analysis.sram import tile_bytes
+from attngen.bounds.sizes import tile_bytes
 from attngen.bounds.tiles import extent, heads, own_tiles
 from attngen.ir.expr import Expr, select, symbol
 from attngen.ir.graph import Kernel

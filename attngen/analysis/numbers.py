@@ -11,12 +11,12 @@ from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import executed_flops, flops, useful_flops
 from attngen.analysis.io import hbm_bytes, standard_bytes, traffic
 from attngen.analysis.roofline import Problem, row_of, values
-from attngen.analysis.sram import elem_sizes, tile_bytes
 from attngen.analysis.theory import saved_tensors
+from attngen.bounds.sizes import elem_sizes, tile_bytes
 from attngen.bounds.tiles import evaluate, runs
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 
 SPARSE = 8  # block-sparse: one tile in so many
 ONE = (1, 1)  # a tile for what does not depend on tiles

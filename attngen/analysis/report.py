@@ -7,11 +7,13 @@ from typing import Any
 
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import hbm_bytes
-from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes
+from attngen.backends import backend_of
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
+
+UNSAID = {"measured": Row.measured, "backend": Row.backend}  # what is left out of a row
 
 
 def report(module: Module) -> dict[str, Any]:
@@ -40,15 +42,16 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
 
 def schedule(row: Row) -> dict[str, Any]:
     """What names a schedule row, and whether it was measured."""
-    return {name: value for name, value in asdict(row).items() if name != "measured" or value}
+    return {name: value for name, value in asdict(row).items() if name not in UNSAID or value != UNSAID[name]}
 
 
 def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:
+    footprint = backend_of(row).footprint
     return {
         **schedule(row),
-        "sram_formula": to_text(row_formula(module, kernel, row)),
-        "sram_bytes": sram_bytes(module, kernel, row),
+        "sram_formula": to_text(footprint.formula(module, kernel, row)),
+        "sram_bytes": footprint.sram_bytes(module, kernel, row),
         "sram_limit": CLASSES[row.device].smem_per_block,
-        "registers_per_thread": registers_per_thread(module, kernel, row),
+        "registers_per_thread": footprint.registers(module, kernel, row),
         "reading": None,  # see certify
     }

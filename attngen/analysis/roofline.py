@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from attngen.analysis.cost import occupancy
 from attngen.analysis.flops import executed_flops
 from attngen.analysis.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes, standard_bytes
-from attngen.analysis.sram import elem_sizes, misfit, sizes, sram_bytes
+from attngen.backends import backend_of
+from attngen.bounds.sizes import elem_sizes, sizes
 from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import SPLIT_KEYS
+from attngen.policy import SPLIT_KEYS
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def splits(problem: Problem, device: Device) -> int:
 def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
     """Numbers for what the bytes of device memory depend on besides: the cache, programs in flight, and widths that are not padded."""
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
-    return {**widths, str(CACHE): device.cache_bytes, str(IN_FLIGHT): device.sms * occupancy(module, kernel, row)}
+    return {**widths, str(CACHE): device.cache_bytes, str(IN_FLIGHT): device.sms * backend_of(row).cost.occupancy(module, kernel, row)}
 
 
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
@@ -109,12 +109,13 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     numbers = values(module, kernel, row, problem) | {"splits": splits(problem, device)}
     rate = device.flops[("tf32" if module.precision == "tf32" else "fp32") if row.elem_bytes == 4 else "bf16"]
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
-    assert misfit(module, kernel, row) is None
+    footprint = backend_of(row).footprint
+    assert footprint.misfit(module, kernel, row) is None
     moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, kernel, row, device)))
     return Estimate(
         kernel.name,
         row,
-        sram_bytes(module, kernel, row),
+        footprint.sram_bytes(module, kernel, row),
         CLASSES[device.cls].smem_per_block,
         loaded,
         moved,

@@ -17,11 +17,12 @@ from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES, executed_flops, flops, useful_flops
 from attngen.analysis.io import traffic
 from attngen.analysis.roofline import row_of
-from attngen.analysis.sram import elem_sizes, elements, row_formula
+from attngen.backends import backend_of
+from attngen.bounds.sizes import elem_sizes, elements
 from attngen.bounds.tiles import NO_BOUND, evaluate, runs, tile_loops, unbounded, visited
 from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Arg
 
 N, D, M = sympy.symbols("N d M", positive=True)  # rows, head dimension, elements on chip
@@ -153,7 +154,7 @@ def on_chip(module: Module, kernel: Kernel, cls: str) -> Expr:
     """Elements of shared memory that a tile takes on a device class, by the module's own SRAM formula and ring depth."""
     elem, row = elem_sizes(module)[0], row_of(module, kernel, cls, NO_BOUND)
     assert row is not None, f"no tile fits {cls}"
-    formula = row_formula(module, kernel, row).subs({symbol("elem"): elem, symbol("stages"): row.num_stages})
+    formula = backend_of(row).footprint.formula(module, kernel, row).subs({symbol("elem"): elem, symbol("stages"): row.num_stages})
     return sympy.expand(one_head(formula) / elem)
 
 

@@ -11,7 +11,7 @@ from attngen.bench.grids import Cell
 from attngen.bench.peers import PEERS
 from attngen.bench.results import DIRECTIONS as TIMES
 from attngen.bench.results import RESULTS, Line, Results
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.passes.pipeline import lower
 
 Table = list[list[str]]  # the headings, then the lines

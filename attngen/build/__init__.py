@@ -9,7 +9,7 @@ from attngen.build.forward import build_forward, build_forward_by_key, build_for
 from attngen.build.host import build_hosts
 from attngen.build.semantics import listed_blocks, meaning
 from attngen.errors import BuildError
-from attngen.ir.graph import Blocks, Module
+from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Module
 from attngen.spec import Spec
 
 
@@ -35,7 +35,7 @@ def build_module(spec: Spec) -> Module:
         version=__version__,
         spec_hash=spec.hash(),
         phase="logical",
-        backend="triton",
+        backend=DEFAULT_BACKEND,
         sharing=spec.heads.sharing,
         head_dim_qk=spec.head_dim.qk,
         head_dim_v=spec.head_dim.v,

@@ -14,7 +14,7 @@ from attngen.build.semantics import S, derivative, modified, singular, varies
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
-from attngen.ir.interface import query_heads
+from attngen.ir.heads import query_heads
 from attngen.ir.ops import Access, Gather, Store, Type, Yield
 from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec

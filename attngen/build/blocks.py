@@ -8,8 +8,8 @@ from attngen.build.common import KernelBuilder, in_bounds
 from attngen.build.semantics import LISTED
 from attngen.ir.expr import cdiv, floordiv, select, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.interface import STRIP
 from attngen.ir.ops import AXIS_DIM, Access, Base, Init, Type, Yield
+from attngen.policy import STRIP
 from attngen.spec import Spec
 
 

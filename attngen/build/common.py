@@ -8,21 +8,11 @@ from typing import Any
 import sympy
 
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
+from attngen.build.signature import BESIDE, ROWS, Signature, grid, parts_of, signature_of, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
-from attngen.ir.interface import (
-    BESIDE,
-    DROPOUT_SCALARS,
-    ROWS,
-    SCALARS,
-    Signature,
-    grid,
-    input_tensors,
-    parts_of,
-    signature_of,
-    tensor_args,
-)
+from attngen.ir.names import DROPOUT_SCALARS, SCALARS, input_tensors
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,

@@ -8,7 +8,7 @@ from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, listed_blocks, unbounded, varies
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.interface import input_tensors
+from attngen.ir.names import input_tensors
 from attngen.ir.ops import SoftmaxStep, Type, Yield
 from attngen.parts import NATURAL, Q
 from attngen.spec import Spec

@@ -7,11 +7,13 @@ from typing import Any
 
 import sympy
 
+from attngen.build.signature import parts_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
-from attngen.ir.interface import DROPOUT_SCALARS, FEW_QUERIES, SHAPES, SPLIT_KEYS, block_lists, parts_of, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
+from attngen.policy import FEW_QUERIES, SPLIT_KEYS
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
 _ROWS = ("B", "Hq", "Nq")

@@ -9,7 +9,7 @@ import sympy
 from attngen.bounds.intervals import Scene, terms
 from attngen.ir.expr import Expr, clamp, log, select, sigmoid, sqrt, symbol
 from attngen.ir.graph import Blocks, Meaning, Read
-from attngen.ir.interface import input_tensors
+from attngen.ir.names import input_tensors
 from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
 

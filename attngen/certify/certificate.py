@@ -9,10 +9,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from attngen.analysis.cost import schedule_key
 from attngen.analysis.report import schedule
-from attngen.analysis.sram import elem_sizes, slack, sram_bytes
-from attngen.certify.compiler import Job, Reading, short_digest, source_digest, triton_version
+from attngen.backends import backend_of
+from attngen.backends.base import Job, Reading, short_digest
+from attngen.bounds.sizes import elem_sizes
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 
@@ -45,17 +45,17 @@ def _entry(report: dict[str, Any], kernel: str, row: Row) -> dict[str, Any]:
 def plain(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> dict[str, Any]:
     """A reading as report.json has it, with what is to be said of it; without the time, which no two runs share."""
     numbers = {key: getattr(reading, key) for key in NUMBERS}
-    digests = {"source": source_digest(files["kernels.py"], kernel.name), "digest": reading.digest}
+    digests = {"source": backend_of(module).compiler.source_digest(files["kernels.py"], kernel.name), "digest": reading.digest}
     return {"target": row.device, **numbers, **digests, "states": reason(module, kernel, row, reading)}
 
 
-def keep(files: dict[str, str], folder: Path) -> dict[str, str]:
+def keep(module: Module, files: dict[str, str], folder: Path) -> dict[str, str]:
     """The files of a module with the readings that `folder` has of the same schedule rows of kernels with the same source."""
     try:
         old = json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
         report = json.loads(files["report.json"])
         for name, kernel in report["kernels"].items():
-            digest = source_digest(files["kernels.py"], name)
+            digest = backend_of(module).compiler.source_digest(files["kernels.py"], name)
             for entry in kernel["schedules"]:
                 for before in old[name]["schedules"] if name in old else ():
                     kept = before.get("reading")
@@ -71,7 +71,7 @@ def recorded(module: Module, kernel: Kernel, row: Row, job: Job, files: dict[str
     entry = _entry(json.loads(files["report.json"]), kernel.name, row)["reading"]
     try:
         reading = Reading(**{key: entry[key] for key in NUMBERS}, job=job.digest, seconds=0.0)
-        return reading if (reading.digest, reading.triton) == (entry["digest"], triton_version()) else None
+        return reading if (reading.digest, reading.triton) == (entry["digest"], backend_of(row).compiler.version()) else None
     except (KeyError, TypeError):  # there is none, or it is not one of ours
         return None
 
@@ -104,8 +104,8 @@ def commit(folder: Path, jobs: Iterable[Job]) -> str:
 
 def reason(module: Module, kernel: Kernel, row: Row, reading: Reading) -> str:
     """What the report states of a difference, or nothing."""
-    differs = sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes
-    return (slack(module, kernel, row) or "") if differs else ""
+    differs = backend_of(row).footprint.sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes
+    return (backend_of(row).footprint.slack(module, kernel, row) or "") if differs else ""
 
 
 def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str) -> Iterator[str]:
@@ -114,15 +114,16 @@ def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str)
     if isinstance(reading, str):
         yield f"{where} does not compile: {reading}"
         return
-    predicted, limit = sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
+    predicted, limit = backend_of(row).footprint.sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
     if reading.spilled_bytes and CLASSES[row.device].backend == "cuda":
-        line = f"attngen/analysis/spills.txt lists `{schedule_key(module, kernel, row)}`"
+        cost = backend_of(row).cost
+        line = f"{cost.spilling} lists `{cost.row_key(module, kernel, row)}`"
         yield f"{where} spills {reading.spilled_bytes:,} bytes; tile selection leaves it out once {line}"
     if reading.shared_bytes > limit:
         yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, and has {limit:,}"
     if reading.shared_bytes > predicted:
         yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, more than the {predicted:,} that the closed form predicts"
-    if predicted > TOLERANCE * reading.shared_bytes and not slack(module, kernel, row):
+    if predicted > TOLERANCE * reading.shared_bytes and not backend_of(row).footprint.slack(module, kernel, row):
         yield f"{where} is predicted to need {predicted:,} bytes of shared memory, and needs {reading.shared_bytes:,}; no reason is known"
 
 

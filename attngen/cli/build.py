@@ -78,16 +78,17 @@ def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool)
     for module, files in modules:
         changed = write_module(files, out_dir / module.name)
         written += changed
-        tiles = (_tiles(module, kernels) for kernels in (("fwd",), ("dkdv", "dk", "dv", "bwd"), ("dq",)))
+        tiles = (_tiles(module, written) for written in ({"O", "O_ACC"}, {"dK", "dV"}, {"dQ"}))
         dim = head_dim(module.head_dim_qk, module.head_dim_v)
         table.add_row(module.name, module.mask, module.sharing, dim, *tiles, "written" if changed else "same")
     out.print(table)
     print(f"{count(written, 'module')} written to {out_dir}, {len(modules) - written} unchanged")
 
 
-def _tiles(module: Module, kernels: tuple[str, ...]) -> str:
-    """The tiles on sm90 of those of the kernels that the module has."""
-    have = [kernel.name for kernel in module.kernels if kernel.name in kernels]
+def _tiles(module: Module, written: set[str]) -> str:
+    """The tiles on sm90 of the kernels of products that calls launch and that write, or rewrite, one of these tensors."""
+    launched = [kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.dots]
+    have = [k.name for k in launched if written & {a.name for a in k.args if a.role in ("out", "inout")}]
     rows = [next((r for r in reversed(module.rows(name)) if r.device == "sm90"), None) for name in have]
     return " ".join(f"{row.block_q}x{row.block_kv}" if row else "none" for row in rows)
 
@@ -120,7 +121,7 @@ def emit(
         module = parse_module(text, str(ir))
         if module.phase != "target":
             raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
-        files = keep(render(verify(module)), out_dir / module.name)
+        files = keep(module, render(verify(module)), out_dir / module.name)
     except VerifyError as error:
         if verbose:
             print(error.ir_text, file=sys.stderr)

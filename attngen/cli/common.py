@@ -103,7 +103,7 @@ def make_module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str
     from attngen.emit.render import render
 
     module = lower(path, spec)
-    return module, keep(render(module), out_dir / module.name)
+    return module, keep(module, render(module), out_dir / module.name)
 
 
 def lower(path: Path, spec: Spec, after: str | None = None) -> Module:

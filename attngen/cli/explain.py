@@ -91,7 +91,7 @@ def _explanation(module: Module, problem: Problem) -> Iterator[RenderableType]:
     from attngen.emit.explain import explain as explanation
     from attngen.emit.render import render
 
-    report = json.loads(keep(render(module), GENERATED / module.name)["report.json"])
+    report = json.loads(keep(module, render(module), GENERATED / module.name)["report.json"])
     return explanation(module, problem, report)
 
 
@@ -105,6 +105,6 @@ def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
     check_path(html)
     with naming(path):
         steps = list(stages(spec))
-    files = keep(render(steps[-1][1]), GENERATED / spec.name)
+    files = keep(steps[-1][1], render(steps[-1][1]), GENERATED / spec.name)
     write_file(html, page(spec, path.read_text(encoding="utf-8-sig"), steps, files, problem))
     print(html)

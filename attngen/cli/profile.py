@@ -37,7 +37,7 @@ def profile(
     """
     from attngen.analysis.roofline import Problem
     from attngen.bench.profile import run, write
-    from attngen.ir.interface import DIRECTIONS
+    from attngen.ir.names import DIRECTIONS
     from attngen.spec import load_spec
 
     loaded = load_spec(spec)

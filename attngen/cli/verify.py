@@ -18,8 +18,8 @@ from attngen.errors import AttngenError, suggest
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from attngen.backends.base import Reading
     from attngen.certify.certificate import Found
-    from attngen.certify.compiler import Reading
     from attngen.ir.graph import Kernel, Module, Row
     from attngen.spec import Spec
 
@@ -107,7 +107,7 @@ def _emitted(folder: Path) -> tuple[Module, dict[str, str]]:
 
     ir = folder / "schedule.ir"
     module = verified(parse_module(ir.read_text(encoding="utf-8"), str(ir)))
-    return module, keep(render(module), folder)
+    return module, keep(module, render(module), folder)
 
 
 def _compiled(
@@ -117,9 +117,9 @@ def _compiled(
 
     The readings are held against those of the modules in `built`. With `changed` those of the same kernels are taken from there.
     """
-    from attngen.analysis.sram import sram_bytes
+    from attngen.backends import BACKENDS, backend_of
+    from attngen.backends.base import Reading
     from attngen.certify.certificate import known, stale, violations
-    from attngen.certify.compiler import Reading, compile_all, job
 
     found: dict[str, Found] = {}
     wrong: list[str] = []
@@ -128,14 +128,16 @@ def _compiled(
         sources = {name: Path(folder) / f"{name}.py" for name in files}
         for name, path in sources.items():
             path.write_text(files[name]["kernels.py"], encoding="utf-8")
-        asked = [job(module, kernel, row, sources[module.name]) for module, kernel, row in work]
+        asked = [backend_of(row).compiler.job(module, kernel, row, sources[module.name]) for module, kernel, row in work]
         taken = known(work, asked, files, built) if changed and built else [None] * len(work)
-        compiled = compile_all([one for one, before in zip(asked, taken) if before is None], jobs)
+        rest = [(row.backend, one) for (_, _, row), one, before in zip(work, asked, taken) if before is None]
+        compiled = {name: BACKENDS[name].compiler.compile_all([j for of, j in rest if of == name], jobs) for name, _ in rest}
         for i, ((module, kernel, row), before) in enumerate(zip(work, taken), 1):
-            reading = before or next(compiled)
+            reading = before or next(compiled[row.backend])
             status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {row.device}")
             wrong += violations(module, kernel, row, reading)
-            tile, predicted = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}", sram_bytes(module, kernel, row)
+            tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
+            predicted = backend_of(row).footprint.sram_bytes(module, kernel, row)
             cells = [module.name, kernel.name, row.device, tile, f"{predicted:,}"]
             if isinstance(reading, Reading):
                 found.setdefault(module.name, {})[kernel.name, row] = reading

@@ -13,13 +13,13 @@ from rich.text import Text
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
-from attngen.analysis.sram import row_formula
+from attngen.backends import backend_of
 from attngen.bounds.ranges import inexact
 from attngen.bounds.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import BESIDE, DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Mask
 
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
@@ -38,7 +38,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         for op in kernel.ops():
             if isinstance(op, Mask):
                 yield _line(f"@{kernel.name} mask: {to_text(op.where)}")
-        listed = module.blocks is not None and module.blocks.data and kernel.name not in BESIDE
+        listed = module.blocks is not None and module.blocks.data and bool(kernel.dots)
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
             yield from (_line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
     yield Text("\nFormulas", style="bold")
@@ -54,7 +54,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         moved = dram_bytes(kernel)
         yield _line(f"@{kernel.name} HBM bytes = {to_text(moved.read)} read, {to_text(moved.written)} written")
         if row:
-            yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(row_formula(module, kernel, row))}")
+            yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(backend_of(row).footprint.formula(module, kernel, row))}")
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
     yield Text(f"\nPer device, for {size}", style="bold")
     yield device_table(module, problem)

@@ -6,18 +6,19 @@ Python variables are named after the IR's values, in small letters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 
-from attngen.emit.context import SIZES, KernelView, stride_names
+from attngen.backends.base import PrintedKernel
 from attngen.emit.layout import fitted, tuple_text
 from attngen.emit.torch_text import to_torch
 from attngen.ir.expr import parse, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
+from attngen.ir.names import SIZES, stride_names
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Base, Load, Map, Type, Yield
 
 _VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
@@ -80,7 +81,7 @@ def variable(name: str) -> str:
     return _VARIABLES.get(name, f"{name}_{member}".rstrip("_").lower())
 
 
-def handle(kernel: Kernel, view: KernelView) -> KernelHandle:
+def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
     """How the runtime is told of a kernel."""
     args = ["kernels", f'"{kernel.name}"']
     if not kernel.walks:
@@ -102,7 +103,7 @@ def handle(kernel: Kernel, view: KernelView) -> KernelHandle:
     return KernelHandle(kernel.name.upper(), args)
 
 
-def _flags(view: KernelView) -> dict[str, str]:
+def _flags(view: PrintedKernel) -> dict[str, str]:
     """Flags that a kernel is compiled for, and what they are at a call."""
     return {**({"DROPOUT": "seed is not None"} if view.dropout else {}), **({"LEARN": "need_inputs"} if view.learns else {})}
 
@@ -126,7 +127,7 @@ def _described(kernel: Kernel, tensor: str) -> str:
 class HostContext:
     """Builds the view of one host program."""
 
-    def __init__(self, module: Module, host: Host, views: dict[str, KernelView]) -> None:
+    def __init__(self, module: Module, host: Host, views: Mapping[str, PrintedKernel]) -> None:
         self.module, self.host, self.views = module, host, views
         self.sizes: set[str] = set()  # that its statements name
         self.strides: dict[str, int] = {}  # of arguments whose strides its launches take: how many

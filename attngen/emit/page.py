@@ -17,7 +17,7 @@ from attngen.analysis.flops import executed_flops, useful_flops
 from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.report import schedule
 from attngen.analysis.roofline import Estimate, Problem, estimate, standard_total
-from attngen.analysis.sram import row_formula, sram_bytes
+from attngen.backends import backend_of
 from attngen.bounds.tiles import extent, heads, tile_loops
 from attngen.devices import CLASSES, DEVICES, Device
 from attngen.emit.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
@@ -31,7 +31,7 @@ from attngen.emit.tilemap import TileMap, chosen, tile_maps
 from attngen.errors import AttngenError
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Map, Mask, Position
 from attngen.spec import Spec
 
@@ -179,7 +179,7 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
     fits: dict[Expr, list[str]] = {}
     for cls in CLASSES:
         if row := chosen(module, kernel, cls, problem):
-            fits.setdefault(row_formula(module, kernel, row), []).append(cls)
+            fits.setdefault(backend_of(row).footprint.formula(module, kernel, row), []).append(cls)
     found += [Formula(f"SRAM bytes, {', '.join(names)}", typeset.math(formula)) for formula, names in fits.items()]
     return Group(f"@{kernel.name}", found)
 
@@ -227,7 +227,7 @@ def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> 
             lines.append(Bar(f"@{kernel.name}: no tile fits"))
             rows.append([f"@{kernel.name}", "none", "", "", "", ""])
             continue
-        need = sram_bytes(module, kernel, row)
+        need = backend_of(row).footprint.sram_bytes(module, kernel, row)
         colour = "bar tight" if need >= TIGHT * limit else "bar"
         lines.append(Bar(f"@{kernel.name}", f"{need / 1024:.1f} KiB, {need / limit:.0%}", need, colour))
         known = next(r for r in report["kernels"][kernel.name]["schedules"] if schedule(row).items() <= r.items())

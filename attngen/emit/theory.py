@@ -11,8 +11,8 @@ from rich.text import Text
 from attngen.analysis.models import Model
 from attngen.analysis.numbers import SPARSE, done, moved
 from attngen.analysis.roofline import Problem
-from attngen.analysis.sram import elem_sizes
 from attngen.analysis.theory import EXACT, Theorem, theorems
+from attngen.bounds.sizes import elem_sizes
 from attngen.devices import CLASSES
 from attngen.emit.explain import FOLDED
 from attngen.ir.expr import to_text

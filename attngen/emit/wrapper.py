@@ -12,8 +12,9 @@ from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Blocks, Input, Module
 from attngen.ir.host import Host
-from attngen.ir.interface import STRIP, block_lists
+from attngen.ir.names import block_lists
 from attngen.ir.ops import BLOCKS, Arg
+from attngen.policy import STRIP
 from attngen.scores import derive_functions
 
 TORCH = {

@@ -24,7 +24,7 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import BLOCK_LISTS
+from attngen.ir.names import BLOCK_LISTS
 from attngen.ir.numeric import compiled, names
 from attngen.ir.ops import (
     AXIS_DIM,

@@ -16,9 +16,9 @@ from attngen.ir.execute import SINGLE, Values, execute_kernel, spread
 from attngen.ir.expr import parse
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
-from attngen.ir.interface import STRIP
 from attngen.ir.numeric import compiled, names, value
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
+from attngen.policy import STRIP
 
 Arrays = dict[str, Any]
 

@@ -23,6 +23,7 @@ from attngen.ir.ops import (
     Block,
     Dot,
     Fact,
+    Gather,
     Keep,
     Load,
     Loop,
@@ -36,6 +37,7 @@ from attngen.ir.ops import (
 )
 
 PHASES = ("logical", "scheduled", "target")
+DEFAULT_BACKEND = "triton"  # of attngen/backends
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,21 @@ class Kernel:
         """Whether it keeps the running maximum of the softmax."""
         return any(isinstance(op, SoftmaxStep) for op in self.ops())
 
+    @cached_property
+    def reads_pairs(self) -> bool:
+        """Whether its mask or modifiers read something for each score."""
+        return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in self.ops())
+
+    @cached_property
+    def writes(self) -> frozenset[str]:
+        """The tensors that it writes, and does not read too."""
+        return frozenset(arg.name for arg in self.args if arg.role == "out")
+
+    @property
+    def counts_pairs(self) -> bool:
+        """Whether it evaluates a mask of data, before all others: how many pairs of a block are visible."""
+        return "COUNT" in self.writes
+
     @property
     def walks(self) -> bool:
         """Whether each program walks over all tiles of its own axis. In other kernels the grid gives each program one tile."""
@@ -358,6 +375,7 @@ class Row:
     num_stages: int
     tma: bool = False  # the device's copy engine does loads marked `via(descriptor)`; threads do the others
     measured: bool = False
+    backend: str = DEFAULT_BACKEND  # of attngen/backends: what compiles the kernel
 
 
 @dataclass(frozen=True)

@@ -251,13 +251,14 @@ def print_kernel(kernel: Kernel) -> str:
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
 
 
-def _print_row(row: Row | Unfit) -> str:
+def _print_row(row: Row | Unfit, backend: str) -> str:
     if isinstance(row, Unfit):
         return f"  {row.device} bytes={row.elem_bytes} none : {row.reason}"
     rows = f"rows<={row.max_rows}" if row.max_rows is not None else "rows<=inf"
     return (
         f"  {row.device} bytes={row.elem_bytes} {rows} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
         f" num_warps={row.num_warps} num_stages={row.num_stages}{' TMA=1' * row.tma}{' measured' * row.measured}"
+        f"{f' backend={row.backend}' if row.backend != backend else ''}"
     )
 
 
@@ -302,7 +303,7 @@ def print_module(module: Module) -> str:
     for kernel in module.kernels:
         lines += ["", print_kernel(kernel)]
     for name, rows in module.schedules:
-        lines += ["", f"schedule @{name}", *map(_print_row, rows)]
+        lines += ["", f"schedule @{name}", *(_print_row(row, module.backend) for row in rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -367,14 +368,15 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
 
 _N = "([0-9]{1,9})"
 _ROW = re.compile(
-    rf"(\w+) bytes={_N} rows<=([0-9]{{1,9}}|inf) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?( measured)?"
+    rf"(\w+) bytes={_N} rows<=([0-9]{{1,9}}|inf) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?"
+    r"( measured)?(?: backend=(\w+))?"
 )
 
 
 _UNFIT = re.compile(rf"(\w+) bytes={_N} none : (\S.*)")
 
 
-def _parse_row(line: str, where: str) -> Row | Unfit:
+def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
     if unfit := _UNFIT.fullmatch(line):
         return Unfit(unfit[1], int(unfit[2]), unfit[3])
     match = _ROW.fullmatch(line)
@@ -382,7 +384,8 @@ def _parse_row(line: str, where: str) -> Row | Unfit:
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
     rows = None if match[3] == "inf" else int(match[3])
     block_q, block_kv, num_warps, num_stages = (int(match[i]) for i in range(4, 8))
-    return Row(match[1], int(match[2]), rows, block_q, block_kv, num_warps, num_stages, bool(match[8]), bool(match[9]))
+    tma, measured = bool(match[8]), bool(match[9])
+    return Row(match[1], int(match[2]), rows, block_q, block_kv, num_warps, num_stages, tma, measured, match[10] or backend)
 
 
 def parse_module(text: str, source: str = "IR") -> Module:
@@ -419,7 +422,7 @@ def parse_module(text: str, source: str = "IR") -> Module:
             schedules.append((_parse_word(rest, where), []))
             section = "schedule"
         elif section == "schedule":
-            schedules[-1][1].append(_parse_row(line, where))
+            schedules[-1][1].append(_parse_row(line, header.get("backend", ""), where))
         elif section in ("kernel", "host"):
             blocks, ops = (kernels[-1][1], OPS) if section == "kernel" else (hosts[-1][1], HOST_OPS)
             if word == "block":

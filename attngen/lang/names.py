@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from attngen.ir.expr import FUNCTIONS, NONNEGATIVE, POSITIVE, symbol
-from attngen.ir.interface import WRAPPER
+from attngen.ir.names import WRAPPER
 from attngen.lang.limits import MAX_EXTREMES
 
 NAME = "[a-z][a-z0-9_]{0,31}"  # of a parameter

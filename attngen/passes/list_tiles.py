@@ -29,7 +29,7 @@ from attngen.bounds.intervals import with_rows
 from attngen.bounds.ranges import rows_of
 from attngen.ir.expr import Expr, floordiv, prove_le, symbol
 from attngen.ir.graph import Blocks, Kernel, Module
-from attngen.ir.interface import BESIDE, block_lists
+from attngen.ir.names import block_lists
 from attngen.ir.ops import Access, Base, Load, Loop, Op, Position, Type
 from attngen.passes.base import Pass
 
@@ -43,7 +43,7 @@ class ListTiles(Pass):
         blocks = module.blocks
         if blocks is None:
             return module
-        return module.map_kernels(lambda kernel: _listed(kernel, blocks) if kernel.name not in BESIDE else kernel)
+        return module.map_kernels(lambda kernel: _listed(kernel, blocks) if kernel.dots else kernel)
 
 
 def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:

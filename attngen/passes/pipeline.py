@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from attngen.backends import BACKENDS
 from attngen.build import build_module
 from attngen.errors import SpecError, suggest
-from attngen.ir.graph import Module
+from attngen.ir.graph import DEFAULT_BACKEND, Module
 from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.dce import Dce
-from attngen.passes.describe_loads import DescribeLoads
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
-from attngen.passes.legalize_triton import LegalizeTriton
 from attngen.passes.list_tiles import ListTiles
 from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.place_barriers import PlaceBarriers
@@ -30,7 +29,7 @@ from attngen.verify import verify
 
 def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:
     """The passes for a spec, with its schedule overrides, and tables of measured schedules in place of those that come with attngen."""
-    s = spec.schedule
+    s, backend = spec.schedule, BACKENDS[DEFAULT_BACKEND]
     tables = committed() if tables is None else tables
     return (
         SplitGradients(),
@@ -43,11 +42,11 @@ def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass,
         PlaceBarriers(),
         Simplify(),
         PlaceMemory(),
-        DescribeLoads(),
+        *backend.prepare,
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages, tables=tables),
         PipelineLoads(num_stages=s.stages),
         Dce(),
-        LegalizeTriton(),
+        *backend.legalize,
     )
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.analysis.cost import best_stages
+from attngen.backends import backend_of
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.passes.base import Pass
-from attngen.passes.select_tiles import joined
+from attngen.passes.select_tiles import depths, joined
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,13 @@ class PipelineLoads(Pass):
         if self.num_stages is not None:
             return replace(row, num_stages=self.num_stages)
         return best_stages(module, kernel, row)
+
+
+def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
+    """The row with the ring depth that costs least; where all may spill, the deepest that fits."""
+    backend = backend_of(row)
+
+    def price(r: Row) -> tuple[float, bool]:
+        return backend.cost.cycles(module, kernel, r), backend.footprint.misfit(module, kernel, r) is not None
+
+    return min(depths(row), key=price)

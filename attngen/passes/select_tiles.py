@@ -18,25 +18,20 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import ClassVar
 
-from attngen.analysis.cost import MANY_ROWS, cost, depths
-from attngen.analysis.sram import elem_sizes, misfit
+from attngen.backends import backend_of
+from attngen.bounds.sizes import elem_sizes
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
-from attngen.ir.interface import FEW_QUERIES, STRIP
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
+from attngen.policy import ABREAST, FEW_QUERIES, MANY_ROWS, PACKED, STRIP
 from attngen.schedules.classes import RANGES, SHORT_ROWS
 from attngen.schedules.table import Table, committed
 
-BLOCKS = (16, 32, 64, 128)
-WARPS = (4, 8)
 # Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
 MODELLED = (64, SHORT_ROWS)
-PACKED = 16
-# So many heads start their longest programs together. With more, not all would find their keys in the L2 (docs/perf-log.md, section 18).
-ABREAST = 8
 
 
 @dataclass(frozen=True)
@@ -90,38 +85,45 @@ class SelectTiles(Pass):
             described = any(isinstance(op, Load) and op.via for op in kernel.ops())
             tma = described and elem == 2 and CLASSES[device].tma and limit is None
             for q, kv, w in product(blocks_q, blocks_kv, warps):
-                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma)
+                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma, backend=module.backend)
 
-        most = module.blocks.size if module.blocks else BLOCKS[-1]  # tiles divide blocks
-        blocks = tuple(b for b in BLOCKS if b <= most)
+        backend = backend_of(module)
+        most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks
+        blocks = tuple(b for b in backend.choices.blocks if b <= most)
         given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
-        warps = (self.num_warps,) if self.num_warps else WARPS
+        warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if not tile_loops(kernel):
-            return Row(device, elem, limit, 64, 64, 4, 1)
-        if kernel.name == "blocks":
-            return Row(device, elem, limit, most, STRIP, 8, 1)
+            return Row(device, elem, limit, 64, 64, 4, 1, backend=module.backend)
+        if kernel.counts_pairs:
+            return Row(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
         rows = list(candidates(given_q, given_kv, warps))
 
         def price(row: Row) -> float:
-            return min(cost(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))
+            return min(backend.cost.cycles(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))
 
         best = min(rows, key=price)
         if price(best) < float("inf"):
             return best
-        fitting = [r for r in rows if not misfit(module, kernel, r)]  # asked for by the spec, though it may spill
+        fitting = [r for r in rows if not backend.footprint.misfit(module, kernel, r)]  # asked for by the spec, though it may spill
         if not fitting:
             raise self._too_large(module, kernel, min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q)))
         return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps))
 
     def _too_large(self, module: Module, kernel: Kernel, row: Row) -> FitError:
         """The smallest row does not fit: blame the spec's overrides, unless nothing would fit without them."""
-        least = replace(row, block_q=BLOCKS[0], block_kv=BLOCKS[0], num_stages=1)
+        misfit, smallest = backend_of(module).footprint.misfit, backend_of(module).choices.blocks[0]
+        least = replace(row, block_q=smallest, block_kv=smallest, num_stages=1)
         if misfit(module, kernel, least):
             change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
             return FitError(("head_dim",), str(misfit(module, kernel, least, change)))
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
         return FitError(("schedule",), str(misfit(module, kernel, row, change)))
+
+
+def depths(row: Row) -> list[Row]:
+    """The row with each depth of the ring, deepest first."""
+    return [replace(row, num_stages=s) for s in backend_of(row).choices.stages]
 
 
 def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:

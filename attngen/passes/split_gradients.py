@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.analysis.sram import tile_width
+from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Launch
-from attngen.ir.interface import SIGNATURES
 from attngen.ir.ops import Op, Store
 from attngen.passes.base import Pass
 from attngen.passes.dce import prune
+from attngen.policy import WIDEST
 
-WIDEST = 256  # columns of dK and dV together that one kernel holds
+GRADIENTS = ("dK", "dV")
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,30 @@ class SplitGradients(Pass):
             return module
         kernels: list[Kernel] = []
         for kernel in module.kernels:
-            kernels += [_only(kernel, out) for out in ("dK", "dV")] if kernel.name == "dkdv" else [kernel]
-        return replace(module, kernels=tuple(kernels), hosts=tuple(host.rewrite(_launch_each) for host in module.hosts))
+            kernels += [_only(kernel, out) for out in GRADIENTS] if _has_both(kernel) else [kernel]
+        both = {kernel.name for kernel in module.kernels if _has_both(kernel)}
+        return replace(
+            module, kernels=tuple(kernels), hosts=tuple(host.rewrite(lambda op: _launch_each(op, both)) for host in module.hosts)
+        )
 
 
-def _launch_each(op: Op) -> list[Op]:
-    """In place of the launch of @dkdv, those of @dk and @dv."""
-    if not isinstance(op, Launch) or op.kernel != "dkdv":
+def _has_both(kernel: Kernel) -> bool:
+    """Whether its programs own a tile of keys each, and hold the sums of both gradients."""
+    return kernel.writes.issuperset(GRADIENTS) and not kernel.walks
+
+
+def _launch_each(op: Op, both: set[str]) -> list[Op]:
+    """In place of the launch of a kernel of `both` gradients, those of @dk and @dv."""
+    if not isinstance(op, Launch) or op.kernel not in both:
         return [op]
-    outs = ("dK", "dV")
     return [
         replace(
-            op, name=f"{op.name}_{out.lower()}", kernel=out.lower(), args=tuple((a, r) for a, r in op.args if a not in outs or a == out)
+            op,
+            name=f"{op.name}_{out.lower()}",
+            kernel=out.lower(),
+            args=tuple((a, r) for a, r in op.args if a not in GRADIENTS or a == out),
         )
-        for out in outs
+        for out in GRADIENTS
     ]
 
 
@@ -56,4 +66,8 @@ def _only(kernel: Kernel, out: str) -> Kernel:
     """The kernel with one output, and only what that needs. Lists of blocks, which no op reads yet, stay as arguments."""
     one = prune(kernel.rewrite(lambda _, op: [] if isinstance(op, Store) and op.dst.tensor != out else [op]))
     unread = {a.name for a in kernel.args if a.role != "scalar" and kernel.graph.out_degree(a.name) and not one.graph.out_degree(a.name)}
-    return replace(one.rewrite(lambda _, op: [] if op.name in unread else [op]), name=out.lower(), about=SIGNATURES[out.lower()].about)
+    return replace(
+        one.rewrite(lambda _, op: [] if op.name in unread else [op]),
+        name=out.lower(),
+        about=kernel.about.replace(" and ".join(GRADIENTS), out),
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attngen.analysis.cost import REACH, mode, reads_pairs
-from attngen.analysis.sram import tile_width
+from attngen.bounds.sizes import mode, tile_width
 from attngen.bounds.tiles import count_tiles, tile_loops
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import STATISTICS
+from attngen.ir.names import STATISTICS
 from attngen.ir.ops import Gather, Load, Op
+from attngen.policy import REACH
 
 # Ranges of rows that get measured schedules of their own: rows of the tiled axis, at most (None: any), and how many are measured
 # Up to SHORT_ROWS tiles are not fetched by descriptors: these cost the host of so short a call more than they save the device.
@@ -62,7 +62,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     features = {
         "blocks": listed,
         "rows": any(_reads_row(kernel, op) for op in kernel.ops()),
-        "pairs": reads_pairs(kernel),
+        "pairs": kernel.reads_pairs,
         "score": module.score != "none",
         "dropout": kernel.draws,
     }

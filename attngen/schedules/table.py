@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attngen.analysis.cost import cost
+from attngen.backends import backend_of
 from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
@@ -19,7 +19,7 @@ from attngen.schedules.classes import Key, key
 
 FOLDER = Path(__file__).parent
 Schedule = dict[str, Any]  # a row's tile sizes and launch options, by their names
-KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_bytes", "max_rows", "measured"))
+KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_bytes", "max_rows", "measured", "backend"))
 
 
 def schedule_of(row: Row) -> Schedule:
@@ -58,7 +58,7 @@ class Table:
         entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
         if entry is None:
             return None
-        row = Row(DEVICES[self.device].cls, elem_bytes, max_rows, **entry.schedule, measured=True)
+        row = Row(DEVICES[self.device].cls, elem_bytes, max_rows, **entry.schedule, measured=True, backend=module.backend)
         return row if usable(module, kernel, row) else None
 
     def text(self) -> str:
@@ -77,7 +77,7 @@ def usable(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether a row divides the module's blocks, fits, reads what it can, and is not known to spill for its mask."""
     divides = not (module.blocks and tile_loops(kernel)) or max(row.block_q, row.block_kv) <= module.blocks.size
     described = any(isinstance(op, Load) and op.via for op in kernel.ops())
-    return divides and (described or not row.tma) and cost(module, kernel, row) < float("inf")
+    return divides and (described or not row.tma) and backend_of(row).cost.cycles(module, kernel, row) < float("inf")
 
 
 def read_table(path: Path) -> Table:

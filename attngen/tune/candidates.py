@@ -8,27 +8,19 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from attngen.analysis.cost import MANY_ROWS, REACH, cost, fitted, spills
-from attngen.analysis.sram import misfit, registers_per_thread, streamed_bytes
+from attngen.backends import backend_of
+from attngen.bounds.sizes import streamed_bytes
 from attngen.bounds.tiles import count_tiles
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.passes.select_tiles import BLOCKS, WARPS
+from attngen.policy import MANY_ROWS, REACH
 
-# What a schedule can choose, by the names of a row's fields; another choice is another line
-AXES: dict[str, tuple[int, ...]] = {
-    "block_q": BLOCKS,
-    "block_kv": BLOCKS,
-    "num_warps": WARPS,
-    "num_stages": (1, 2, 3, 4),
-    "tma": (False, True),
-}
 MOST = 16  # candidates of a kernel
 SLOWER = 1.6  # times the cheapest's modelled cost, at most
 BYTES = 4  # times the fewest bytes that a schedule loads, at most
 
 MISFIT = "needs more shared memory than there is"
 REGISTERS = "live tiles take more registers than are spared for them"
-SPILLS = "is known to spill (analysis/spills.txt)"
+SPILLS = "is known to spill (spills.txt of its backend)"
 PRODUCTS = "its products spill where they are not on matrix units"
 STREAMS = f"loads over {BYTES} times the fewest bytes"
 DEEP = "modelled to gain nothing by its deeper ring"
@@ -45,21 +37,34 @@ class Search:
     rejected: dict[str, int]
 
 
+def choices(chosen: Row) -> dict[str, tuple[int, ...]]:
+    """What a schedule can choose, by the names of a row's fields; rings of one tile more than the model tries."""
+    given = backend_of(chosen).choices
+    return {
+        "block_q": given.blocks,
+        "block_kv": given.blocks,
+        "num_warps": given.warps,
+        "num_stages": (*reversed(given.stages), given.stages[0] + 1),
+        "tma": (False, True) if chosen.tma else (False,),  # select-tiles takes it wherever it can be had
+    }
+
+
 def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
     """Every schedule that the axes give for the range of rows of one, `chosen` by the model, which is the first."""
     yield chosen
-    most = module.blocks.size if module.blocks else BLOCKS[-1]  # tiles divide blocks
-    axes = AXES if chosen.tma else {**AXES, "tma": (False,)}  # select-tiles takes it wherever it can be had
+    axes = choices(chosen)
+    most = module.blocks.size if module.blocks else axes["block_q"][-1]  # tiles divide blocks
     for values in product(*axes.values()):
-        choices: dict[str, Any] = dict(zip(axes, values))
-        row = replace(chosen, **choices)
+        made: dict[str, Any] = dict(zip(axes, values))
+        row = replace(chosen, **made)
         if row != chosen and max(row.block_q, row.block_kv) <= most:
             yield row
 
 
 def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
     """Those that fit, and are not known to spill: the rest is for the compiler to say."""
-    return [row for row in rows if not misfit(module, kernel, row) and not spills(module, kernel, row)]
+    backends = ((row, backend_of(row)) for row in rows)
+    return [row for row, b in backends if not (b.footprint.misfit(module, kernel, row) or b.cost.spills(module, kernel, row))]
 
 
 def search(module: Module, kernel: Kernel, chosen: Row) -> Search:
@@ -77,9 +82,9 @@ def search(module: Module, kernel: Kernel, chosen: Row) -> Search:
         else:
             left.append(row)
     least = min(_loaded(module, kernel, row) for row in left)
-    best = cost(module, kernel, chosen)
+    best = backend_of(chosen).cost.cycles(module, kernel, chosen)
     kept: list[Row] = []
-    for row in sorted(left, key=lambda r: (r != chosen, cost(module, kernel, r))):
+    for row in sorted(left, key=lambda r: (r != chosen, backend_of(r).cost.cycles(module, kernel, r))):
         reason = _loses(module, kernel, row, least, best, len(kept)) if row != chosen else None
         if reason:
             rejected[reason] += 1
@@ -89,22 +94,24 @@ def search(module: Module, kernel: Kernel, chosen: Row) -> Search:
 
 
 def _cannot(module: Module, kernel: Kernel, row: Row) -> str | None:
-    if misfit(module, kernel, row):
+    footprint, cost = backend_of(row).footprint, backend_of(row).cost
+    if footprint.misfit(module, kernel, row):
         return MISFIT
-    if registers_per_thread(module, kernel, row) > fitted(row).live_limit:
+    if footprint.registers(module, kernel, row) > cost.register_limit(row):
         return REGISTERS
-    if spills(module, kernel, row):
+    if cost.spills(module, kernel, row):
         return SPILLS
-    return PRODUCTS if cost(module, kernel, row) == float("inf") else None
+    return PRODUCTS if cost.cycles(module, kernel, row) == float("inf") else None
 
 
 def _loses(module: Module, kernel: Kernel, row: Row, least: int, best: float, kept: int) -> str | None:
     if _loaded(module, kernel, row) > BYTES * least:
         return STREAMS
     shallower = replace(row, num_stages=max(1, row.num_stages - 1))
-    if row.num_stages > 1 and cost(module, kernel, shallower) <= cost(module, kernel, row):
+    cycles = backend_of(row).cost.cycles
+    if row.num_stages > 1 and cycles(module, kernel, shallower) <= cycles(module, kernel, row):
         return DEEP
-    if cost(module, kernel, row) > SLOWER * best:
+    if cycles(module, kernel, row) > SLOWER * best:
         return SLOW
     return MANY if kept >= MOST else None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attngen.certify.compiler import source_digest
+from attngen.backends import backend_of
 from attngen.devices import CLASSES, DEVICES
 from attngen.emit.files import write_module
 from attngen.emit.render import render
@@ -100,8 +100,10 @@ def read_results(path: Path | None, device: str, plans: Sequence[Plan]) -> Resul
 def _digests(plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
     """The digests of the plans' kernels, by spec and kernel."""
     files = {plan.module.name: render(plan.module)["kernels.py"] for plan in plans}
-    names = ((plan.module.name, kernel.name) for plan in plans for kernel in plan.module.kernels)
-    return {(spec, kernel): source_digest(files[spec], kernel) for spec, kernel in names}
+    names = (
+        (plan.module.name, kernel.name, backend_of(plan.module).compiler.source_digest) for plan in plans for kernel in plan.module.kernels
+    )
+    return {(spec, kernel): digest(files[spec], kernel) for spec, kernel, digest in names}
 
 
 class Machine:

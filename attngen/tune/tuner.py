@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from attngen.analysis.cost import cost
-from attngen.analysis.sram import elem_sizes
+from attngen.backends import backend_of
+from attngen.bounds.sizes import elem_sizes
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.pipeline import stages
 from attngen.schedules.classes import RANGES, SHORT_ROWS, Key, key
@@ -159,7 +159,7 @@ def compete(cell: Cell, plan: Plan, rows: Iterable[Row], ask: Ask, budget_s: flo
         if tried and time.perf_counter() - started > budget_s or lost == MOST_LOST:
             left_out += 1
             continue
-        price = cost(plan.placed, kernel, row)
+        price = backend_of(row).cost.cycles(plan.placed, kernel, row)
         try:
             (answer,) = ask((cell, [row], SCREEN_ROUNDS), LIMIT_S)
         except Lost as error:

@@ -1,21 +1,25 @@
-"""The verifier: one table of rules per phase, by topic in the files beside. A rule yields a reason for each thing that breaks it."""
+"""The verifier: one table of rules per phase, by topic in the files beside. A rule yields a reason for each thing that breaks it.
+
+A backend gives the rules of what its compiler asks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from functools import cache
 
+from attngen.backends import BACKENDS
+from attngen.backends.base import Rule
 from attngen.errors import VerifyError
-from attngen.ir.graph import PHASES, Kernel, Module
+from attngen.ir.graph import PHASES, Module
 from attngen.ir.text import print_module
 from attngen.verify import host
-from attngen.verify.indexing import bounds_checked, indexing, names, padding_checked
+from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.meaning import masks_as_said, scores_as_said
-from attngen.verify.schedule import described, drops, fits, placed, powers_of_two, scheduled_everywhere
+from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, signature
 from attngen.verify.tiles import classified, covers, ends_hidden, extremes, full_is_proven, lists
-from attngen.verify.types import dot_operands, types
+from attngen.verify.types import types
 
-Rule = Callable[[Module, Kernel], Iterator[str]]
 _STRUCTURE: dict[str, Rule] = {
     "header": header,
     "signature": signature,
@@ -35,8 +39,6 @@ _SCHEDULED: dict[str, Rule] = {
     "full-is-proven": full_is_proven,
     "ends-hidden": ends_hidden,
     "placed": placed,
-    "described": described,
-    "fits": fits,
 }
 _TARGET: dict[str, Rule] = {
     "lists": lists,
@@ -44,26 +46,29 @@ _TARGET: dict[str, Rule] = {
     "ordered": ordered,
     "in-place": in_place,
     "scheduled-everywhere": scheduled_everywhere,
-    "powers-of-two": powers_of_two,
-    "dot-operands": dot_operands,
-    "padding-checked": padding_checked,
-    "live": live,
 }
 _MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said}
-RULES: dict[str, dict[str, Rule]] = {
-    "logical": {**_STRUCTURE, **_MEANING},
-    "scheduled": {**_STRUCTURE, **_SCHEDULED, **_MEANING},
-    "target": {**_STRUCTURE, **_SCHEDULED, **_TARGET, **_MEANING},
-}
+
+
+@cache
+def rules(backend: str) -> dict[str, dict[str, Rule]]:
+    """The rules of each phase by name: those that every backend shares, and those that one gives; in the order in which they are tried."""
+    given = BACKENDS[backend].rules if backend in BACKENDS else {}  # the rule `header` refuses one that does not exist
+    scheduled = {**_SCHEDULED, **given.get("scheduled", {})}
+    return {
+        "logical": {**_STRUCTURE, **_MEANING},
+        "scheduled": {**_STRUCTURE, **scheduled, **_MEANING},
+        "target": {**_STRUCTURE, **scheduled, **_TARGET, **given.get("target", {}), "live": live, **_MEANING},
+    }
 
 
 def verify(module: Module) -> Module:
     """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's text."""
     try:
-        if module.phase not in RULES:
+        if module.phase not in PHASES:
             raise VerifyError("phase", f"`{module.phase}` is not a phase; expected one of {', '.join(PHASES)}", "")
         for kernel in module.kernels:
-            for name, rule in RULES[module.phase].items():
+            for name, rule in rules(module.backend)[module.phase].items():
                 for reason in rule(module, kernel):
                     raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
         for name, reason in host.reasons(module):

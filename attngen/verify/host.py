@@ -12,7 +12,7 @@ import sympy
 from attngen.ir.expr import Bool, cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Splits, Sum, View
-from attngen.ir.interface import DROPOUT_SCALARS, SCALARS, SHAPES, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, SCALARS, SHAPES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Op, Type, Yield
 
 Rule = Callable[[Module, Host], Iterator[str]]

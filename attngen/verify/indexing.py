@@ -11,7 +11,6 @@ import sympy
 from attngen.bounds.intervals import last_row
 from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import STRIP
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -30,6 +29,7 @@ from attngen.ir.ops import (
     Store,
     dimension,
 )
+from attngen.policy import STRIP
 from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}
@@ -167,15 +167,3 @@ def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
                 when = dict(op.check).get(axis)
                 if when != "always" and not (when == "partial" and looped.get(block.name) == axis):
                     yield f"%{op.name} in @{block.name} does not check {axis}" + (" in full tiles too" if when else "")
-
-
-def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Tiles padded to a power of two check the head dimension on every access."""
-    for op in kernel.ops():
-        if isinstance(op, (Load, Store)):
-            tile = kernel.type_of(op.value) if isinstance(op, Store) else op.type
-            axes = {a for a, when in op.check if when == "always"}
-            for padded, dim in zip(tile.dims, tile.unpadded):
-                axis = next(letter for letter, known in AXIS_DIM.items() if known == dim) if padded != dim else ""
-                if axis and axis not in axes:
-                    yield f"%{op.name} is padded to {padded} but does not check {axis}"

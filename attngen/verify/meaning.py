@@ -15,7 +15,7 @@ import sympy
 from attngen.bounds.intervals import implies
 from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read
-from attngen.ir.interface import input_tensors
+from attngen.ir.names import input_tensors
 from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
 from attngen.verify.algebra import normal, same
 

@@ -10,9 +10,11 @@ from typing import Any
 import networkx as nx
 import sympy
 
+from attngen.backends import BACKENDS
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import input_tensors, query_heads
+from attngen.ir.heads import query_heads
+from attngen.ir.names import input_tensors
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
 
 SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
@@ -24,7 +26,8 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     for key, value, known in (
         ("heads", module.sharing, ("mha", "mqa", "gqa")),
         ("precision", module.precision, ("ieee", "tf32")),
-        ("backend", module.backend, ("triton",)),
+        ("backend", module.backend, tuple(BACKENDS)),
+        *(("backend", row.backend, tuple(BACKENDS)) for row in module.rows(kernel.name)),
         *(("dtype", d, ("bf16", "fp16", "fp32")) for d in module.dtypes),
         *((f"head_dim {n}", d, range(16, 257, 8)) for n, d in (("qk", module.head_dim_qk), ("v", module.head_dim_v))),
     ):

@@ -11,8 +11,9 @@ from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, leas
 from attngen.bounds.ranges import rows_of, tile_ranges
 from attngen.ir.expr import conjuncts, prove_le, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.interface import BESIDE, BLOCK_LISTS, FULL_RANKS, STRIP
+from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Dot, Load, Map, Mask, Op, Position, Reduce
+from attngen.policy import STRIP
 
 
 def classified(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -157,7 +158,7 @@ def lists(module: Module, kernel: Kernel) -> Iterator[str]:
     """
     rank, listed = BLOCK_LISTS[kernel.own_axis]
     data = module.blocks is not None and module.blocks.data
-    for loop in kernel.loops if kernel.name not in BESIDE else ():
+    for loop in kernel.loops if kernel.dots else ():
         base = kernel.op(loop.listed) if loop.listed else None
         lists = isinstance(base, Base) and base.src.tensor == listed
         if loop.cls != "all" and module.blocks and not lists:
@@ -175,5 +176,5 @@ def lists(module: Module, kernel: Kernel) -> Iterator[str]:
     for row in module.rows(kernel.name):
         if size and max(row.block_q, row.block_kv) > size:
             yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {size}"
-        if size and kernel.name == "blocks" and (row.block_q, row.block_kv) != (size, STRIP):
+        if size and kernel.counts_pairs and (row.block_q, row.block_kv) != (size, STRIP):
             yield f"{row.device}: tiles of {row.block_q}x{row.block_kv}; expected strips of blocks, {size}x{STRIP}"

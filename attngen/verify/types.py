@@ -237,18 +237,6 @@ def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     return whole and not divided and not e.has(*REAL, sympy.Float, sympy.oo)
 
 
-def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Both operands of a dot have the tensors' element type; products of fp32 say their precision, as the header does."""
-    precision = module.precision if "fp32" in module.dtypes else ""
-    for op in kernel.ops():
-        if isinstance(op, Dot):
-            for ref in (op.a, op.b):
-                if kernel.type_of(ref).dtype != "T":
-                    yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to T first"
-            if op.precision != precision:
-                yield f"%{op.name} has precision `{op.precision}`; expected `{precision}`, by the module's dtype and precision"
-
-
 # What each kind of op asks of its types, besides what holds for all.
 _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Dot: _dot_errors,

@@ -7,11 +7,12 @@ from math import ceil
 import numpy as np
 import pytest
 
-from attngen.analysis.cost import fitted, occupancy
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import CACHE, IN_FLIGHT, Traffic, dram_bytes, hbm_bytes, left_in_cache, standard_bytes
 from attngen.analysis.roofline import Problem, values
-from attngen.analysis.sram import registers_per_thread, row_formula, sram_bytes, tile_width
+from attngen.backends.triton.cost import fitted, occupancy
+from attngen.backends.triton.sram import registers_per_thread, row_formula, sram_bytes
+from attngen.bounds.sizes import tile_width
 from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol, to_text

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.analysis.sram import random_bytes, sram_bytes
+from attngen.backends.base import Reading
+from attngen.backends.triton.compiler import Job, compile_all, job, source_digest, triton_version
+from attngen.backends.triton.sram import random_bytes, sram_bytes
 from attngen.certify.certificate import SHARE, chosen, commit, drawn, keep, reason, record, recorded, stale, violations
-from attngen.certify.compiler import Job, Reading, compile_all, job, source_digest, triton_version
 from attngen.cli import main
 from attngen.devices import CLASSES
 from attngen.emit.files import write_module
@@ -72,7 +73,10 @@ def test_a_tile_that_is_too_large_spills_or_does_not_fit(tmp_path):
     "change, said",
     [
         ({}, None),
-        ({"spilled_bytes": 8}, "spills 8 bytes; tile selection leaves it out once attngen/analysis/spills.txt lists `sm80 fwd 64/64"),
+        (
+            {"spilled_bytes": 8},
+            "spills 8 bytes; tile selection leaves it out once attngen/backends/triton/spills.txt lists `sm80 fwd 64/64",
+        ),
         ({"shared_bytes": 10**6}, "needs 1,000,000 bytes of shared memory, and has 166,912"),
         ({"shared_bytes": 160_000}, "needs 160,000 bytes of shared memory, more than the"),
         ({"shared_bytes": 1000}, "and needs 1,000; no reason is known"),
@@ -152,7 +156,7 @@ def kept(tmp_path):
 
 def test_a_reading_is_kept_while_its_kernel_and_row_are_the_same(kept):
     module, row, files, folder = kept
-    assert keep(render(module), folder) == files != render(module)
+    assert keep(module, render(module), folder) == files != render(module)
     assert list(stale(module, module.kernel("fwd"), row, READING, files)) == []
 
 
@@ -169,20 +173,20 @@ def test_a_reading_of_something_else_is_dropped(kept, name, old, new):
     changed = render(module)
     assert old in changed[name]
     changed[name] = changed[name].replace(old, new)
-    assert keep(changed, folder) == changed
+    assert keep(module, changed, folder) == changed
 
 
 def test_a_reading_of_another_kernel_does_not_matter(kept):
     module, row, files, folder = kept
     changed = render(module)
     changed["kernels.py"] = changed["kernels.py"].replace("# Backward, dQ:", "# dQ:")
-    assert keep(changed, folder)["report.json"] == files["report.json"]
+    assert keep(module, changed, folder)["report.json"] == files["report.json"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernels": 1}', '{"kernels": {"fwd": {"schedules": [{"reading": 1}]}}}'])
 def test_what_is_no_report_has_no_readings(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
-    assert keep(render(target("full_mha")), tmp_path) == render(target("full_mha"))
+    assert keep(target("full_mha"), render(target("full_mha")), tmp_path) == render(target("full_mha"))
 
 
 def test_a_doctored_reading_is_told(kept):

@@ -18,7 +18,6 @@ from attngen.analysis.io import compulsory_bytes, hbm_bytes, traffic
 from attngen.analysis.models import MODELS
 from attngen.analysis.numbers import done, flash1_tile, moved
 from attngen.analysis.roofline import Problem
-from attngen.analysis.sram import elements, tile_bytes
 from attngen.analysis.theory import (
     B_C,
     B_R,
@@ -40,11 +39,12 @@ from attngen.analysis.theory import (
     work,
 )
 from attngen.analysis.theory import moved as moved_elements
+from attngen.bounds.sizes import elements, tile_bytes
 from attngen.bounds.tiles import count_tiles, runs, tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
-from attngen.ir.interface import DIRECTIONS
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.text import parse_module, print_module
 from attngen.verify import verify
 from tests.analysis.walk import Walk

@@ -9,6 +9,7 @@ import pytest
 import sympy
 import torch
 
+from attngen.backends.triton.legalize import LegalizeTriton
 from attngen.errors import AttngenError
 from attngen.ir.execute import DOUBLE, SINGLE, OutsideTensor, execute_kernel, run_together, spread
 from attngen.ir.execute_host import execute
@@ -18,7 +19,6 @@ from attngen.ir.numeric import value
 from attngen.ir.philox import keep_scores, philox
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.classify_tiles import ClassifyTiles
-from attngen.passes.legalize_triton import LegalizeTriton
 from attngen.passes.list_tiles import ListTiles
 from attngen.passes.place_barriers import PlaceBarriers
 from attngen.passes.simplify import Simplify

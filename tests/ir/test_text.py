@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.errors import IRError
+from attngen.errors import IRError, VerifyError
 from attngen.ir.expr import parse, to_text
 from attngen.ir.text import parse_module, print_module
 from attngen.verify import verify
@@ -61,6 +61,15 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
     "bad module name": ("module @full_mha", "module @full mha", "`@full mha` is not a word"),
     "bad input": ("where(true)\n", "where(true)\n  input key : b1\n", "not an input; expected `input kv_lengths : i32[B] what it is`"),
 }
+
+
+def test_a_row_names_its_backend_where_it_is_not_the_modules():
+    text = print_module(target("causal_mha"))
+    assert "backend=" not in text and {row.backend for row in parse_module(text).rows("fwd")} == {"triton"}
+    other = text.replace("num_stages=3 TMA=1\n", "num_stages=3 TMA=1 backend=other\n", 1)
+    assert other != text and print_module(parse_module(other)) == other
+    with pytest.raises(VerifyError, match="`backend other`; expected one of triton"):
+        verify(parse_module(other))
 
 
 def test_a_device_without_a_tile_prints_and_parses_back():

@@ -11,9 +11,10 @@ from attngen.ir.graph import PHASES
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
-from attngen.verify import RULES, verify
+from attngen.verify import rules, verify
 from tests.helpers import WALKS, edit, lowered, target, unverified
 
+RULES = rules("triton")
 BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "header": [
         ("causal_gqa", "heads gqa", "heads some", "`heads some`; expected one of mha, mqa, gqa"),

@@ -9,12 +9,12 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.graph import Blocks, Module
-from attngen.ir.interface import verify_interface
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.list_tiles import ListTiles
 from attngen.passes.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.verify import verify
+from attngen.verify.inputs import verify_interface
 from attngen.verify.tiles import lists
 from tests.helpers import changes, edit, lowered, module
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.analysis.cost import cost
+from attngen.backends.triton.cost import cost
 from attngen.errors import VerifyError
 from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.verify import verify

@@ -11,11 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from attngen.analysis import cost as model
-from attngen.analysis.cost import cost, schedule_key
 from attngen.analysis.report import report
 from attngen.analysis.roofline import Problem
-from attngen.analysis.sram import misfit, sram_bytes, sram_formula
+from attngen.backends.triton import cost as model
+from attngen.backends.triton.cost import cost, schedule_key
+from attngen.backends.triton.sram import misfit, sram_bytes, sram_formula
 from attngen.devices import CLASSES
 from attngen.emit.explain import explain
 from attngen.emit.files import write_module

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from attngen.analysis import cost as model
-from attngen.analysis.cost import schedule_key
 from attngen.analysis.report import report
+from attngen.backends.triton import cost as model
+from attngen.backends.triton.cost import schedule_key
 from attngen.certify.certificate import chosen
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError

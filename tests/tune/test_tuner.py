@@ -10,14 +10,14 @@ from math import prod
 
 import pytest
 
-from attngen.analysis import cost as model
-from attngen.analysis.cost import cost, schedule_key, spills
-from attngen.analysis.sram import misfit
+from attngen.backends.triton import cost as model
+from attngen.backends.triton.cost import cost, schedule_key, spills
+from attngen.backends.triton.sram import misfit
 from attngen.errors import AttngenError
 from attngen.schedules.classes import RANGES, SHORT_ROWS
 from attngen.schedules.table import Table, schedule_of, shown
 from attngen.tune import run, summary, tuner
-from attngen.tune.candidates import AXES, DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, search
+from attngen.tune.candidates import DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, choices, search
 from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman
 from attngen.tune.workers import Lost
 from tests.helpers import spec
@@ -98,7 +98,7 @@ def test_reasons_are_those_of_the_model(monkeypatch):
     found, kernel = p.searches["dq", "bf16", False], p.placed.kernel("dq")
     assert set(found.rejected) >= {MISFIT, REGISTERS, STREAMS, DEEP}
     assert found.rejected[MISFIT] == sum(misfit(p.placed, kernel, row) is not None for row in found.grid)
-    assert len(found.grid) == 256 == prod(map(len, AXES.values()))
+    assert len(found.grid) == 256 == prod(map(len, choices(found.grid[0]).values()))
     chosen, second, *_ = found.kept
     monkeypatch.setattr(model, "_listed", lambda: frozenset([schedule_key(p.placed, kernel, second)]))
     again = search(p.placed, kernel, chosen)

@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from attngen.analysis.cost import schedule_key
-from attngen.analysis.sram import sram_bytes
+from attngen.backends.base import Reading
+from attngen.backends.triton.compiler import compile_all, job, triton_version
+from attngen.backends.triton.cost import schedule_key
+from attngen.backends.triton.sram import sram_bytes
 from attngen.certify.certificate import TOLERANCE, chosen, reason
-from attngen.certify.compiler import Reading, compile_all, job, triton_version
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.text import parse_module

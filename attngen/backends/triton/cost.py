@@ -17,21 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from attngen.analysis.sram import (
-    SCORES,
-    TMA_BARRIERS,
-    misfit,
-    registers_per_thread,
-    score_tile,
-    sizes,
-    sram_bytes,
-    streamed_bytes,
-    tile_width,
-)
+from attngen.backends.triton.sram import TMA_BARRIERS, misfit, registers_per_thread, score_tile, sram_bytes
+from attngen.bounds.sizes import mode, sizes, streamed_bytes, tile_width
 from attngen.bounds.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot, Gather, Load, unpadded
+from attngen.ir.ops import Dot, unpadded
+from attngen.policy import MANY_ROWS, REACH
 
 
 @dataclass(frozen=True)
@@ -53,17 +45,39 @@ class Fit:
     live_limit: int  # registers per thread that live tiles may take before it spills
 
 
-POINTERS = Fit(0.62, 0.032, 0.008, (2500, 1080, 665), 0.2, 0.019, 0.17, 0, 0, 0, 0, 70, 170)
-DESCRIPTORS = Fit(1.08, 0, 0, (1710, 636, 415), 0.16, 0.013, 0.166, 5200, 0.0144 / 64, 32, 170, 45, 210)
+POINTERS = Fit(
+    matrix=0.62,
+    alu=0.032,
+    stream=0.008,
+    latency=(2500, 1080, 665),
+    split_matrix=0.2,
+    split_alu=0.019,
+    masked=0.17,
+    start=0,
+    tight=0,
+    turn=0,
+    deep=0,
+    other_registers=70,
+    live_limit=170,
+)
+DESCRIPTORS = Fit(
+    matrix=1.08,
+    alu=0,
+    stream=0,
+    latency=(1710, 636, 415),
+    split_matrix=0.16,
+    split_alu=0.013,
+    masked=0.166,
+    start=5200,
+    tight=0.0144 / 64,
+    turn=32,
+    deep=170,
+    other_registers=45,
+    live_limit=210,
+)
 ROOMY = 128
-REACH = 500  # rows before and after a tile that stand for what documents and the like let it see
+SPILLS = "attngen/backends/triton/spills.txt"  # of schedules that spill
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
-MANY_ROWS = 4096  # rows that stand for "any number"
-
-
-def mode(module: Module, elem_bytes: int) -> str:
-    """How products of elements of that size are computed: `16-bit`, `tf32` or `ieee`."""
-    return "16-bit" if elem_bytes == 2 else module.precision
 
 
 @cache
@@ -85,17 +99,12 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
     if module.blocks is not None and kernel.dots:
-        name += "+blocks" if not module.blocks.data else "+data+pairs" if reads_pairs(kernel) else "+data"
+        name += "+blocks" if not module.blocks.data else "+data+pairs" if kernel.reads_pairs else "+data"
     name += "+dropout" * kernel.draws
     qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"
     score = f" score={module.score}" if module.score != "none" and kernel.loops else ""
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
-
-
-def reads_pairs(kernel: Kernel) -> bool:
-    """Whether the mask reads something for each score."""
-    return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == SCORES for op in kernel.ops())
 
 
 def cost(module: Module, kernel: Kernel, row: Row) -> float:
@@ -148,6 +157,11 @@ def fitted(row: Row) -> Fit:
     return DESCRIPTORS if row.tma else POINTERS
 
 
+def register_limit(row: Row) -> int:
+    """Registers per thread that live tiles may take before the compiler spills."""
+    return fitted(row).live_limit
+
+
 def occupancy(module: Module, kernel: Kernel, row: Row) -> int:
     """Programs that share an SM: bound by shared memory and by registers."""
     device = CLASSES[row.device]
@@ -163,17 +177,3 @@ def dot_flops(module: Module, kernel: Kernel, op: Dot, row: Row, least_rows: int
     dims = sizes(module, row)
     a, b = (dims[d] for d in op.type.unpadded)
     return 2 * max(a, least_rows) * b * dims[unpadded(op.over)]
-
-
-def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
-    """The row with the ring depth that costs least; where all may spill, the deepest that fits."""
-
-    def price(r: Row) -> tuple[float, bool]:
-        return cost(module, kernel, r), misfit(module, kernel, r) is not None
-
-    return min(depths(row), key=price)
-
-
-def depths(row: Row) -> list[Row]:
-    """The row with each depth of the ring, deepest first."""
-    return [replace(row, num_stages=s) for s in (3, 2, 1)]

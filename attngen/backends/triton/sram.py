@@ -8,14 +8,14 @@ from typing import TypeGuard
 
 import sympy
 
+from attngen.bounds.sizes import ELEM, STAGES, elements, sizes, tile_bytes
 from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.interface import STATISTICS
+from attngen.ir.names import STATISTICS
 from attngen.ir.ops import (
     AXIS_DIM,
-    DTYPE_BYTES,
     Dot,
     Dropout,
     Gather,
@@ -28,12 +28,8 @@ from attngen.ir.ops import (
     Scatter,
     SoftmaxStep,
     Store,
-    Type,
-    dimension,
 )
 
-ELEM = symbol("elem")  # bytes of one element of q, k and v
-STAGES = symbol("stages")
 BARRIERS = 32  # bytes, of what runs beside the program's warps
 TMA_BARRIERS = 64  # bytes, of the copies in flight
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
@@ -42,27 +38,6 @@ MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 _max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
-
-
-def elem_sizes(module: Module) -> tuple[int, ...]:
-    """Bytes per element of the module's dtypes, smallest first."""
-    return tuple(sorted({4 if d == "fp32" else 2 for d in module.dtypes}))
-
-
-def tile_width(head_dim: int) -> int:
-    """A head dimension on chip: padded to a power of two."""
-    return 1 << (head_dim - 1).bit_length()
-
-
-def elements(t: Type) -> Expr:
-    """Elements of a value, in BLOCK_Q, BLOCK_KV, D_QK and D_V; of a tensor, in B, Hq, Hkv, Nq and Nk too."""
-    lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
-    return sympy.Mul(*(lengths.get(d) or dimension(d) for d in t.unpadded))
-
-
-def tile_bytes(t: Type) -> Expr:
-    """Bytes of a value, in the symbols of `elements` and `elem`."""
-    return (ELEM if t.dtype == "T" else sympy.Integer(DTYPE_BYTES[t.dtype])) * elements(t)
 
 
 @cache
@@ -179,18 +154,6 @@ def _widest(kernel: Kernel, body: str) -> Expr:
     return max(peaks, key=lambda p: p.subs(dict.fromkeys(p.free_symbols - {ELEM}, 64)).subs(ELEM, 2))
 
 
-def sizes(module: Module, row: Row) -> dict[str, int]:
-    """Numbers for the symbols of the formulas."""
-    return {
-        "BLOCK_Q": row.block_q,
-        "BLOCK_KV": row.block_kv,
-        "D_QK": tile_width(module.head_dim_qk),
-        "D_V": tile_width(module.head_dim_v),
-        "stages": row.num_stages,
-        "elem": row.elem_bytes,
-    }
-
-
 def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
     """Shared-memory bytes of one program under a schedule row."""
     return int(evaluate(row_formula(module, kernel, row), sizes(module, row)))
@@ -200,17 +163,6 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
     return sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma)
-
-
-def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
-    """Bytes that one turn of the loop over tiles loads."""
-    return int(evaluate(_streamed(kernel), sizes(module, row)))
-
-
-@cache
-def _streamed(kernel: Kernel) -> Expr:
-    bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
-    return sympy.Add(*(tile_bytes(op.type) for body in bodies for op in kernel.block(body).ops if isinstance(op, Load)))
 
 
 def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:

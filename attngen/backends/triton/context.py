@@ -7,15 +7,15 @@ the IR's values; a carried field has one variable from its start to its end.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import sympy
 
-from attngen.emit.printer import to_triton
+from attngen.backends.triton.printer import to_triton
+from attngen.backends.triton.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.names import SIZES, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -43,44 +43,6 @@ from attngen.ir.ops import (
     Store,
     Yield,
 )
-
-SIZES = ("B", "Hq", "Hkv", "group", "splits", "queries", "Nq", "Nk", "Nlse")  # scalars that the tensors' shapes give
-LETTERS = {
-    "B": "b",
-    "Hq": "h",
-    "Hkv": "h",
-    "Nq": "n",
-    "Nk": "n",
-    "Tq": "t",
-    "Tk": "t",
-    "splits": "s",
-}  # how strides are named; others by number
-
-
-@dataclass
-class Node:
-    """A view of one op: its kind names the macro that prints it, `text` holds that macro's strings."""
-
-    kind: str
-    text: dict[str, Any]
-    body: list[Node] = field(default_factory=list)
-
-
-@dataclass
-class KernelView:
-    """A kernel as its template prints it."""
-
-    name: str
-    summary: str
-    params: list[str]
-    tiles: list[str]
-    dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
-    tma: bool  # has the flag TMA, by which tiles are read through descriptors, given in place of their tensors
-    learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
-    not_specialized: list[str]
-    prologue: list[str]
-    nodes: list[Node]
-    words: set[str]  # that occur in it
 
 
 class KernelContext:
@@ -158,7 +120,7 @@ class KernelContext:
         kernel = self.kernel
         args = kernel.args
         nodes = self.block("entry", "entry")
-        used = _names_in(nodes)
+        used = names_in(nodes)
         scalars = [a.name for a in args if a.role == "scalar"]
         numbers, sizes = [s for s in scalars if s not in SIZES], [s for s in scalars if s in SIZES]
         tensors = [a for a in args if a.role != "scalar"]
@@ -234,7 +196,7 @@ class KernelContext:
             if isinstance(op, Loop):
                 self._loop_header(op, text, body)
             nodes.append(Node(KIND[type(op)], text, body))
-        return _gathered(nodes)
+        return gathered(nodes)
 
     def _idle(self, op: Op, cls: str) -> bool:
         """A mask that loops of this class do not apply, or a value in the same body that only such a mask reads."""
@@ -254,7 +216,7 @@ class KernelContext:
 
     def _loop_header(self, op: Loop, text: dict[str, Any], body: list[Node]) -> None:
         """Loop variable, its range, what comes before it, and the lines that every turn starts with."""
-        used = _names_in(body)
+        used = names_in(body)
         ranges = text["ranges"]
         over_tiles = op.var in AXIS_DIM
         tile = f"{op.var}_tile" if over_tiles else op.var
@@ -473,34 +435,6 @@ class KernelContext:
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
 
 
-LOOP_COMMENTS = {
-    "full": "tiles with nothing to mask: no mask, no bounds checks",
-    "partial": "tiles that the mask or the ends of the tensors cut",
-    "all": "query heads that share this key head",
-    "own": "key tiles, each on chip while query tiles pass by",
-}
-
-
-def _gathered(nodes: list[Node]) -> list[Node]:
-    """The same, in each row of bases last those that descriptors stand in for, the first of which says so."""
-    found: list[Node] = []
-    for is_base, run in groupby(nodes, lambda node: node.kind == "base"):
-        if not is_base:
-            found += run
-            continue
-        row = sorted(run, key=lambda node: bool(node.text["described"]))
-        for node in [node for node in row if node.text["described"]][:1]:
-            node.text["described"] = "first"
-        found += row
-    return found
-
-
-def stride_names(arg: Arg) -> list[str]:
-    """Stride parameters of a tensor: every dimension but the last, which is contiguous."""
-    letters = [LETTERS.get(d, str(at)) for at, d in enumerate(arg.type.dims[:-1])]
-    return [f"stride_{arg.name.lower()}_{c if letters.count(c) == 1 else at}" for at, c in enumerate(letters)]
-
-
 def _as_tile(access: Access, tile: tuple[str, ...]) -> tuple[str, ...]:
     """The dimensions of an access, in the order of the tile where that is a transposed tile of scores."""
     dims = tuple(AXIS_DIM[a] for a in access.axes())
@@ -509,12 +443,3 @@ def _as_tile(access: Access, tile: tuple[str, ...]) -> tuple[str, ...]:
 
 def _applies(when: str, cls: str) -> bool:
     return when == "always" or (when == "partial" and cls == "partial")
-
-
-def _names_in(nodes: list[Node]) -> set[str]:
-    """Every word in the strings of these nodes and their bodies."""
-    words: set[str] = set()
-    for node in nodes:
-        words |= set(re.findall(r"\w+", repr(node.text)))
-        words |= _names_in(node.body)
-    return words

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
 import importlib.util
 import io
-import json
 import multiprocessing
 import os
 import re
@@ -18,13 +16,15 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attngen.analysis.sram import aligned, sizes
+from attngen.backends.base import Reading, short_digest
+from attngen.backends.triton.sram import aligned
+from attngen.bounds.sizes import sizes
 from attngen.devices import CLASSES
 from attngen.errors import last_line
 from attngen.ir.graph import Kernel, Module, Row
@@ -32,24 +32,6 @@ from attngen.ir.ops import Base, Load
 
 _TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}
 _EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the compiler says of one kernel for one target."""
-
-    shared_bytes: int
-    registers: int  # of 32 bits, per thread
-    spilled_bytes: int  # per thread: of stores and loads as ptxas counts them, of registers on AMD
-    code_bytes: int
-    triton: str
-    seconds: float = field(compare=False)
-    job: str = ""  # the digest of what was compiled
-
-    @property
-    def digest(self) -> str:
-        """A short digest of what was compiled, by which Triton, and of what was said of it: an edited number has another."""
-        return short_digest({key: value for key, value in vars(self).items() if key != "seconds"})
 
 
 @dataclass(frozen=True)
@@ -70,12 +52,6 @@ class Job:
     def digest(self) -> str:
         """A short digest of all that the compiler is given; modules that have the same kernel share it."""
         return short_digest({key: value for key, value in vars(self).items() if key != "file"})
-
-
-def short_digest(of: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of something that JSON can hold, or of a text."""
-    text = of if isinstance(of, str) else json.dumps(of, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def triton_version() -> str:

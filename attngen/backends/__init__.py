@@ -1,0 +1,14 @@
+"""The registry of backends: the only place that imports one by name."""
+
+from __future__ import annotations
+
+from attngen.backends.base import Backend
+from attngen.backends.triton import TRITON
+from attngen.ir.graph import Module, Row
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TRITON,)}
+
+
+def backend_of(user: Module | Row) -> Backend:
+    """The backend that a module, or a schedule row, names; the verifier has found it in the registry."""
+    return BACKENDS[user.backend]

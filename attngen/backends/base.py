@@ -1,0 +1,126 @@
+"""What a backend gives: all that depends on the compiler that turns kernels into machine code.
+
+Whoever needs a backend asks the registry, attngen/backends/__init__.py, for that of a module or of a schedule row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from attngen.ir.expr import Expr
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.passes.base import Pass
+
+Rule = Callable[[Module, Kernel], Iterator[str]]  # of the verifier: a reason for each thing that breaks it
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The values that a schedule row's fields may take, in the order in which they are tried."""
+
+    blocks: tuple[int, ...]  # of BLOCK_Q and BLOCK_KV, smallest first
+    warps: tuple[int, ...]
+    stages: tuple[int, ...]  # deepest first
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The model of what a program takes on chip, under a schedule row."""
+
+    formula: Callable[[Module, Kernel, Row], Expr]  # bytes of shared memory, in closed form
+    sram_bytes: Callable[[Module, Kernel, Row], int]
+    registers: Callable[[Module, Kernel, Row], int]  # of 32 bits that live tiles take, per thread
+    misfit: Callable[..., str | None]  # (module, kernel, row, change=...): a sentence where a row does not fit its device class
+    slack: Callable[[Module, Kernel, Row], str | None]  # why the formula may be above what the compiler reports
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The model by which tiles are chosen."""
+
+    cycles: Callable[[Module, Kernel, Row], float]  # of a multiprocessor; inf where a row cannot run
+    occupancy: Callable[[Module, Kernel, Row], int]  # programs that share a multiprocessor
+    register_limit: Callable[[Row], int]  # registers per thread that live tiles may take
+    spills: Callable[[Module, Kernel, Row], bool]  # whether a row is known to spill
+    spilling: str  # the file that lists such rows, for readers
+    row_key: Callable[[Module, Kernel, Row], str]  # a row, as that file names it
+
+
+class PrintedKernel(Protocol):
+    """What host programs need to know of a kernel as it is printed."""
+
+    params: list[str]
+    not_specialized: list[str]
+    dropout: bool  # it has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
+    learns: bool  # it has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The kernels of a module as they are printed, and the file that holds them: its template, and what that sees."""
+
+    kernels: Mapping[str, PrintedKernel]
+    template: str
+    context: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the compiler says of one kernel for one target."""
+
+    shared_bytes: int
+    registers: int  # of 32 bits, per thread
+    spilled_bytes: int  # per thread: of stores and loads as ptxas counts them, of registers on AMD
+    code_bytes: int
+    triton: str
+    seconds: float = field(compare=False)
+    job: str = ""  # the digest of what was compiled
+
+    @property
+    def digest(self) -> str:
+        """A short digest of what was compiled, by which Triton, and of what was said of it: an edited number has another."""
+        return short_digest({key: value for key, value in vars(self).items() if key != "seconds"})
+
+
+class Job(Protocol):
+    """One kernel to compile."""
+
+    @property
+    def digest(self) -> str:
+        """A short digest of all that the compiler is given."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Compilation ahead of time, for GPUs that need not be here."""
+
+    version: Callable[[], str]
+    job: Callable[[Module, Kernel, Row, Path], Any]  # the Job of a kernel of a generated kernels.py under a schedule row
+    compile_all: Callable[[Sequence[Any], int | None], Iterator[Reading | str]]  # of Jobs, by so many processes
+    source_digest: Callable[[str, str], str]  # of the text of kernels.py and a kernel's name: of all its source
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend. Its passes run around the choice of tiles, which the others share; its rules join those of a phase."""
+
+    name: str
+    prepare: tuple[Pass, ...]  # before tiles are chosen
+    legalize: tuple[Pass, ...]  # last: from the scheduled phase to the target one
+    rules: Mapping[str, Mapping[str, Rule]]  # by phase, `scheduled` and `target`, and name
+    choices: Choices
+    footprint: Footprint
+    cost: Cost
+    printed: Callable[[Module], Printed]
+    compiler: Compiler
+
+
+def short_digest(of: Any) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of something that JSON can hold, or of a text."""
+    text = of if isinstance(of, str) else json.dumps(of, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

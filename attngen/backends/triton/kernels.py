@@ -1,0 +1,70 @@
+"""kernels.py of a generated module: what its template sees."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from attngen.backends.base import Printed
+from attngen.backends.triton.context import KernelContext
+from attngen.backends.triton.views import KernelView
+from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
+from attngen.ir.graph import Module, Unfit
+
+
+def printed(module: Module) -> Printed:
+    """The kernels of a target module, and their file."""
+    views = {kernel.name: KernelContext(module, kernel).view() for kernel in module.kernels}
+    return Printed(views, "triton/kernels.py.jinja", _context(module, views))
+
+
+def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
+    """What the template of kernels.py sees."""
+    constants = []
+    for name, size in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)):
+        constants.append((name, size))
+        if size & (size - 1):
+            constants.append((f"{name}_PAD", 1 << size.bit_length()))
+    if module.blocks:
+        constants.append(("BLOCK", module.blocks.size))
+    sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})
+    names = dict.fromkeys(row.device for _, rows in module.schedules for row in rows if row.device in CLASSES)
+    device_classes = [(repr(c), name) for name in names for c in CLASSES[name].capabilities]
+    device_classes += [(f'"{name}"', name) for name in names if not CLASSES[name].capabilities and name != "any"]
+    return {
+        "module": module,
+        "constants": constants,
+        "schedules": _schedules(module, views),
+        "elem_sizes": sizes,
+        "interpreted": _interpreted(module, sizes[0]),
+        "device_classes": device_classes,
+        "kernels": list(views.values()),
+        "distances": any(x.by == "distance" for x in module.learned),
+        "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
+        "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
+        "fallback_cuda": FALLBACK_CUDA,
+        "fallback_hip": FALLBACK_HIP,
+    }
+
+
+def _interpreted(module: Module, elem_bytes: int) -> str:
+    """The device class whose schedules the interpreter takes: what other NVIDIA GPUs take, or else one that every kernel has."""
+    has = [{(r.device, r.elem_bytes) for r in rows if not isinstance(r, Unfit)} for _, rows in module.schedules]
+    return next((c for c in (FALLBACK_CUDA, *CLASSES) if all((c, elem_bytes) in rows for rows in has)), FALLBACK_CUDA)
+
+
+def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
+    out = []
+    for kernel, rows in module.schedules:
+        classes: dict[str, Any] = {}  # rows, or the sentence on why there are none
+        for row in rows:
+            if isinstance(row, Unfit):
+                classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
+                continue
+            blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
+            config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
+            config |= {"TMA": row.tma} if views[kernel].tma else {}
+            entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
+            entry.append((row.max_rows, "{" + ", ".join(f'"{key}": {value}' for key, value in config.items()) + "}"))
+        out.append((kernel, list(classes.items())))
+    return out

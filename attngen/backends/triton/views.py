@@ -1,0 +1,64 @@
+"""What the templates see of a kernel: a view of each op, and of the whole."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+LOOP_COMMENTS = {
+    "full": "tiles with nothing to mask: no mask, no bounds checks",
+    "partial": "tiles that the mask or the ends of the tensors cut",
+    "all": "query heads that share this key head",
+    "own": "key tiles, each on chip while query tiles pass by",
+}
+
+
+@dataclass
+class Node:
+    """A view of one op: its kind names the macro that prints it, `text` holds that macro's strings."""
+
+    kind: str
+    text: dict[str, Any]
+    body: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class KernelView:
+    """A kernel as its template prints it."""
+
+    name: str
+    summary: str
+    params: list[str]
+    tiles: list[str]
+    dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
+    tma: bool  # has the flag TMA, by which tiles are read through descriptors, given in place of their tensors
+    learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
+    not_specialized: list[str]
+    prologue: list[str]
+    nodes: list[Node]
+    words: set[str]  # that occur in it
+
+
+def gathered(nodes: list[Node]) -> list[Node]:
+    """The same, in each row of bases last those that descriptors stand in for, the first of which says so."""
+    found: list[Node] = []
+    for is_base, run in groupby(nodes, lambda node: node.kind == "base"):
+        if not is_base:
+            found += run
+            continue
+        row = sorted(run, key=lambda node: bool(node.text["described"]))
+        for node in [node for node in row if node.text["described"]][:1]:
+            node.text["described"] = "first"
+        found += row
+    return found
+
+
+def names_in(nodes: list[Node]) -> set[str]:
+    """Every word in the strings of these nodes and their bodies."""
+    words: set[str] = set()
+    for node in nodes:
+        words |= set(re.findall(r"\w+", repr(node.text)))
+        words |= names_in(node.body)
+    return words

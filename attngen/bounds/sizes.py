@@ -1,0 +1,64 @@
+"""Elements and bytes of values and tiles, and the numbers of a schedule row for the symbols of formulas."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import sympy
+
+from attngen.bounds.tiles import evaluate
+from attngen.ir.expr import Expr, cdiv, symbol
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import DTYPE_BYTES, Load, Type, dimension
+
+ELEM = symbol("elem")  # bytes of one element of q, k and v
+STAGES = symbol("stages")
+
+
+def elem_sizes(module: Module) -> tuple[int, ...]:
+    """Bytes per element of the module's dtypes, smallest first."""
+    return tuple(sorted({4 if d == "fp32" else 2 for d in module.dtypes}))
+
+
+def tile_width(head_dim: int) -> int:
+    """A head dimension on chip: padded to a power of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def elements(t: Type) -> Expr:
+    """Elements of a value, in BLOCK_Q, BLOCK_KV, D_QK and D_V; of a tensor, in B, Hq, Hkv, Nq and Nk too."""
+    lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
+    return sympy.Mul(*(lengths.get(d) or dimension(d) for d in t.unpadded))
+
+
+def tile_bytes(t: Type) -> Expr:
+    """Bytes of a value, in the symbols of `elements` and `elem`."""
+    return (ELEM if t.dtype == "T" else sympy.Integer(DTYPE_BYTES[t.dtype])) * elements(t)
+
+
+def mode(module: Module, elem_bytes: int) -> str:
+    """How products of elements of that size are computed: `16-bit`, `tf32` or `ieee`."""
+    return "16-bit" if elem_bytes == 2 else module.precision
+
+
+def sizes(module: Module, row: Row) -> dict[str, int]:
+    """Numbers for the symbols of the formulas."""
+    return {
+        "BLOCK_Q": row.block_q,
+        "BLOCK_KV": row.block_kv,
+        "D_QK": tile_width(module.head_dim_qk),
+        "D_V": tile_width(module.head_dim_v),
+        "stages": row.num_stages,
+        "elem": row.elem_bytes,
+    }
+
+
+def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+    """Bytes that one turn of the loop over tiles loads."""
+    return int(evaluate(_streamed(kernel), sizes(module, row)))
+
+
+@cache
+def _streamed(kernel: Kernel) -> Expr:
+    bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
+    return sympy.Add(*(tile_bytes(op.type) for body in bodies for op in kernel.block(body).ops if isinstance(op, Load)))

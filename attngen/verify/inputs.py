@@ -1,0 +1,68 @@
+"""What generated modules ask of a module as a whole: its orders of loops, schedules and host programs; its inputs and their names."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterator
+
+from attngen.errors import VerifyError
+from attngen.ir.expr import parse
+from attngen.ir.graph import Module
+from attngen.ir.names import INPUT_DIMS, LEARNED, ORDERS, SHAPES, SOURCES, WRAPPER
+from attngen.ir.ops import BLOCKS, Type
+from attngen.ir.text import print_module
+
+
+def verify_interface(module: Module) -> Module:
+    """The module itself, if its kernels are those that the wrapper launches; VerifyError with a reason otherwise."""
+    for reason in _reasons(module):
+        raise VerifyError("interface", reason, print_module(module))
+    return module
+
+
+def _reasons(module: Module) -> Iterator[str]:
+    if module.order not in ORDERS:
+        yield f"`order {module.order}`; expected {' or '.join(ORDERS)}"
+    if [name for name, _ in module.schedules] != [kernel.name for kernel in module.kernels]:
+        have = ", ".join(name for name, _ in module.schedules) or "nothing"
+        yield f"there are schedules for {have}; expected one for each kernel, in order"
+    if not {"forward", "backward"} <= {host.name for host in module.hosts}:
+        yield f"the host programs are {', '.join(host.name for host in module.hosts) or 'none'}; expected forward and backward"
+    given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
+    names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
+    own = WRAPPER | {x.parts.lower() for x in module.learned}  # in which it has the parts of a gradient
+    if module.blocks is None or module.blocks.data:  # a call gives no list of blocks
+        own -= {"block_mask"}
+    for name in names:
+        taken = name in own or hasattr(builtins, name) or name.endswith("_strides")
+        if names.count(name) > 1 or taken or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            yield f"`{name}` is declared twice, is a name of the wrapper's own, or is not in small letters"
+    for name, type_ in given.items():
+        sized = all(d in INPUT_DIMS or d.isdigit() or re.fullmatch(BLOCKS, d) for d in type_.dims)
+        if type_.dtype not in ("b1", "i32", "f32", "T") or not sized:
+            yield f"`input {name} : {type_.dtype}[{', '.join(type_.dims)}]`; expected b1, i32, f32 or T of {', '.join(INPUT_DIMS)}, numbers"
+        if not type_.dims and type_.dtype not in ("i32", "f32"):
+            yield f"`input {name} : {type_.dtype}[]`; expected a number, i32 or f32"
+    for i in module.inputs:
+        for option in i.options:
+            if option not in ("grad", "broadcast") and not option.startswith("least="):
+                yield f"`input {i.name}` has the option `{option}`; expected grad, broadcast or least=n"
+    for d in module.derived:
+        for source in d.sources:
+            if source not in given and source not in SOURCES and not source.isdigit() and not re.fullmatch(BLOCKS, source):
+                yield f"`derive {' '.join(d.names)}` is of `{source}`, which is no input"
+        if len(d.names) != len(d.shapes) or d.dtype not in ("b1", "i32", "f32"):
+            yield f"`derive {' '.join(d.names)}` needs a shape for each name, and is b1, i32 or f32"
+    for x in module.learned:
+        if not any(i.name == x.input and i.grad and len(x.index) in (0, len(i.shape)) for i in module.inputs):
+            yield f"`learn {x}` is of no input with the option grad"
+        if stray := {str(s) for e in x.index for s in parse(e).free_symbols} - LEARNED:
+            yield f"`learn {x}` has `{min(stray)}`; expected {', '.join(sorted(LEARNED))} and numbers"
+    if module.blocks and module.blocks.pattern and (module.blocks.pattern in WRAPPER or hasattr(builtins, module.blocks.pattern)):
+        yield f"the pattern `{module.blocks.pattern}` is a name of the wrapper's own"
+    read = {a.name.lower() for k in module.kernels for a in k.args if a.name not in SHAPES}
+    for name in given:
+        used = name in read or name in {s for d in module.derived for s in d.sources}
+        if not used and not any(a.name == name for k in module.kernels for a in k.args):
+            yield f"`input {name}` is read by no kernel"
