@@ -203,15 +203,7 @@ def build_dkdv(spec: Spec) -> Kernel:
         "dk": b.init("dk_init", 0, "BLOCK_KV", "D_QK", block=home),
         "dv": b.init("dv_init", 0, "BLOCK_KV", "D_V", block=home),
     }
-    q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
-    if shared:
-        first, end = query_heads(b.is_split)
-        b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
-        b.carried("group", **starts)
-        b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
-        b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
-    else:
-        b.loop("total", "q", q_tiles, "step", home, **starts)
+    _loop_over_queries(b, home, starts, shared)
 
     b.carried("step", **({"dk_step": "dk_init", "dv_step": "dv_init"} if shared else starts))
     dk, dv = ("dk_step", "dv_step") if shared else ("dk", "dv")
@@ -233,14 +225,32 @@ def build_dkdv(spec: Spec) -> Kernel:
         b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
-    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", block=home)
-    own = ("b", kv, *(["split"] if b.is_split else []), "kv")
-    b.store("dK", (*own, "d_qk"), "dk_out", home)
-    _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
-    b.store("dV", (*own, "d_v"), "dv_out", home)
+    _store_key_gradients(b, kv, home)
     if walks:
         b.add(Yield("yield_tile", ()), home)
     return b.kernel()
+
+
+def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], shared: bool) -> None:
+    """The loop over query tiles; where query heads share a key head, inside a loop over those of the program."""
+    q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
+    if not shared:
+        b.loop("total", "q", q_tiles, "step", home, **starts)
+        return
+    first, end = query_heads(b.is_split)
+    b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
+    b.carried("group", **starts)
+    b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
+    b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
+
+
+def _store_key_gradients(b: KernelBuilder, kv: Any, home: str) -> None:
+    """dK and dV, with the factors left to the end, of the program's key head, and of its split of the group."""
+    own = ("b", kv, *(["split"] if b.is_split else []), "kv")
+    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", block=home)
+    b.store("dK", (*own, "d_qk"), "dk_out", home)
+    _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
+    b.store("dV", (*own, "d_v"), "dv_out", home)
 
 
 def build_dq_end(spec: Spec) -> Kernel:
@@ -292,38 +302,39 @@ def build_dq(spec: Spec) -> Kernel:
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     _score_gradients(b, b.dropped("p"), factor)
     dscore = symbol("ds" if factor == 1 else "dscore")
-
-    def gradient(name: str, slope: Any) -> str:
-        """The gradient by what is read, for each score."""
-        return b.compute(name, _where_seen(b, dscore * slope)) if slope != 1 else str(dscore)
-
-    kept = symbol("keep_scale") if spec.dropout else 1
     for x, slope in zip(gradients, slopes):
-        name = x.parts.lower()
-        if x.by == "distance":
-            b.add(Store(f"{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"), "step")
-            continue
-        if x.by == "element" and x.parts not in summed:
-            b.scatter(reads[x.parts], x.parts, gradient(name, slope * kept), "step")
-            continue
-        if x.parts not in summed:  # an element for each score: it is stored as it is
-            b.compute(name, _where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
-            b.store(x.parts, (*rows, "kv"), name, "step")
-            continue
-        b.reduce_sum(f"{name}_rows", gradient(name, slope), "BLOCK_KV", "step")
-        field = summed[x.parts]
-        b.map(
-            f"{name}_next", symbol(field) + symbol(f"{name}_rows"), "step", "f32", False, **{field: field, f"{name}_rows": f"{name}_rows"}
-        )
+        _learn(b, x, reads[x.parts], slope, dscore, summed.get(x.parts))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
     b.add(Yield("yield_step", (("dq", "dq_next"), *((field, f"{parts.lower()}_next") for parts, field in summed.items()))), "step")
 
     _scaled(b, "dq_out", "keys.dq", "scale", "keep_scale")
     b.store("dQ", (*rows, "d_qk"), "dq_out")
+    elements = {x.parts for x in by_row if x.by == "element"}
     for parts, field in summed.items():
         _scaled(b, f"{parts.lower()}_out", f"keys.{field}", "keep_scale", dtype="f32")
-        if any(x.by == "element" for x in by_row if x.parts == parts):
+        if parts in elements:
             b.scatter(reads[parts], parts, f"{parts.lower()}_out")
         else:
             b.store(parts, rows, f"{parts.lower()}_out")
     return b.kernel()
+
+
+def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, field: str | None) -> None:
+    """What a step does for the gradient of an input that is read there: store it, scatter it, or add it to a carried `field`."""
+
+    def gradient(name: str, slope: Any) -> str:
+        """The gradient by what is read, for each score."""
+        return b.compute(name, _where_seen(b, dscore * slope)) if slope != 1 else str(dscore)
+
+    name, kept = x.parts.lower(), symbol("keep_scale") if b.spec.dropout else 1
+    if x.by == "distance":
+        b.add(Store(f"{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"), "step")
+    elif field is not None:
+        b.reduce_sum(f"{name}_rows", gradient(name, slope), "BLOCK_KV", "step")
+        more = {field: field, f"{name}_rows": f"{name}_rows"}
+        b.map(f"{name}_next", symbol(field) + symbol(f"{name}_rows"), "step", "f32", False, **more)
+    elif x.by == "element":
+        b.scatter(read, x.parts, gradient(name, slope * kept), "step")
+    else:  # an element for each score: it is stored as it is
+        b.compute(name, _where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
+        b.store(x.parts, ("b", "h", "q", "kv"), name, "step")

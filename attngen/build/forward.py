@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
@@ -65,12 +67,18 @@ def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), ("acc", "acc_next"))), "step")
 
+    _store_results(b, own, sink)
+    return b.kernel()
+
+
+def _store_results(b: KernelBuilder, own: Any, sink: Expr | None) -> None:
+    """The output, divided by the sums of weights, and the LSE. `own`: the index of the program's head."""
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     if sink is not None:
         _join_sink(b, sink)
     else:
         b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
-    if spec.dropout:  # kept weights are scaled up for the dropped ones
+    if b.spec.dropout:  # kept weights are scaled up for the dropped ones
         b.map("inv_l_kept", inv_l * symbol("keep_scale"), inv_l="inv_l", keep_scale="keep_scale")
         b.map("o", acc * symbol("inv_l_kept"), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
     else:
@@ -81,7 +89,6 @@ def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m="keys.m", l="keys.l")
     b.store("LSE", ("b", own, "q"), "lse")
-    return b.kernel()
 
 
 def build_forward_by_key(spec: Spec) -> Kernel:

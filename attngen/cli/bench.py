@@ -58,17 +58,14 @@ def bench(
     costs, and what block sparsity saves). The last two have tables of their own, as Markdown.
 
     With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
-    CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and those of a call that does it too.
+    CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and of a call that does it too.
 
     With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
     got slower or was lost. With --compare alone, the cells and peers are those of its file.
 
     \b
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
-    attngen bench --grid fa3 --only D128,causal --out bench
-    attngen bench specs/causal_mqa.yaml --n 512 --batch 4 --host
     attngen bench --grid flex --jobs 1
-    attngen bench --grid paper --grid fa3 --list
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
     """

@@ -6,15 +6,16 @@ One line per op: `%name = kind positional... key(value)... : type`. Fields at th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from attngen.errors import IRError
+from attngen.ir.codecs import MASKS, MEANING, SCORES, codecs_of, parse_type, parse_word, print_type, split
 from attngen.ir.expr import parse, to_text
 from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
 from attngen.ir.host import HOST_KIND, HOST_OPS, Host
-from attngen.ir.ops import KIND, OPS, Access, Block, Fact, Op, Type
+from attngen.ir.ops import KIND, OPS, Block, Op
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
 _POSITIONAL = {
@@ -54,163 +55,6 @@ _UNNAMED = (
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
-# ---------------------------------------------------------------------------------------------- values of fields
-
-
-def _print_type(t: Type) -> str:
-    return f"{t.dtype}[{', '.join(t.dims)}] @{t.space}"
-
-
-def _parse_type(text: str, where: str) -> Type:
-    match = re.fullmatch(r"(\w+)\[([\w/, *]*)\] @(hbm|sram|reg|\?)", text.strip())
-    if not match:
-        raise IRError(f"{where}: `{text.strip()}` is not a type; expected `f32[BLOCK_Q, D_V] @reg`")
-    dims = tuple(d.strip() for d in match[2].split(",") if d.strip())
-    return Type(match[1], dims, match[3])
-
-
-def _print_access(a: Access) -> str:
-    return f"%{a.tensor}[{', '.join(to_text(i) for i in a.index)}]"
-
-
-def _parse_access(text: str, where: str) -> Access:
-    match = re.fullmatch(r"%([\w.]+)\[(.*)\]", text)
-    if not match:
-        raise IRError(f"{where}: `{text}` is not an access; expected `%K[b, h, kv, d_qk]`")
-    return Access(match[1], tuple(parse(i, where) for i in _split(match[2], ",")))
-
-
-def _parse_ref(text: str, where: str) -> str:
-    if not re.fullmatch(r"%\w+(\.\w+)?", text):
-        raise IRError(f"{where}: `{text}` is not a value; expected `%name` or `%name.field`")
-    return text[1:]
-
-
-def _parse_word(text: str, where: str) -> str:
-    if not re.fullmatch(r"@?\w+", text):
-        raise IRError(f"{where}: `{text}` is not a word")
-    return text.removeprefix("@")
-
-
-def _parse_uses(text: str, where: str) -> tuple[tuple[str, str], ...]:
-    pairs = [part.partition("=") for part in _split(text, ",")]
-    return tuple((_parse_word(k.strip(), where), _parse_ref(v.strip(), where)) for k, _, v in pairs)
-
-
-def _parse_ranges(text: str, where: str) -> Any:
-    ranges = []
-    for part in _split(text, ","):
-        lo, dots, hi = part.partition("..")
-        if not dots:
-            raise IRError(f"{where}: `{part.strip()}` is not a range; expected `0 .. cdiv(Nk, BLOCK_KV)`")
-        ranges.append((parse(lo, where), parse(hi, where)))
-    return tuple(ranges)
-
-
-def _parse_checks(text: str, where: str) -> Any:
-    checks = []
-    for part in _split(text, ","):
-        axis, _, when = part.strip().partition(" if ")
-        checks.append((_parse_word(axis, where), _parse_word(when.strip() or "always", where)))
-    return tuple(checks)
-
-
-def _print_facts(facts: tuple[Fact, ...]) -> str:
-    return ", ".join(f"{to_text(f.literal)} needs {to_text(f.needs)} enough {to_text(f.enough)}" for f in facts)
-
-
-def _parse_facts(text: str, where: str) -> tuple[Fact, ...]:
-    facts = []
-    for part in _split(text, ","):
-        match = re.fullmatch(r"(.+) needs (.+) enough (.+)", part.strip())
-        if not match:
-            raise IRError(f"{where}: `{part.strip()}` is not a fact; expected `padding needs kv_idx < last enough kv_idx < first`")
-        facts.append(Fact(*(parse(match[i], where) for i in (1, 2, 3))))
-    return tuple(facts)
-
-
-def _parse_refs(text: str, where: str) -> tuple[str, ...]:
-    return tuple(_parse_ref(part.strip(), where) for part in _split(text, ","))
-
-
-def _parse_sizes(text: str, where: str) -> Any:
-    pairs = [part.partition("=") for part in _split(text, ",")]
-    return tuple((_parse_word(k.strip(), where), parse(v, where)) for k, _, v in pairs)
-
-
-def _parse_places(text: str, where: str) -> tuple[str, ...]:
-    parts = (part.strip() for part in _split(text, ","))
-    return tuple(part if part == ":" else to_text(parse(part, where)) for part in parts)
-
-
-def _parse_count(text: str, where: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise IRError(f"{where}: `{text}` is not a whole number")
-    return int(text)
-
-
-Codec = tuple[Callable[[Any], str], Callable[[str, str], Any]]
-_REF: Codec = (lambda v: f"%{v}", _parse_ref)
-_WORD: Codec = (str, _parse_word)
-_EXPR: Codec = (to_text, parse)
-_ACCESS: Codec = (_print_access, _parse_access)
-_FLAG: Codec = (lambda v: "yes", lambda t, w: True)
-_USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
-_CODECS: dict[str, Codec] = {
-    "type": (_print_type, _parse_type),
-    **dict.fromkeys(("src", "dst"), _ACCESS),
-    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "seed", "threshold", "keep", "listed"), _REF),
-    **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "other", "head", "tile"), _EXPR),
-    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via"), _WORD),
-    **dict.fromkeys(("score", "recompute"), _FLAG),
-    **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
-    **dict.fromkeys(("body", "then", "orelse", "kernel"), (lambda v: f"@{v}", _parse_word)),
-    "args": _USES,
-    "own": _WORD,
-    "fill": _EXPR,
-    "fresh": _FLAG,
-    "of": (lambda v: ", ".join(f"%{r}" for r in v), _parse_refs),
-    "sizes": (lambda v: ", ".join(f"{k}={to_text(e)}" for k, e in v), _parse_sizes),
-    "at": (", ".join, _parse_places),
-    "least": (str, _parse_count),
-    "ranges": (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges),
-    "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in _split(t, ";"))),
-    "known": (_print_facts, _parse_facts),
-    "check": (lambda v: ", ".join(a if w == "always" else f"{a} if {w}" for a, w in v), _parse_checks),
-}
-
-
-_WORDS: Codec = (", ".join, lambda t, w: tuple(_parse_word(x.strip(), w) for x in _split(t, ",")))
-_BY_KIND: dict[str, dict[str, Codec]] = {
-    "init": {"value": _EXPR},
-    "sum": {"over": _WORDS},
-    **dict.fromkeys(("seed", "position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
-}
-# What a mask and modifiers mean, as the header has it: word, and field of Meaning.
-_MASKS = {"where": "where", "by_key": "by_key", "known": "known"}
-_SCORES = {"expr": "score", "sink": "sink"}
-_MEANING: dict[str, Codec] = {**dict.fromkeys(("where", "by_key", "expr", "sink"), _EXPR), "known": (_print_facts, _parse_facts)}
-
-
-def _codecs(kind: str) -> dict[str, Codec]:
-    """How the fields of an op are written: the value of an init is a number, say, and the source of a view a whole value."""
-    return {**_CODECS, **_BY_KIND.get(kind, {})}
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Split at separators outside any bracket."""
-    parts, depth, current = [], 0, ""
-    for c in text:
-        depth += (c in "([") - (c in ")]")
-        if c == separator and depth == 0:
-            parts.append(current)
-            current = ""
-        else:
-            current += c
-    return [p for p in (*parts, current) if p.strip()]
-
-
 # ---------------------------------------------------------------------------------------------- printing
 
 
@@ -218,7 +62,7 @@ def print_op(op: Op) -> str:
     """One op as one line of text."""
     kind = KIND.get(type(op)) or HOST_KIND[type(op)]
     positional = _POSITIONAL.get(kind, ())
-    codecs = _codecs(kind)
+    codecs = codecs_of(kind)
     words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
     for f in fields(op):
         value = getattr(op, f.name)
@@ -228,7 +72,7 @@ def print_op(op: Op) -> str:
     line = " ".join(words)
     if kind not in _UNNAMED:
         line = f"%{op.name} = {line}"
-    return f"{line} : {_print_type(op.type)}" if hasattr(op, "type") else line
+    return f"{line} : {print_type(op.type)}" if hasattr(op, "type") else line
 
 
 def print_host(host: Host) -> str:
@@ -265,7 +109,7 @@ def _print_row(row: Row | Unfit, backend: str) -> str:
 def _print_meaning(meaning: Meaning, words: dict[str, str]) -> str:
     """What a mask or modifiers mean, after their text: `where(...) known(...)`."""
     given = ((word, getattr(meaning, name)) for word, name in words.items())
-    return " ".join(f"{word}({_MEANING[word][0](value)})" for word, value in given if value not in (None, ()))
+    return " ".join(f"{word}({MEANING[word][0](value)})" for word, value in given if value not in (None, ()))
 
 
 def print_module(module: Module) -> str:
@@ -282,8 +126,8 @@ def print_module(module: Module) -> str:
         f"  head_dim qk={module.head_dim_qk} v={module.head_dim_v}",
         f"  dtype {' '.join(module.dtypes)}",
         f"  precision {module.precision}",
-        f"  mask {module.mask} {_print_meaning(module.meaning, _MASKS)}",
-        *([f"  score {module.score} {_print_meaning(module.meaning, _SCORES)}"] if scored else []),
+        f"  mask {module.mask} {_print_meaning(module.meaning, MASKS)}",
+        *([f"  score {module.score} {_print_meaning(module.meaning, SCORES)}"] if scored else []),
         *([f"  order {module.order}"] if module.order != "q_outer" else []),
         f"  blocks {module.blocks.describe() if module.blocks else 'no'}",
         f"  dropout {'yes' if module.dropout else 'no'}",
@@ -312,7 +156,7 @@ def print_module(module: Module) -> str:
 
 def _tokens(text: str) -> list[str]:
     """Words at depth 0; a word may hold brackets."""
-    return [t.strip() for t in _split(text, " ")]
+    return [t.strip() for t in split(text, " ")]
 
 
 def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] = OPS) -> Op:
@@ -324,7 +168,7 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
     if kind not in ops:
         raise IRError(f"{where}: `{kind}` is not an op; known: {', '.join(ops)}")
     positional = _POSITIONAL.get(kind, ())
-    codecs = _codecs(kind)
+    codecs = codecs_of(kind)
     if bool(head) == (kind in _UNNAMED) or (head and not head[1:].isidentifier()):
         form = "no name, as it has no result" if kind in _UNNAMED else "`%name = ...`"
         raise IRError(f"{where}: `{head}` does not name {kind}; expected {form}")
@@ -343,7 +187,7 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
     if typed[1]:
         if "type" not in (f.name for f in fields(ops[kind])):
             raise IRError(f"{where}: {kind} has no type; expected nothing from `:` on")
-        values["type"] = _parse_type(typed[1], where)
+        values["type"] = parse_type(typed[1], where)
     try:
         return ops[kind](**values)
     except TypeError as error:
@@ -352,13 +196,13 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
 
 
 def _split_type(text: str) -> tuple[str, str]:
-    parts = _split(text, ":")
+    parts = split(text, ":")
     return (parts[0], parts[1]) if len(parts) == 2 else (text, "")
 
 
 def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
     axes = []
-    for part in _split(text, ","):
+    for part in split(text, ","):
         match = re.fullmatch(r"\s*(\w+) in (.+?)( descending)?(?: abreast\(([0-9]{1,3})\))?\s*", part)
         if not match:
             raise IRError(f"{where}: `{part.strip()}` is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`")
@@ -409,28 +253,22 @@ def parse_module(text: str, source: str = "IR") -> Module:
             continue
         word, _, rest = line.partition(" ")
         if word == "module":
-            header["name"] = _parse_word(rest, where)
+            header["name"] = parse_word(rest, where)
         elif word == "kernel":
             kernels.append((_parse_kernel(rest, where), []))
             section = "kernel"
         elif word == "host":
-            hosts.append((_parse_word(rest, where), []))
+            hosts.append((parse_word(rest, where), []))
             section = "host"
         elif section == "kernel" and word == "about" and not kernels[-1][1]:
             kernels[-1][0]["about"] = rest
         elif word == "schedule":
-            schedules.append((_parse_word(rest, where), []))
+            schedules.append((parse_word(rest, where), []))
             section = "schedule"
         elif section == "schedule":
             schedules[-1][1].append(_parse_row(line, header.get("backend", ""), where))
         elif section in ("kernel", "host"):
-            blocks, ops = (kernels[-1][1], OPS) if section == "kernel" else (hosts[-1][1], HOST_OPS)
-            if word == "block":
-                blocks.append((_parse_word(rest, where), []))
-                continue
-            if not blocks:
-                raise IRError(f"{where}: an op outside a block; expected `block @entry` first")
-            blocks[-1][1].append(parse_op(line, where, sum(len(found) for _, found in blocks), ops))
+            _parse_in_blocks(line, *((kernels[-1][1], OPS) if section == "kernel" else (hosts[-1][1], HOST_OPS)), where)
         elif word == "input":
             inputs.append(_parse_input(rest, where))
         elif word == "derive":
@@ -440,7 +278,7 @@ def parse_module(text: str, source: str = "IR") -> Module:
         elif word == "learn":
             learned.append(_parse_learned(rest, where))
         elif word in ("mask", "score"):
-            header[word], said = _parse_meaning(rest, _MASKS if word == "mask" else _SCORES, where)
+            header[word], said = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
             meaning |= said
         elif word in (*_HEADER_KEYS, "order"):
             header[word] = rest
@@ -450,6 +288,17 @@ def parse_module(text: str, source: str = "IR") -> Module:
     made = Meaning(**meaning, reads=tuple(reads))
     programs = tuple(Host(name, _blocks(blocks)) for name, blocks in hosts)
     return _module(header, (tuple(inputs), tuple(derived), tuple(learned), made), programs, kernels, schedules, source)
+
+
+def _parse_in_blocks(line: str, blocks: list[tuple[str, list[Op]]], ops: Mapping[str, type[Op]], where: str) -> None:
+    """A line of a kernel or a host program: the start of a block, or an op of the last one."""
+    word, _, name = line.partition(" ")
+    if word == "block":
+        blocks.append((parse_word(name, where), []))
+    elif not blocks:
+        raise IRError(f"{where}: an op outside a block; expected `block @entry` first")
+    else:
+        blocks[-1][1].append(parse_op(line, where, sum(len(found) for _, found in blocks), ops))
 
 
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
@@ -483,7 +332,7 @@ def _parse_meaning(text: str, known: dict[str, str], where: str) -> tuple[str, d
     """The text of a mask or of modifiers, and what it means: the fields at its end, each once."""
     words, found = _tokens(text), dict[str, Any]()
     while words and (match := re.fullmatch(rf"({'|'.join(known)})\((.*)\)", words[-1])) and known[match[1]] not in found:
-        found[known[match[1]]] = _MEANING[match[1]][1](match[2], where)
+        found[known[match[1]]] = MEANING[match[1]][1](match[2], where)
         words.pop()
     return " ".join(words), found
 
@@ -492,14 +341,14 @@ def _parse_read(text: str, where: str) -> Read:
     match = re.fullmatch(r"(\w+) from (\w+)\[(.*)\]", text)
     if not match:
         raise IRError(f"{where}: not a read; expected `read distance_bias from bias[h, q_idx - kv_idx]`")
-    return Read(match[1], match[2], tuple(parse(e, where) for e in _split(match[3], ",")))
+    return Read(match[1], match[2], tuple(parse(e, where) for e in split(match[3], ",")))
 
 
 def _parse_learned(text: str, where: str) -> Learned:
     match = re.fullmatch(r"(\w+)(?:\[(.*)\])? from (\w+)", text)
     if not match:
         raise IRError(f"{where}: not a gradient of an input; expected `learn slope[h] from dSLOPE`")
-    return Learned(match[1], tuple(to_text(parse(e, where)) for e in _split(match[2] or "", ",")), match[3])
+    return Learned(match[1], tuple(to_text(parse(e, where)) for e in split(match[2] or "", ",")), match[3])
 
 
 def _module(header: dict[str, str], interface: Any, hosts: Any, kernels: Any, schedules: Any, source: str) -> Module:

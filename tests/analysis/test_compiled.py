@@ -203,8 +203,8 @@ def test_a_digest_is_of_what_triton_compiles():
     """A kernel's own source, constants and functions of the device; not what Python alone runs, and not the other kernels."""
     text = render(target("causal_dropout_mqa"))["kernels.py"]
     for old, new, counts in (
-        ("def schedule(kernel: str", "def schedules(kernel: str", False),
-        ("class Launch:", "class Launches:", False),
+        ("DEVICE_CLASSES = {", "CLASSES_OF_DEVICES = {", False),
+        ("INTERPRETED_BYTES = 2", "INTERPRETED_BYTES = 4", False),
         ('"num_stages": 2', '"num_stages": 5', False),
         ("# Backward, dQ:", "# dQ:", False),
         ("# Forward: online softmax", "# Forward:", True),
@@ -281,6 +281,11 @@ def test_verify_compiles_writes_and_checks(tmp_path, capsys):
     spec, to = "specs/butterfly_gqa.yaml", ["--target", "sm90", "--jobs", "1", "--out", str(tmp_path)]
     with pytest.raises(SystemExit):
         main(["verify", spec, *to])
+    assert "not built: there is no" in capsys.readouterr().err
+    run("build", spec, "--out", str(tmp_path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["verify", spec, *to])
     assert "error: butterfly_gqa: on sm90 the kernel @fwd with " in capsys.readouterr().err
     run("verify", spec, *to, "--write")
     rows = len(chosen(target("butterfly_gqa"), ["sm90"], False))
@@ -304,7 +309,7 @@ def test_verify_compiles_writes_and_checks(tmp_path, capsys):
     assert capsys.readouterr().err.count("has another reading in report.json: registers") == 1
     with pytest.raises(SystemExit):
         main(["verify", spec, *to[:-1], str(tmp_path / "elsewhere"), "--changed"])
-    assert "butterfly_gqa is not built; run `attngen build`" in capsys.readouterr().err
+    assert "specs/butterfly_gqa.yaml: not built: there is no" in capsys.readouterr().err
 
 
 def run(*args):

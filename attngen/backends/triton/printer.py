@@ -105,6 +105,15 @@ def _is_wide(e: Any) -> bool:
     return not -(2**31) <= low <= high < 2**31
 
 
+def _literal(e: Any) -> Piece:
+    """A number, or a condition that always or never holds."""
+    if e in (sympy.true, sympy.false):
+        return str(bool(e)), (), 3
+    if e in (sympy.oo, -sympy.oo):
+        return f'float("{"" if e > 0 else "-"}inf")', (), 3
+    return (str(int(e)) if e.is_Integer else repr(float(e))), (), 3 if e >= 0 else 1
+
+
 class _Printer:
     def __init__(self, lookup: Lookup, dims: tuple[str, ...]) -> None:
         self.lookup, self.dims = lookup, dims
@@ -117,14 +126,8 @@ class _Printer:
             if self.wide and e.is_integer:
                 text = f"{text}.to(tl.int64)" if dims else f"tl.cast({text}, tl.int64)"
             return text, dims, 3
-        if e in (sympy.true, sympy.false):
-            return str(bool(e)), (), 3
-        if e in (sympy.oo, -sympy.oo):
-            return f'float("{"" if e > 0 else "-"}inf")', (), 3
-        if e.is_Integer or e.is_Float:
-            return (str(int(e)) if e.is_Integer else repr(float(e))), (), 3 if e >= 0 else 1
-        if e.is_Rational:
-            return repr(float(e)), (), 3 if e >= 0 else 1
+        if not e.args:
+            return _literal(e)
         if e.is_integer and not self.wide and _is_wide(e):
             self.wide = True
             piece = self.print(e, real)

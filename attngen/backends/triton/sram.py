@@ -95,15 +95,22 @@ def sram_formula(
     streamed += scratch + symbol("BLOCK_Q") * symbol("BLOCK_KV") * _max(moved * ELEM, random)  # not at one time
     if kernel.normalises and not (matrix_units or device.shares_stationary):
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
+    streamed += _reduced(kernel, aligned)
+    return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+
+
+def _reduced(kernel: Kernel, aligned: bool) -> Expr:
+    """Bytes by which warps share what they sum before it is one number, or a row."""
+    shared: Expr = sympy.Integer(0)
     reduced = [op for op in kernel.ops() if isinstance(op, Reduce)]
     counts = any(not op.type.dims and _in_loop(kernel, op) for op in reduced)
     if counts:
-        streamed += 4 * WARPS  # numbers that warps share, one at a time
+        shared += 4 * WARPS  # numbers that warps share, one at a time
     rows = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
     if (counts and rows) or any(not _in_loop(kernel, op) for op in reduced if not kernel.dots):
         # rows change layout; before a loop with a ring, in the room of that
-        streamed += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
-    return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+        shared += 4 * symbol(AXIS_DIM[kernel.own_axis]) * (1 if aligned else 4)  # of warps that share rows
+    return shared
 
 
 def is_rewritten(kernel: Kernel, op: Load) -> bool:
