@@ -228,8 +228,11 @@ class Kernel:
     @cached_property
     def own_axis(self) -> str:
         """The axis of whose tiles a program owns one, q or kv: from `own`, else from the grid or the loop of class `all`."""
-        if self.own:
-            return self.own
+        return self.own or self.tiled_axis
+
+    @cached_property
+    def tiled_axis(self) -> str:
+        """The axis of tiles that the grid has, or that a loop of class `all` runs over; empty where there is none."""
         axes = [self.grid[0].var, *(loop.var for loop in self.loops if loop.cls == "all")]
         return next((axis for axis in axes if axis in AXIS_EXTENT), "")
 

@@ -24,6 +24,9 @@ RESULTS = {"forward": ("O", "LSE"), "backward": ("dQ", "dK", "dV")}
 def structure(module: Module, host: Host) -> Iterator[str]:
     """Each block but @entry is a branch of one `if`. Yields come last. A program gives the results that its callers expect."""
     blocks = [b.name for b in host.blocks]
+    if "entry" not in blocks:
+        yield "no block @entry"
+        return
     branches = [name for op in host.ops() if isinstance(op, If) for name in (op.then, op.orelse) if name]
     for name in dict.fromkeys([*blocks, *branches]):
         if blocks.count(name) != 1 or branches.count(name) != (name != "entry"):

@@ -69,7 +69,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     """The grid tiles one axis, there is an entry, and every value has a type that kernels and host programs know."""
     if "entry" not in {b.name for b in kernel.blocks}:
         yield "no block @entry"
-    if not kernel.grid or not kernel.own_axis:
+    if not kernel.grid or not kernel.tiled_axis or kernel.tiled_axis != kernel.own_axis:
         yield "the grid does not start with q or kv, and no loop of class all runs over one of them"
     for at, axis in enumerate(kernel.grid):
         if axis.abreast < 1 or (axis.abreast > 1 and (at or axis.var not in AXIS_EXTENT)):

@@ -715,7 +715,8 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
         if key is not None and keep.numel():
             batch, heads, n_q, n_kv = shape
             grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
-            on_its_device(keep_mask[grid])(key, keep, threshold, heads, n_q, n_kv, BLOCK_Q=32, BLOCK_KV=32)
+            draw = functools.partial(keep_mask[grid], BLOCK_Q=32, BLOCK_KV=32)
+            on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
         return keep
 
     return dropout_mask

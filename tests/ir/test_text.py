@@ -54,7 +54,7 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
     "bad expression": ("expr(LOG2E*scale)", "expr(LOG2E scale)", "`LOG2E scale` is not an expression"),
     "call": ("expr(LOG2E*scale)", "expr(print(scale))", "calls `print`; known: abs, cdiv"),
     "bad grid": ("q in cdiv(Nq, BLOCK_Q)", "q to cdiv(Nq, BLOCK_Q)", "is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`"),
-    "bad kernel": ("kernel @fwd grid(", "kernel fwd grid(", "not a kernel header; expected `kernel @fwd grid(...)`"),
+    "bad kernel": ("kernel @fwd own(q) grid(", "kernel fwd grid(", "not a kernel header; expected `kernel @fwd own(q) grid(...)`"),
     "op outside a block": ("  block @entry\n", "", "an op outside a block; expected `block @entry` first"),
     "bad schedule row": ("rows<=inf : BLOCK_Q=", "rows=inf : BLOCK_Q=", "not a schedule row; expected `sm90 bytes=2 rows<=inf"),
     "bad line of none": ("sm80 bytes=2 rows<=inf : ", "sm80 bytes=2 none: ", "not a schedule row; expected `sm90 bytes=2 rows<=inf"),

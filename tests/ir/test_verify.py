@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import re
+
 import pytest
 
 from attngen.errors import VerifyError
@@ -241,8 +243,8 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "kv_idx <= Nk - Nq + q_idx", "kv_idx <= window + q_idx", "`window`, which is no operand, scalar or position"),
         (
             "causal_gqa",
-            "kernel @fwd grid(q in cdiv(Nq, BLOCK_Q)",
-            "kernel @fwd grid(q in cdiv(N, BLOCK_Q)",
+            "kernel @fwd own(q) grid(q in cdiv(Nq, BLOCK_Q)",
+            "kernel @fwd own(q) grid(q in cdiv(N, BLOCK_Q)",
             "the grid axis q: `cdiv(N, BLOCK_Q)`",
         ),
     ],
@@ -465,7 +467,8 @@ def refused(text):
     [pytest.param(rule, *case, id=f"{rule}-{n}") for rule, cases in BROKEN.items() for n, case in enumerate(cases)],
 )
 def test_a_rule_is_broken_by_its_edit(rule, spec, old, new, reason):
-    text = edit(print_module(target(spec)), (old, new))
+    head, kernels = re.split(r"(?=\nkernel @)", print_module(target(spec)), maxsplit=1)
+    text = head + edit(kernels, (old, new)) if old in kernels else edit(head, (old, new)) + kernels  # in a kernel, if it is there
     error = refused(text)
     assert (error.rule, reason in error.reason) == (rule, True), error
     assert str(error).startswith(f"the IR breaks rule `{rule}`: kernel @")
