@@ -91,7 +91,9 @@ def test_build_writes_a_module_and_says_so(project: Path, attngen: Cli) -> None:
     lines = attngen("build", "specs/good.yaml").splitlines()
     assert lines[1].split() == ["good", "causal", "mha", "64", "64x64", "64x64", "64x64", "written"]
     assert lines[-1] == "1 module written to generated, 0 unchanged"
-    assert files(project / "generated") == {f"good/{name}" for name in ("__init__.py", "kernels.py", "report.json", "schedule.ir")}
+    assert files(project / "generated") == {
+        f"good/{name}" for name in ("__init__.py", "kernels.py", "report.json", "runtime.py", "schedule.ir")
+    }
     assert "0 modules written to generated, 1 unchanged" in attngen("build", "specs/good.yaml", "specs/good.yaml", "--all")
 
 
@@ -144,7 +146,7 @@ WRONG = {  # of each a file, and what is said of it
     "grad": (
         "name: grad\nhead_dim: 64\nscore:\n- softcap: 5.0\n- expr: s + t[kv_idx]\n  params: {t: {tensor: [Nk], grad: true}}\n",
         "line 5: `score[1]` has `grad: true` for `t`, which is read at `kv_idx`; sums in a fixed order need b, h, hkv, q_idx, q_idx and "
-        "kv_idx, numbers, or a distance kv_idx - q_idx; `backward: {deterministic: false}` adds anywhere, in no fixed order",
+        "kv_idx, numbers, or a distance q_pos - kv_idx; `backward: {deterministic: false}` adds anywhere, in no fixed order",
     ),
     "outside": (
         "name: outside\nhead_dim: 64\nscore: {expr: 's + t[7]', params: {t: {tensor: [4]}}}\n",

@@ -365,17 +365,20 @@ def check_input(
     q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
 ) -> None:
     """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
-    lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
-    expected = f"[{', '.join(lengths)}]: {meaning}"
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
-        raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {expected}")
+        raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}")
     if x.dtype != dtype and x.dtype not in more:
-        raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {expected}")
+        raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {_shape_text(shape)}: {meaning}")
     fits = (n is None or m in (n if isinstance(n, tuple) else (n,)) for m, n in zip(x.shape, shape))
     if x.dim() != len(shape) or not all(fits):
-        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {expected}")
+        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {_shape_text(shape)}: {meaning}")
     if x.device != q.device:
         raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+
+
+def _shape_text(shape: Sizes) -> str:
+    lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
+    return f"[{', '.join(lengths)}]"
 
 
 # Dtypes of inputs that are converted. int64 becomes int32, and its numbers must fit; floating-point dtypes become each other.

@@ -10,7 +10,7 @@ from itertools import islice
 
 import pytest
 
-from attngen.emit import render as rendering
+from attngen.emit import layout
 from attngen.emit.breaking import statement
 from attngen.emit.render import render
 from attngen.errors import SpecError
@@ -50,7 +50,7 @@ def test_no_line_of_a_kernel_is_too_long(monkeypatch: pytest.MonkeyPatch) -> Non
         text = render(module)["kernels.py"]
         assert max(map(len, text.splitlines())) <= LONGEST
         with monkeypatch.context() as patch:
-            patch.setattr(rendering, "MOST", 10**6)
+            patch.setattr(layout, "MOST", 10**6)
             before = render(module)["kernels.py"]
         assert ast.dump(ast.parse(before)) == ast.dump(ast.parse(text))
         count, broken = count + 1, broken + (before != text)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import re
+from functools import cache
 
 import pytest
 
@@ -438,8 +437,8 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("dilated_mha", "% 4) == (kv_idx", "% 2) == (kv_idx", "kernel @fwd: %soft hides more than the header's mask: `((Nk - Nq + q"),
         (
             "padding_mha",
-            "where(key_padding)",
-            "where(true)",
+            "mask key_padding where(key_padding)",
+            "mask key_padding where(true)",
             "kernel @fwd: %soft hides more than the header's mask: `KEY_PADDING[b, kv_idx]`",
         ),
         ("padding_mha", "enough key_padding_first <= kv_idx and", "enough", "takes more as known of `key_padding` than the header says"),

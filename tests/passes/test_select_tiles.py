@@ -207,8 +207,8 @@ def test_the_generated_module_raises_that_sentence(tmp_path, monkeypatch):
     q = torch.randn(1, 1, 16, 128, dtype=torch.float16, requires_grad=True)
     out = wide.attention(q, q, q)
     torch.autograd.grad(out.sum(), q)
-    monkeypatch.setattr(wide.kernels, "device_class", lambda device: "any")
-    q = torch.randn(1, 1, 17, 128, dtype=torch.float16, requires_grad=True)  # of another kind: known ones are launched as before
+    monkeypatch.setattr(wide.runtime, "device_class", lambda kernels, device: "any")
+    wide.runtime.LAUNCHES.clear()  # kernels that were launched before are launched as they were
     sentences = {u.reason for kernel in made.kernels for u in made.unfit(kernel.name)}
     with pytest.raises(ValueError) as error:
         torch.autograd.grad(wide.attention(q, q, q).sum(), q)

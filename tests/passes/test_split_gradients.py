@@ -143,9 +143,9 @@ def test_each_kernel_runs_on_tiles_of_its_own():
         (
             "kernel @dv ",
             "kernel @dkdv ",
-            "the kernels are fwd, dq, delta, dk, dkdv; expected fwd, dq, delta, dkdv or fwd, dq, delta, dk, dv",
+            "it launches @dv; the kernels are fwd, dq, delta, dk, dkdv",
         ),
-        ("%dV = arg out : T[B, Hkv, Nk, D_V]", "%dO2 = arg out : T[B, Hkv, Nk, D_V]", "%dO2 is `arg out"),
+        ("%dV = arg out : T[B, Hkv, Nk, D_V]", "%dO2 = arg out : T[B, Hkv, Nk, D_V]", "launch @dv: %dO2 is neither given nor allocated"),
     ],
 )
 def test_half_a_split_is_refused(old, new, reason):
