@@ -28,7 +28,7 @@ from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, ma
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
 MODIFIED = 16384  # rows up to which specs with score modifiers go: their oracle keeps every score, in fp64
-TURNS = 2**26  # scores of a case from which on it takes turns with others
+TURNS = 3 * 2**24  # scores of a case from which on it takes turns with others: its oracle needs 10 GiB and more, in fp64
 _turns: list[Lock] = []  # of this process: what a large case holds
 
 

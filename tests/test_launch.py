@@ -115,6 +115,16 @@ def test_calls_share_what_is_compiled_for_their_kind(
     assert len(stage.kernel.calls) == times
 
 
+def test_a_call_like_the_last_one_is_held_against_its_alignment_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strides and numbers are those of the call before; the tensor starts elsewhere, or a flag is another."""
+    compiled, x = Compiled(), torch.zeros(128, dtype=torch.float16)
+    stage = Stage(monkeypatch, compiled, specialised=(1,), flags=("TMA",))
+    for tensor, flag in ((x, False), (x[1:], False), (x, False), (x, True), (x[1:], False), (x, False)):
+        stage.launch(tensor, 200, 2, (tensor,), (0.5, 16), (64, 16), (flag,))
+    assert [(args[0].data_ptr() % 16, config["TMA"]) for _, args, config in stage.kernel.calls] == [(0, False), (2, False), (0, True)]
+    assert [(args[9] % 16, args[-1]) for args in compiled.started] == [(0, False), (2, False), (0, False)]
+
+
 def test_ten_thousand_shapes_take_no_more_memory_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a loop that decodes: keys and the strides of their cache grow by one row a call."""
     stage, x = Stage(monkeypatch, Compiled()), torch.zeros(64, dtype=torch.float16)

@@ -56,7 +56,7 @@ def test_a_page_of_all_cases(project: Path, capsys: pytest.CaptureFixture[str], 
     assert caught.value.code == 0
     assert said.out == f"docs/page.md: {2 * len(dtypes)} cases, 0 above the bar\n"
     assert [line.partition(": ")[0] for line in said.err.splitlines() if line.startswith("small ")] == [
-        f"small {dtype} {case}" for dtype in dtypes[::-1] for case in ("B1 H2 Nq17 Nk17", "B1 H2 Nq33 Nk40 bnhd")
+        f"small {dtype} {case}" for dtype in dtypes for case in ("B1 H2 Nq17 Nk17", "B1 H2 Nq33 Nk40 bnhd")
     ]
     text = (project / "docs" / "page.md").read_text()
     assert (

@@ -44,7 +44,11 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("name", "layout"), [(n, x) for n in KINDS for x in ("bhnd", "bnhd") if CUDA or x == "bhnd" or n in KINDS[:3]])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(n, x) for n in KINDS for x in ("bhnd", "bnhd") if CUDA or x == "bhnd" or n in KINDS[:3]]
+    + [(n, "bhnd") for n in ("dense_bias_dropout_mha", "relative_bias_mha") if n not in KINDS],  # learned inputs of several dimensions
+)
 def test_opcheck(name: str, layout: str, device: str) -> None:
     """Schema, autograd registration, fake implementation and AOT dispatch of both operators, with every set of gradients needed."""
     leaves, inputs, grads = problem(name, Case(1, *heads_for(spec_of(name), 2), 20, 30, layout), device)
@@ -215,10 +219,16 @@ def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path:
 
     leaves, inputs, _ = problem(name, small(name, 48, 48), device)
     length = torch.export.Dim.AUTO  # of which a module's wrapper may ask that there are few blocks
-    lengths = {i.name: {at: length for at, d in enumerate(i.shape) if d in ("Nq", "Nk")} for i in spec_of(name).inputs()}
+    declared = {i.name: i.shape for i in spec_of(name).inputs()}  # the others are blocks, as many at either length
+    lengths = {
+        at: {i: length for i, d in enumerate(declared.get(at, ())) if d in ("Nq", "Nk")} if isinstance(x, torch.Tensor) else None
+        for at, x in inputs.items()
+    }
     exported = torch.export.export(Model().eval(), (*leaves, inputs), dynamic_shapes=(*[{2: length}] * 3, lengths))
     torch.export.save(exported, tmp_path / "model.pt2")
+    numbers = {at: x for at, x in inputs.items() if not isinstance(x, torch.Tensor)}  # constants of the graph
     leaves, inputs, grads = problem(name, small(name, 60, 60), device)
+    inputs |= numbers
     results = Model().eval()(*leaves, inputs)
     torch.save((leaves, inputs, grads, (*results, *torch.autograd.grad(results, leaves, grads))), tmp_path / "values.pt")
     shutil.copytree(ROOT / "generated" / name, tmp_path / "elsewhere" / "vendored")

@@ -236,6 +236,8 @@ class HostContext:
             return {"var": var, "expr": f"{src}.expand({self._dim('B')}, {self._dim('Hq')}, -1, -1)"}
         if op.by == "heads":
             return {"var": var, "expr": f"{src}.unflatten(1, ({self._dim('Hkv')}, {self._dim('group')}))"}
+        if self._is_contiguous(op.src):
+            return {"var": var, "expr": src}
         fresh = ", fresh=True" * op.fresh
         return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{fresh})"}
 
@@ -335,17 +337,25 @@ class HostContext:
             "flags": flags,
         }
 
+    def _is_contiguous(self, ref: str) -> bool:
+        """Whether a value is made as a contiguous tensor whose sizes are known."""
+        op = self.host.by_name[ref]
+        return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
+
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
         """The strides of a tensor that a kernel takes, of all but its last dimension."""
         var, op = variable(ref), self.host.by_name[ref]
+        if self._is_contiguous(op.src if isinstance(op, View) and op.by == "group" else ref):
+            names = [self._dim(d) for d in self.host.type_of(ref).dims]
+            return [" * ".join(names[i + 1 :]) for i in taken]
         if isinstance(op, View) and op.by == "group":
             return [f"*{var}_strides[:{count}]"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
-        if isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true:  # contiguous
-            names = [self._dim(d) for d in op.type.dims]
-            return [" * ".join(names[i + 1 :]) for i in taken]
         if len(taken) == count and count > 1:
             if isinstance(op, Arg):
                 self.strides[var] = count
                 return [f"*{var}_strides"]
             return [f"*{var}.stride()[:{count}]"]
+        if self.given_shapes and var in ("q", "k", "v"):
+            self.strides[var] = count
+            return [f"{var}_strides[{i}]" for i in taken]
         return [f"{var}.stride({i})" for i in taken]

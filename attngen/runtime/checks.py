@@ -21,12 +21,6 @@ def kind(x: object) -> str:
     return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _on_one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    if q.is_cuda and k.is_cuda and v.is_cuda:
-        return q.get_device() == k.get_device() == v.get_device()
-    return q.device == k.device == v.device
-
-
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the three are plain tensors of one kind, seen by autograd at most: no compiler, tracer, transform, mode or subclass."""
     if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
@@ -34,8 +28,12 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
-        and (q.dtype is k.dtype is v.dtype and _on_one_device(q, k, v))
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and (q.dtype is k.dtype is v.dtype and not (q.is_neg() or k.is_neg() or v.is_neg()))
+        and (
+            q.get_device() == k.get_device() == v.get_device()
+            if q.is_cuda and k.is_cuda and v.is_cuda
+            else q.device == k.device == v.device
+        )
     )
 
 

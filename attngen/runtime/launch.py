@@ -123,6 +123,8 @@ class Kernel:
         self.kernels, self.name, self.tile = kernels, name, tile
         self.described, self.specialised, self.flags = described, specialised, flags
         self.heads = itemgetter(*heads) if heads else len
+        self.varied = itemgetter(*heads, *specialised) if heads or specialised else len
+        self.last: tuple[Any, Any] = None, None  # of the last call with aligned tensors: all that its launches depend on, and these
 
     def __call__(
         self,
@@ -144,14 +146,13 @@ class Kernel:
         else:
             args = list(map(_address, tensors))
             low = reduce(or_, args)
-        wide = reduce(or_, strides)
-        kinds: Any = None
-        if (low | wide) & 15 or wide >= 2**31 or self.specialised or _HIP:
-            kinds = self._kinds(args, tensors, numbers, strides)
-        key = self.name, x.dtype, x.get_device(), self.heads(numbers), flags, kinds
-        launches = LAUNCHES.get(key)
-        if launches is None:
-            launches = LAUNCHES[key] = self._launches(x, flags)
+        aligned = not (low & 15 or _HIP)
+        call = strides, self.varied(numbers), flags, x.dtype, x.get_device()
+        last, launches = self.last
+        if not aligned or call != last:
+            launches = self._find(x, args, tensors, numbers, strides, flags, aligned)
+            if aligned:
+                self.last = call, launches
         for launch in launches:
             if rows <= launch.most:
                 break
@@ -161,26 +162,40 @@ class Kernel:
         if not direct:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
-            args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
+            args[at] = descriptor(tensors[at], tile)
         if not direct:
             launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
             return
-        stream, run, before, packed, device, constants = launch.parts  # type: ignore[misc]
+        stream, run, before, packed, device, constants = launch.parts
         if packed:
             run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
         else:
             run(programs, 1, 1, stream(device), *before, *args, *numbers, *strides, *constants)
 
-    def _kinds(self, args: Any, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], strides: tuple[int, ...]) -> Any:
-        """What Triton compiles for, of arguments that are not all multiples of 16; and, for AMD, which tensors take less than 2 GiB."""
-        return (
-            *[kind_of(numbers[i]) for i in self.specialised],
-            *[a is None or a % 16 == 0 for a in args],
-            *[kind_of(n) for n in strides],
-            *[t is None or not _HIP or t.untyped_storage().nbytes() < 2**31 for t in tensors],
-        )
-
-    def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
-        """A Launch for each row of its schedule."""
-        more = dict(zip(self.flags, flags))
-        return [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
+    def _find(
+        self,
+        x: torch.Tensor,
+        addresses: list[Any],
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        strides: tuple[int, ...],
+        flags: tuple[bool, ...],
+        aligned: bool,
+    ) -> list[Launch]:
+        """The launches for arguments of these kinds, one for each row of its schedule."""
+        wide = reduce(or_, strides)
+        kinds: Any = None  # the usual ones: addresses and strides are multiples of 16, strides have 32 bits
+        if not aligned or wide & 15 or wide >= 2**31 or self.specialised:
+            kinds = (
+                *[kind_of(numbers[i]) for i in self.specialised],
+                *[a is None or a % 16 == 0 for a in addresses],
+                *map(kind_of, strides),
+                *[t is None or not _HIP or t.untyped_storage().nbytes() < 2**31 for t in tensors],
+            )
+        key = self.name, x.dtype, x.get_device(), self.heads(numbers), flags, kinds
+        launches = LAUNCHES.get(key)
+        if launches is None:
+            more = dict(zip(self.flags, flags))
+            found = schedules(self.kernels, self.name, x)
+            launches = LAUNCHES[key] = [Launch(self, most, {**config, **more}) for most, config in found]
+        return launches

@@ -66,6 +66,7 @@ class Operators:
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
         self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
+        self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
         self.host_forward, self.host_backward = forward, backward
         self.run_forward, self.run_backward = on_its_device(forward), on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
@@ -96,7 +97,7 @@ class Operators:
 
     def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place: no dispatcher is needed."""
-        q, k, v = args[:3]
+        q, k, v, *_ = args
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
         wanted = (
@@ -144,7 +145,7 @@ class Operators:
         dq = _rows(q, width_qk) if need_q or (need_inputs and self.signature.summed) else q.new_empty(0)
         dk, dv = (_rows(k, width_qk), _rows(v, width_v)) if need_kv else (k.new_empty(0), v.new_empty(0))
         inputs = [operands[i] for i in learned]
-        return dq, dk, dv, *(torch.empty_like(x) if need_inputs else x.new_empty(0) for x in inputs)
+        return dq, dk, dv, *(torch.empty_like(x) if need_inputs else x.new_empty((0,) * x.dim()) for x in inputs)
 
     # ------------------------------------------------------------------ autograd
 
@@ -171,17 +172,15 @@ class Operators:
 
     def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
         """Save what the backward needs: q, k, v, the operands and the results."""
-        q, k, v, *operands = args
-        n = self.signature.tensors
-        ctx.save_for_backward(q, k, v, out, lse, *operands[:n])
-        ctx.numbers = tuple(operands[n:])
+        ctx.save_for_backward(out, lse, *args[: self.numbers_at])
+        ctx.numbers = args[self.numbers_at :]
 
     def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
         """The gradients of q, k, v and the operands; None for those that are not `needed`."""
         found: list[Any] = [None] * len(needed)
         if grad_out is None and grad_lse is None:
             return found
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        out, lse, q, k, v, *tensors = ctx.saved_tensors
         need_q, need_k, need_v, *need = needed
         if grad_out is None:
             grad_out = torch.zeros_like(out)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.autograd import forward_ad
 
 
 def _first(private: Callable[[], Any], public: Any) -> Any:
@@ -61,10 +62,10 @@ below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), N
 def in_forward_ad(*tensors: object) -> bool:
     """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a tangent."""
     try:
-        return bool(torch.autograd.forward_ad._current_level >= 0)
+        return bool(forward_ad._current_level >= 0)
     except AttributeError:
         given = [x for x in tensors if isinstance(x, torch.Tensor)]
-        return any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given)
+        return any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def apply_of(function: Any) -> Callable[..., Any]:

@@ -103,7 +103,7 @@ class Attention(runtime.AttentionModule):
 
 def _forward(q, k, v, seed, dropout_threshold, keep_scale, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, _, Nq, Nk, q_strides, _, _ = shapes or runtime.shapes_of(q, k, v)
+    B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     out = runtime.empty_rows(q, HEAD_DIM_V)
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
@@ -111,7 +111,7 @@ def _forward(q, k, v, seed, dropout_threshold, keep_scale, scale, shapes=None):
             q, Nq, B * Hq,
             (q, k, v, seed, out, lse),
             (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
-            (*q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out.stride()[:3], Hq * Nq, Nq),
+            (*q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *out.stride()[:3], Hq * Nq, Nq),
             (seed is not None,),
         )
     return out, lse

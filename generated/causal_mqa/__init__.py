@@ -80,7 +80,7 @@ class Attention(runtime.AttentionModule):
 
 def _forward(q, k, v, scale, shapes=None):
     """Launch the forward kernels: (out, lse)."""
-    B, Hq, Hkv, Nq, Nk, q_strides, _, _ = shapes or runtime.shapes_of(q, k, v)
+    B, Hq, Hkv, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     group = Hq // max(Hkv, 1)
     Gq = group * Nq
     out = runtime.empty_rows(q, HEAD_DIM_V)
@@ -89,14 +89,14 @@ def _forward(q, k, v, scale, shapes=None):
         if Hkv < Hq and Nq < 64:
             q_rows, q_rows_strides = runtime.by_group(q, group)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
-            lse_rows, lse_rows_strides = runtime.by_group(lse, group, fresh=True)
+            lse_rows = lse
             PACKED(
                 q, Gq, B,
                 (q_rows, k, v, o_rows, lse_rows),
                 (scale, Nq, Gq, Nk),
                 (
-                    q_rows_strides[0], q_rows_strides[2], k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-                    o_rows_strides[0], o_rows_strides[2], lse_rows_strides[0],
+                    q_rows_strides[0], q_rows_strides[2], k_strides[0], k_strides[2], v_strides[0], v_strides[2],
+                    o_rows_strides[0], o_rows_strides[2], Hkv * Gq,
                 ),
             )
             runtime.copy_back(o_rows, out)
@@ -105,7 +105,7 @@ def _forward(q, k, v, scale, shapes=None):
                 q, Nq, B * Hq,
                 (q, k, v, out, lse),
                 (scale, Hq, Nq, Nk),
-                (*q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out.stride()[:3], Hq * Nq, Nq),
+                (*q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *out.stride()[:3], Hq * Nq, Nq),
             )
     return out, lse
 

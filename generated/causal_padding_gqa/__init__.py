@@ -100,12 +100,12 @@ def _forward(q, k, v, kv_lengths, scale, shapes=None):
         if Hkv < Hq and Nq < 64:
             q_rows, q_rows_strides = runtime.by_group(q, group)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
-            lse_rows, lse_rows_strides = runtime.by_group(lse, group, fresh=True)
+            lse_rows = lse
             PACKED(
                 q, Gq, B * Hkv,
                 (q_rows, k, v, kv_lengths, o_rows, lse_rows),
                 (scale, Hkv, Nq, Gq, Nk),
-                (*q_rows_strides[:3], *k_strides, *v_strides, *o_rows_strides[:3], *lse_rows_strides[:2]),
+                (*q_rows_strides[:3], *k_strides, *v_strides, *o_rows_strides[:3], Hkv * Gq, Gq),
             )
             runtime.copy_back(o_rows, out)
         else:

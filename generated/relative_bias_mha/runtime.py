@@ -9,6 +9,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import itemgetter, or_
+from torch.autograd import forward_ad
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -65,10 +66,10 @@ below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), N
 def in_forward_ad(*tensors: object) -> bool:
     """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a tangent."""
     try:
-        return bool(torch.autograd.forward_ad._current_level >= 0)
+        return bool(forward_ad._current_level >= 0)
     except AttributeError:
         given = [x for x in tensors if isinstance(x, torch.Tensor)]
-        return any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given)
+        return any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
@@ -216,12 +217,6 @@ def kind(x: object) -> str:
     return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _on_one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    if q.is_cuda and k.is_cuda and v.is_cuda:
-        return q.get_device() == k.get_device() == v.get_device()
-    return q.device == k.device == v.device
-
-
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the three are plain tensors of one kind, seen by autograd at most: no compiler, tracer, transform, mode or subclass."""
     if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
@@ -229,8 +224,12 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
-        and (q.dtype is k.dtype is v.dtype and _on_one_device(q, k, v))
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and (q.dtype is k.dtype is v.dtype and not (q.is_neg() or k.is_neg() or v.is_neg()))
+        and (
+            q.get_device() == k.get_device() == v.get_device()
+            if q.is_cuda and k.is_cuda and v.is_cuda
+            else q.device == k.device == v.device
+        )
     )
 
 
@@ -515,6 +514,8 @@ class Kernel:
         self.kernels, self.name, self.tile = kernels, name, tile
         self.described, self.specialised, self.flags = described, specialised, flags
         self.heads = itemgetter(*heads) if heads else len
+        self.varied = itemgetter(*heads, *specialised) if heads or specialised else len
+        self.last: tuple[Any, Any] = None, None  # of the last call with aligned tensors: all that its launches depend on, and these
 
     def __call__(
         self,
@@ -536,14 +537,13 @@ class Kernel:
         else:
             args = list(map(_address, tensors))
             low = reduce(or_, args)
-        wide = reduce(or_, strides)
-        kinds: Any = None
-        if (low | wide) & 15 or wide >= 2**31 or self.specialised or _HIP:
-            kinds = self._kinds(args, tensors, numbers, strides)
-        key = self.name, x.dtype, x.get_device(), self.heads(numbers), flags, kinds
-        launches = LAUNCHES.get(key)
-        if launches is None:
-            launches = LAUNCHES[key] = self._launches(x, flags)
+        aligned = not (low & 15 or _HIP)
+        call = strides, self.varied(numbers), flags, x.dtype, x.get_device()
+        last, launches = self.last
+        if not aligned or call != last:
+            launches = self._find(x, args, tensors, numbers, strides, flags, aligned)
+            if aligned:
+                self.last = call, launches
         for launch in launches:
             if rows <= launch.most:
                 break
@@ -553,29 +553,43 @@ class Kernel:
         if not direct:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
-            args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
+            args[at] = descriptor(tensors[at], tile)
         if not direct:
             launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
             return
-        stream, run, before, packed, device, constants = launch.parts  # type: ignore[misc]
+        stream, run, before, packed, device, constants = launch.parts
         if packed:
             run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
         else:
             run(programs, 1, 1, stream(device), *before, *args, *numbers, *strides, *constants)
 
-    def _kinds(self, args: Any, tensors: tuple[torch.Tensor | None, ...], numbers: tuple[Any, ...], strides: tuple[int, ...]) -> Any:
-        """What Triton compiles for, of arguments that are not all multiples of 16; and, for AMD, which tensors take less than 2 GiB."""
-        return (
-            *[kind_of(numbers[i]) for i in self.specialised],
-            *[a is None or a % 16 == 0 for a in args],
-            *[kind_of(n) for n in strides],
-            *[t is None or not _HIP or t.untyped_storage().nbytes() < 2**31 for t in tensors],
-        )
-
-    def _launches(self, x: torch.Tensor, flags: tuple[bool, ...]) -> list[Launch]:
-        """A Launch for each row of its schedule."""
-        more = dict(zip(self.flags, flags))
-        return [Launch(self, most, {**config, **more}) for most, config in schedules(self.kernels, self.name, x)]
+    def _find(
+        self,
+        x: torch.Tensor,
+        addresses: list[Any],
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        strides: tuple[int, ...],
+        flags: tuple[bool, ...],
+        aligned: bool,
+    ) -> list[Launch]:
+        """The launches for arguments of these kinds, one for each row of its schedule."""
+        wide = reduce(or_, strides)
+        kinds: Any = None  # the usual ones: addresses and strides are multiples of 16, strides have 32 bits
+        if not aligned or wide & 15 or wide >= 2**31 or self.specialised:
+            kinds = (
+                *[kind_of(numbers[i]) for i in self.specialised],
+                *[a is None or a % 16 == 0 for a in addresses],
+                *map(kind_of, strides),
+                *[t is None or not _HIP or t.untyped_storage().nbytes() < 2**31 for t in tensors],
+            )
+        key = self.name, x.dtype, x.get_device(), self.heads(numbers), flags, kinds
+        launches = LAUNCHES.get(key)
+        if launches is None:
+            more = dict(zip(self.flags, flags))
+            found = schedules(self.kernels, self.name, x)
+            launches = LAUNCHES[key] = [Launch(self, most, {**config, **more}) for most, config in found]
+        return launches
 
 
 # -------------------- Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other.
@@ -828,6 +842,7 @@ class Operators:
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
         self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
+        self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
         self.host_forward, self.host_backward = forward, backward
         self.run_forward, self.run_backward = on_its_device(forward), on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
@@ -858,7 +873,7 @@ class Operators:
 
     def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place: no dispatcher is needed."""
-        q, k, v = args[:3]
+        q, k, v, *_ = args
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
         wanted = (
@@ -906,7 +921,7 @@ class Operators:
         dq = _rows(q, width_qk) if need_q or (need_inputs and self.signature.summed) else q.new_empty(0)
         dk, dv = (_rows(k, width_qk), _rows(v, width_v)) if need_kv else (k.new_empty(0), v.new_empty(0))
         inputs = [operands[i] for i in learned]
-        return dq, dk, dv, *(torch.empty_like(x) if need_inputs else x.new_empty(0) for x in inputs)
+        return dq, dk, dv, *(torch.empty_like(x) if need_inputs else x.new_empty((0,) * x.dim()) for x in inputs)
 
     # ------------------------------------------------------------------ autograd
 
@@ -933,17 +948,15 @@ class Operators:
 
     def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
         """Save what the backward needs: q, k, v, the operands and the results."""
-        q, k, v, *operands = args
-        n = self.signature.tensors
-        ctx.save_for_backward(q, k, v, out, lse, *operands[:n])
-        ctx.numbers = tuple(operands[n:])
+        ctx.save_for_backward(out, lse, *args[: self.numbers_at])
+        ctx.numbers = args[self.numbers_at :]
 
     def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
         """The gradients of q, k, v and the operands; None for those that are not `needed`."""
         found: list[Any] = [None] * len(needed)
         if grad_out is None and grad_lse is None:
             return found
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        out, lse, q, k, v, *tensors = ctx.saved_tensors
         need_q, need_k, need_v, *need = needed
         if grad_out is None:
             grad_out = torch.zeros_like(out)
