@@ -1,16 +1,35 @@
-"""Numbers that steer what is generated, each with its source."""
+"""Numbers that steer what is generated, each with its source, by what they steer."""
 
 from __future__ import annotations
 
-# Rows before and after a tile that stand for what documents and the like let it see: half a usual one (docs/perf-log.md, section 12).
-REACH = 500
-MANY_ROWS = 4096  # rows that stand for "any number"
+# ---------------------------------------------------------------- which kernels there are, and what a program of them owns
+
 FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share keys are packed into one (docs/perf-log.md, section 18)
 # The query heads of a group are split among programs, so that those which own few keys keep a device busy: a multiprocessor has so
 # many keys of all sequences and heads at least (docs/perf-log.md, section 18).
 SPLIT_KEYS = 512
-STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
-PACKED = 16  # rows of the smallest range for which tiles of packed queries are chosen (docs/perf-log.md, section 18)
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
 # Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
 ABREAST = 8
+
+# ---------------------------------------------------------------- lists of blocks that data gives
+
+LISTED = 128  # rows and columns of a block: the largest tile, since tiles divide blocks
+STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
+
+# ---------------------------------------------------------------- for how many rows a schedule is chosen
+
+MANY_ROWS = 4096  # rows that stand for "any number"
+# Rows before and after a tile that stand for what documents and the like let it see: half a usual one (docs/perf-log.md, section 12).
+REACH = 500
+# Up to so many rows, tiles are not fetched by descriptors: these cost the host of so short a call more than they save the device
+# (docs/perf-log.md, section 18).
+SHORT_ROWS = 512
+# Ranges that get measured schedules of their own: rows of the tiled axis, at most (None: any), and how many rows are measured.
+RANGES: tuple[tuple[int | None, int], ...] = ((SHORT_ROWS, 512), (2048, 1024), (8192, 4096), (None, 16384))
+MODELLED = (64, SHORT_ROWS)  # ranges for which the cost model chooses, besides "any number"
+PACKED = 16  # rows of the smallest range for which tiles of packed queries are chosen (docs/perf-log.md, section 18)
+
+# ---------------------------------------------------------------- what loops recompute
+
+WIDE = 128  # columns of an accumulator from which on its loop has no registers to spare (docs/perf-log.md, section 10)

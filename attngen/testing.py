@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attngen.errors import AttngenError
+from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes
 from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
 from attngen.spec import Spec
@@ -121,7 +122,7 @@ def result_names(spec: Spec) -> tuple[str, ...]:
 
 def heads_for(spec: Spec, q_heads: int = 4) -> tuple[int, int]:
     """(query heads, K/V heads) that fit the spec's sharing."""
-    return q_heads, {"mha": q_heads, "mqa": 1, "gqa": max(1, q_heads // 2)}[spec.heads.sharing]
+    return q_heads, SHARINGS[spec.heads.sharing].kv_heads(q_heads, 2)
 
 
 def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Any, ...]:

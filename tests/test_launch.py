@@ -61,6 +61,7 @@ class Stage:
         triton = SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)), knobs=SimpleNamespace(runtime=self.knobs))
         monkeypatch.setattr(self.runtime, "triton", triton)
         monkeypatch.setattr(self.runtime, "LAUNCHES", {})
+        monkeypatch.setattr(self.runtime, "LAST", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         self.kernel = Kernel(compiled)
         table = {"small": {("any", 2): ((100, FEW), (None, CONFIG))}}
@@ -130,7 +131,7 @@ def test_ten_thousand_shapes_take_no_more_memory_than_a_few(monkeypatch: pytest.
     stage, x = Stage(monkeypatch, Compiled()), torch.zeros(64, dtype=torch.float16)
     for n in range(1, 10_001):
         stage(n, (x,), (0.5, n), (n * 64, 64))
-    assert len(stage.runtime.LAUNCHES) <= 4 and len(stage.kernel.calls) <= 8
+    assert len(stage.runtime.LAUNCHES) <= 4 and len(stage.runtime.LAST) == 1 and len(stage.kernel.calls) <= 8
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

@@ -22,6 +22,7 @@ from typing import Any
 
 from attngen.document import read_document, shown
 from attngen.errors import AttngenError, suggest
+from attngen.ir.heads import SHARINGS
 from attngen.spec import Spec, load_spec
 
 TOKENS, HEADS = 16384, 16  # where nothing else is said: rows of all sequences together, query heads
@@ -85,10 +86,10 @@ class Grid:
 def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, batch: int | None = None, heads: int = HEADS,
          kv_heads: int | None = None, dtype: str | None = None, call: Mapping[str, float] = MappingProxyType({})) -> Cell:  # fmt: skip
     """A cell, with defaults for what is not said; AttngenError where the spec and the sizes do not go together."""
-    sharing = spec.heads.sharing
-    shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]
+    sharing = SHARINGS[spec.heads.sharing]
+    shared = kv_heads if kv_heads and sharing.counts_group else sharing.kv_heads(heads, 4)
     if kv_heads is not None and kv_heads != shared:
-        raise AttngenError(f"{spec.name} is {sharing}, which has {shared} K/V heads for {heads} query heads, not {kv_heads}")
+        raise AttngenError(f"{spec.name} is {sharing.name}, which has {shared} K/V heads for {heads} query heads, not {kv_heads}")
     if heads % shared:
         raise AttngenError(f"{spec.name}: {heads} query heads are not a multiple of {shared} K/V heads")
     if dtype is not None and dtype not in spec.dtype:

@@ -14,7 +14,7 @@ from attngen.build.semantics import S, derivative, modified, singular, varies
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
-from attngen.ir.heads import query_heads
+from attngen.ir.heads import SHARINGS, query_heads
 from attngen.ir.ops import Access, Gather, Store, Type, Yield
 from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
@@ -181,7 +181,7 @@ def build_dkdv(spec: Spec) -> Kernel:
     With keys in the outer loop it is `bwd`, FlashAttention's Algorithm 4: one program walks over the key tiles, and reads dQ from HBM, adds
     to it and writes it back for each of them. dQ starts as 0 and stays in fp32 until `dq_end`.
     """
-    shared, walks = spec.heads.sharing != "mha", spec.schedule.order == "kv_outer"
+    sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     factor = derivative(modified(spec), S)
     b = KernelBuilder(spec, "bwd" if walks else "dkdv", [factor])
     b.tensors()
@@ -189,9 +189,7 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.sizes()
     b.seed()
 
-    group, g = symbol("group"), symbol("g")
-    kv = {"mha": "h", "mqa": sympy.Integer(0), "gqa": "hkv"}[spec.heads.sharing]
-    head = {"mha": symbol("h"), "mqa": g, "gqa": symbol("hkv") * group + g}[spec.heads.sharing]
+    kv, head, shared = sharing.owned, sharing.member, sharing.is_shared
     b.scale()
     home = "tile" if walks else "entry"
     if walks:

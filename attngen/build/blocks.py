@@ -5,11 +5,10 @@ from __future__ import annotations
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds
-from attngen.build.semantics import LISTED
 from attngen.ir.expr import cdiv, floordiv, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, Access, Base, Init, Type, Yield
-from attngen.policy import STRIP
+from attngen.policy import LISTED, STRIP
 from attngen.spec import Spec
 
 

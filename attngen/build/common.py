@@ -11,8 +11,9 @@ from attngen.build.semantics import S, listed_blocks, modified, of_product, shar
 from attngen.build.signature import BESIDE, ROWS, Signature, grid, parts_of, signature_of, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
-from attngen.ir.graph import Kernel, Learned, Read
-from attngen.ir.names import DROPOUT_SCALARS, SCALARS, input_tensors
+from attngen.ir.graph import Kernel, Learned, Read, input_tensors
+from attngen.ir.heads import SHARINGS
+from attngen.ir.names import DROPOUT_SCALARS, SCALARS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -96,11 +97,11 @@ class KernelBuilder:
     def sizes(self) -> None:
         """Declare scalars: the sizes of every kernel, those that indexing by head needs, and the numbers of mask and modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
-        packs, sharing = self.signature.packs, self.spec.heads.sharing
+        packs, sharing = self.signature.packs, SHARINGS[self.spec.heads.sharing]
         names += ["queries"] if packs else []
         named = _symbols((self.where, *([self.score] if packs else []), *(e for read in self.needed for e in read.index)))
-        shared = sharing == "gqa" and ((not packs and self.name not in BESIDE) or symbol("h" if packs else "hkv") in named)
-        if shared or (sharing == "mqa" and self.signature.by_key_head and not packs):
+        shared = sharing.counts_group and ((not packs and self.name not in BESIDE) or symbol("h" if packs else "hkv") in named)
+        if shared or (sharing.is_shared and not sharing.counts_group and self.signature.by_key_head and not packs):
             names.append("group")
         names += ["splits"] if self.is_split else []
         places = (self._inside(read) for read in self.needed)
@@ -299,19 +300,14 @@ def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
 
     In a kernel that packs heads, also the query and the head of a row.
     """
-    h, hkv = symbol("h"), symbol("hkv")
+    h, hkv, sharing = symbol("h"), symbol("hkv"), SHARINGS[spec.heads.sharing]
     if not signature.by_key_head:
-        return {hkv: kv_head(spec)}
+        return {hkv: sharing.read}
     if signature.packs:
         row, queries = symbol("q_idx"), symbol("queries")
-        key_head = sympy.Integer(0) if spec.heads.sharing == "mqa" else hkv
-        head = key_head * symbol("group") + floordiv(row, queries)
-        return {h: head, hkv: key_head, row: mod(row, queries), symbol("Nq"): queries}
-    return {
-        "mha": {hkv: h},
-        "mqa": {h: symbol("g"), hkv: sympy.Integer(0)},
-        "gqa": {h: hkv * symbol("group") + symbol("g")},
-    }[spec.heads.sharing]
+        head = sharing.owned * symbol("group") + floordiv(row, queries)
+        return {h: head, hkv: sharing.owned, row: mod(row, queries), symbol("Nq"): queries}
+    return {at: e for at, e in ((h, sharing.member), (hkv, sharing.owned)) if at != e}
 
 
 def _access(tensor: str, index: tuple[Any, ...]) -> Access:
@@ -332,7 +328,7 @@ def scores(b: KernelBuilder, *more: Any) -> list[Any]:
 
 def kv_head(spec: Spec) -> Any:
     """The K/V head that query head `h` reads. K and V are indexed, never expanded."""
-    return {"mha": symbol("h"), "mqa": sympy.Integer(0), "gqa": floordiv(symbol("h"), symbol("group"))}[spec.heads.sharing]
+    return SHARINGS[spec.heads.sharing].read
 
 
 def in_bounds(axis: str) -> Bool:

@@ -9,8 +9,8 @@ import sympy
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, listed_blocks, unbounded, varies
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
-from attngen.ir.graph import Kernel
-from attngen.ir.names import input_tensors
+from attngen.ir.graph import Kernel, input_tensors
+from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import SoftmaxStep, Type, Yield
 from attngen.parts import NATURAL, Q
 from attngen.spec import Spec
@@ -18,7 +18,8 @@ from attngen.spec import Spec
 
 def packs(spec: Spec) -> bool:
     """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
-    alone = spec.heads.sharing == "mha" or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
+    shared = SHARINGS[spec.heads.sharing].is_shared
+    alone = not shared or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
     own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
     return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
 

@@ -78,7 +78,7 @@ def _operands(b: _Builder, module: Module, direction: str) -> None:
     given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
     for name, (dtype, shape) in given.items():
         b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
-    lists = {own: block_lists(module.blocks, own) if module.blocks else {} for own in ("q", "kv")}
+    lists = {own: block_lists(own, module.blocks.data) if module.blocks else {} for own in ("q", "kv")}
     for name, dims in (lists["q"] | lists["kv"]).items():
         b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
     if module.dropout:
@@ -316,6 +316,6 @@ def _lists(blocks: Blocks, data: bool) -> Host:
     for own, (rows, columns) in (("q", ("Tq", "Tk")), ("kv", ("Tk", "Tq"))):
         b.add(ListBlocks(f"of_{own}", mask, own, Type("i32", ("*", "*", rows, columns), "hbm"), full))
         fields = ("full_rank", "rank", "list") if data else ("rank", "list")
-        results |= {name: f"of_{own}.{f}" for name, f in zip(block_lists(blocks, own), fields)}
+        results |= {name: f"of_{own}.{f}" for name, f in zip(block_lists(own, blocks.data), fields)}
     b.give(**results)
     return b.host()

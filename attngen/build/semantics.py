@@ -8,13 +8,12 @@ import sympy
 
 from attngen.bounds.intervals import Scene, terms
 from attngen.ir.expr import Expr, clamp, log, select, sigmoid, sqrt, symbol
-from attngen.ir.graph import Blocks, Meaning, Read
-from attngen.ir.names import input_tensors
+from attngen.ir.graph import Blocks, Meaning, Read, input_tensors
 from attngen.parts import KV, NATURAL, Q
+from attngen.policy import LISTED
 from attngen.spec import Spec
 
 S, SCALE = symbol("s"), symbol("scale")
-LISTED = 128  # rows and columns of the blocks that data lists: the largest tile
 SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, sympy.Pow)  # functions that are computed once if they occur twice
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, GridAxis, Input, Learned
+from attngen.ir.heads import SHARINGS
 from attngen.ir.names import SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
@@ -32,7 +33,7 @@ class Signature(NamedTuple):
 
     def is_split(self, sharing: str) -> bool:
         """Whether several programs may share a tile of keys, each for some query heads of the group: the wrapper sums what they write."""
-        return sharing != "mha" and self.by_key_head and not (self.rewrites or self.packs)
+        return SHARINGS[sharing].is_shared and self.by_key_head and not (self.rewrites or self.packs)
 
 
 _STATISTICS_OF_ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
@@ -133,7 +134,7 @@ def tensor_args(
     args = tensors(signature.reads, "in")
     args += [Arg(name.upper(), "in", type_) for name, type_ in read.items()]
     if blocks and kernel not in BESIDE:
-        args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(blocks, signature.own).items()]
+        args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(signature.own, blocks.data).items()]
     if dropout and kernel not in BESIDE:
         args.append(Arg("SEED", "in", Type("i64")))
     args += tensors(signature.rewrites, "inout") + tensors(signature.writes, "out")
@@ -146,7 +147,7 @@ def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:
     One that sums gradients of keys owns them for the whole group of query heads, or for a split of it; so does one that packs heads.
     """
     own = signature.own
-    heads = {"mha": "h", "gqa": "hkv", "mqa": ""}[sharing] if signature.by_key_head else "h"
+    heads = SHARINGS[sharing].axis if signature.by_key_head else "h"
     extents = {"h": "Hq", "hkv": "Hkv"}
     tiles = () if signature.rewrites else (GridAxis(own, cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))),)
     splits = (GridAxis("split", symbol("splits")),) if signature.is_split(sharing) else ()

@@ -44,7 +44,7 @@ def tune(
     attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
-    from attngen.schedules.classes import RANGES
+    from attngen.policy import RANGES
     from attngen.tune import run, summary
 
     loaded = load_specs(given(specs, every, "tune"))

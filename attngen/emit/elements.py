@@ -12,6 +12,7 @@ import sympy
 
 from attngen.emit.charts import Drawing, element_map
 from attngen.ir.graph import Input
+from attngen.ir.heads import SHARINGS
 from attngen.masks import Mask, Written
 from attngen.masks.none import NoMask
 from attngen.parts import Sizes
@@ -95,7 +96,7 @@ class Sample:
         """The first elements, and others where the mask has an edge too far away to be among them."""
         if isinstance(self.spec.mask, NoMask):
             return []
-        sizes = Sizes(SEQUENCES, HEADS, {"mha": HEADS, "mqa": 1, "gqa": HEADS // 2}[self.spec.heads.sharing], SIDE, SIDE)
+        sizes = Sizes(SEQUENCES, HEADS, SHARINGS[self.spec.heads.sharing].kv_heads(HEADS, 2), SIDE, SIDE)
         inputs = self.inputs(sizes)
         mask = self.mask(sizes, inputs)
         remarks = [f"{SIDE} queries and {SIDE} keys; dark elements are visible."]
@@ -103,7 +104,7 @@ class Sample:
         remarks.append(
             f"The first head of the first sequence; other {' and '.join(differs)} differ." if differs else "All heads are alike."
         )
-        if self.spec.heads.sharing != "mha":
+        if SHARINGS[self.spec.heads.sharing].is_shared:
             remarks.append("Query heads that share a K/V head see through this mask each by itself.")
         remarks += [f"Sample: {value}." for value in self._values(inputs)]
         reach = self._reach()

@@ -18,22 +18,13 @@ from attngen.emit.torch_text import to_torch
 from attngen.ir.expr import parse, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
-from attngen.ir.names import SIZES, stride_names
+from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Base, Load, Map, Type, Yield
 
-_VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
 _TORCH = {"f32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32", "T": "q.dtype"}
-_HEADS = ("Hq", "Hkv", "group", "splits", "queries")  # sizes of which a model has few
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
-# How Python gets the sizes that are not shapes of q and k; each may need those before it.
-_MADE = {
-    "group": "Hq // max(Hkv, 1)",
-    "Gq": "group * Nq",
-    "Nlse": "grad_lse.shape[2]",
-    "Tq": "-(-Nq // BLOCK)",
-    "Tk": "-(-Nk // BLOCK)",
-    "Ts": "Tk * (BLOCK // STRIP)",
-}
+_SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
+_MADE = {name: source for name, source in FOUND.items() if name not in _SHAPES}  # each may need those before it
 
 
 def sizes_of(wanted: Iterable[str]) -> list[str]:
@@ -78,7 +69,7 @@ class KernelHandle:
 def variable(name: str) -> str:
     """The Python variable of a value."""
     name, _, member = name.partition(".")
-    return _VARIABLES.get(name, f"{name}_{member}".rstrip("_").lower())
+    return VARIABLES.get(name, f"{name}_{member}".rstrip("_").lower())
 
 
 def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
@@ -90,8 +81,9 @@ def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
     described = [f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile]
     numbers = _numbers(kernel)
     wholes = {at: a.name for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized}
-    heads = [str(at) for at, name in wholes.items() if name in _HEADS]
-    specialised = [str(at) for at, name in wholes.items() if name not in _HEADS]
+    few = {name for name, n in INTEGERS.items() if n.is_few}
+    heads = [str(at) for at, name in wholes.items() if name in few]
+    specialised = [str(at) for at, name in wholes.items() if name not in few]
     flags = _flags(view)
     for name, items in (
         ("described", described),
@@ -163,7 +155,7 @@ class HostContext:
 
     def _python(self, e: Any) -> str:
         """An expression of sizes and flags; the sizes are noted."""
-        self.sizes |= {str(s) for s in e.free_symbols} & {"B", "Hq", "Hkv", "Nq", "Nk", *_MADE}
+        self.sizes |= {str(s) for s in e.free_symbols} & FOUND.keys()
         return re.sub(r"(?<=\w)\*(?=\w)", " * ", to_text(e))
 
     def _dim(self, dim: str) -> str:
@@ -323,7 +315,7 @@ class HostContext:
         numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
         strides: list[str] = []
         for a in tensors:
-            names = stride_names(a)
+            names = stride_names(a.name, a.type.dims)
             strides += self._strides(given.get(a.name, a.name), [i for i, s in enumerate(names) if s in view.params], len(names))
         flags = list(_flags(view).values())
         return {

@@ -11,6 +11,7 @@ from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Blocks, Input, Module
+from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
 from attngen.ir.names import block_lists
 from attngen.ir.ops import BLOCKS, Arg
@@ -28,11 +29,6 @@ TORCH = {
 }
 _NUMBERS = {"i32": "int", "f32": "float"}
 _SCHEMA = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
-_HEADS = {
-    "mha": ("one K/V head per query head (mha)", "Hq"),
-    "mqa": ("one K/V head for all query heads (mqa)", "1"),
-    "gqa": ("one K/V head per group of query heads (gqa)", "Hkv"),
-}
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,8 @@ class Wrapper:
     @property
     def heads(self) -> tuple[str, str]:
         """What is said of heads, and of the number of K/V heads."""
-        return _HEADS[self.module.sharing]
+        sharing = SHARINGS[self.module.sharing]
+        return sharing.about, sharing.heads
 
     @property
     def widths(self) -> str:
@@ -153,7 +150,7 @@ class Wrapper:
         """The lists of blocks, as a plan has them."""
         if not self.module.blocks:
             return []
-        return [name.lower() for own in ("q", "kv") for name in block_lists(self.module.blocks, own)]
+        return [name.lower() for own in ("q", "kv") for name in block_lists(own, self.module.blocks.data)]
 
     @property
     def fields(self) -> list[str]:

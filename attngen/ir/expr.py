@@ -16,6 +16,7 @@ from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
 from attngen.errors import IRError
+from attngen.ir.names import INTEGERS
 
 Expr: TypeAlias = Any  # a sympy expression; sympy has no types of its own
 Bool: TypeAlias = Any  # a sympy boolean
@@ -204,19 +205,14 @@ FUNCTIONS: dict[str, Any] = {
     "max": sympy.Max,
 }
 
-# Integers the kernels are given or derive: sizes, tile sizes, positions. All are >= 0, tile sizes are >= 1.
-POSITIVE = ("BLOCK_Q", "BLOCK_KV", "D_QK", "D_V", "D_QK_PAD", "D_V_PAD", "Hq", "Hkv", "group", "splits", "queries", "stages", "elem")
-NONNEGATIVE = ("Nq", "Nk", "B", "b", "h", "hkv", "g", "split", "q_idx", "kv_idx", "q_start", "kv_start")
-
 
 @cache
 def symbol(name: str) -> sympy.Symbol:
-    """The symbol of that name, with what is known of its sign; any other name is a real number."""
-    if name in POSITIVE:
-        return sympy.Symbol(name, integer=True, positive=True)
-    if name in NONNEGATIVE:
-        return sympy.Symbol(name, integer=True, nonnegative=True)
-    return sympy.Symbol(name, extended_real=True)
+    """The symbol of that name, with what the table of names says of its sign; any other name is a real number."""
+    least = INTEGERS[name].least if name in INTEGERS else None
+    if least is None:
+        return sympy.Symbol(name, extended_real=True)
+    return sympy.Symbol(name, integer=True, positive=True) if least else sympy.Symbol(name, integer=True, nonnegative=True)
 
 
 class _Printer(StrPrinter):

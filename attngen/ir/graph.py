@@ -284,6 +284,12 @@ class Derived:
     rising: tuple[str, ...] = ()
 
 
+def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:
+    """What masks and modifiers read: input tensors, and what the wrapper derives from them."""
+    given = {i.name: Type(i.dtype, i.shape) for i in inputs if i.shape}
+    return given | {name: Type(d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes)}
+
+
 @dataclass(frozen=True)
 class Learned:
     """How an input gets its gradient. A kernel writes parts to the tensor `parts`; the host sums them to the place `index`.

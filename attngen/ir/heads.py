@@ -1,13 +1,68 @@
-"""Which query heads a program has that owns keys."""
+"""Head sharing: which K/V head a query head reads, and which query heads a program has that owns keys."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import sympy
 
 from attngen.ir.expr import Expr, floordiv, symbol
 
+_h, _hkv, _g, _group = map(symbol, ("h", "hkv", "g", "group"))
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How query heads share K/V heads. K and V are indexed by head, never expanded.
+
+    about: the rule in words, and `heads`: the number of K/V heads, as signatures and docstrings write it.
+    read: the K/V head that query head `h` reads.
+    owned: the K/V head of a program that owns keys, and `axis`: the axis of its grid that counts them; empty if there is one head.
+    member: the query head that is number `g` of those which read `owned`.
+    kv_heads: (number of query heads, of those in a group) -> number of K/V heads.
+    """
+
+    name: str
+    about: str
+    heads: str
+    read: Expr
+    owned: Expr
+    axis: str
+    member: Expr
+    kv_heads: Callable[[int, int], int]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several query heads may read one K/V head."""
+        return self.name != "mha"
+
+    @property
+    def counts_group(self) -> bool:
+        """Whether the K/V head of a query head depends on the size of a group."""
+        return self.read.has(_group)
+
+
+SHARINGS = {
+    sharing.name: sharing
+    for sharing in (
+        Sharing("mha", "one K/V head per query head (mha)", "Hq", _h, _h, "h", _h, lambda heads, group: heads),
+        Sharing("mqa", "one K/V head for all query heads (mqa)", "1", sympy.Integer(0), sympy.Integer(0), "", _g, lambda heads, group: 1),
+        Sharing(
+            "gqa",
+            "one K/V head per group of query heads (gqa)",
+            "Hkv",
+            floordiv(_h, _group),
+            _hkv,
+            "hkv",
+            _hkv * _group + _g,
+            lambda heads, group: max(1, heads // group),
+        ),
+    )
+}
+
 
 def query_heads(is_split: bool) -> tuple[Expr, Expr]:
     """First and end of the query heads, by number in their group, of a program that owns a tile of keys: all, or those of its split."""
-    group, split, splits = map(symbol, ("group", "split", "splits"))
-    return (floordiv(group * split, splits), floordiv(group * split + group, splits)) if is_split else (sympy.Integer(0), group)
+    split, splits = map(symbol, ("split", "splits"))
+    return (floordiv(_group * split, splits), floordiv(_group * split + _group, splits)) if is_split else (sympy.Integer(0), _group)

@@ -7,16 +7,16 @@ import keyword
 import re
 from typing import Any
 
-from attngen.ir.expr import FUNCTIONS, NONNEGATIVE, POSITIVE, symbol
-from attngen.ir.names import WRAPPER
+from attngen.ir.expr import FUNCTIONS, symbol
+from attngen.ir.names import INTEGERS, WRAPPER
 from attngen.lang.limits import MAX_EXTREMES
 
 NAME = "[a-z][a-z0-9_]{0,31}"  # of a parameter
 
 # The names of the language as expressions of the IR's symbols. `q_pos` is the query's position among the keys: the last query is level
 # with the last key.
-POSITIONS = {name: symbol(of) for name, of in (("q_idx", "q_idx"), ("kv_idx", "kv_idx"), ("b", "b"), ("h", "h"), ("hkv", "hkv"))}
-POSITIONS |= {"q_len": symbol("Nq"), "kv_len": symbol("Nk"), "q_pos": symbol("q_idx") + symbol("Nk") - symbol("Nq")}
+POSITIONS = {n.word: symbol(name) for name, n in INTEGERS.items() if n.word}
+POSITIONS["q_pos"] = symbol("q_idx") + symbol("Nk") - symbol("Nq")
 CONDITIONS = {"true": True, "false": False}
 SCORE = "s"
 # What a function takes, in words, and the least and most arguments.
@@ -69,7 +69,8 @@ def name_problem(name: Any) -> str | None:
 def names_schema() -> dict[str, Any]:
     """JSON schema of the names that parameters can have: `not` lists those that are reserved."""
     words = [*keyword.kwlist, *dir(builtins), *LANGUAGE, *TAKEN]
-    reserved = sorted({w for w in words if re.fullmatch(NAME, w)} | {w for w in (*POSITIVE, *NONNEGATIVE) if re.fullmatch(NAME, w)})
+    words += [name for name, n in INTEGERS.items() if n.least is not None]
+    reserved = sorted({w for w in words if re.fullmatch(NAME, w)})
     return {
         "description": "small letters, digits and _, 32 at most; words of the language, of Python and of generated code are reserved",
         "pattern": f"^{NAME}$",

@@ -48,7 +48,7 @@ class ListTiles(Pass):
 
 def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
     own = kernel.own_axis
-    *ranks, listed = block_lists(blocks, own)  # of what comes first in a list; where data makes it, of what follows too
+    *ranks, listed = block_lists(own, blocks.data)  # of what comes first in a list; where data makes it, of what follows too
     made: set[str] = set()
     renamed: dict[str, str] = {}
 

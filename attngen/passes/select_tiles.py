@@ -26,12 +26,8 @@ from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
-from attngen.policy import ABREAST, FEW_QUERIES, MANY_ROWS, PACKED, STRIP
-from attngen.schedules.classes import RANGES, SHORT_ROWS
+from attngen.policy import ABREAST, FEW_QUERIES, MANY_ROWS, MODELLED, PACKED, RANGES, SHORT_ROWS, STRIP
 from attngen.schedules.table import Table, committed
-
-# Ranges of rows for which the model chooses, besides "any number"; of the kernel whose rows are few queries of several heads, others.
-MODELLED = (64, SHORT_ROWS)
 
 
 @dataclass(frozen=True)

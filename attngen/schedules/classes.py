@@ -7,14 +7,11 @@ from typing import NamedTuple
 from attngen.bounds.sizes import mode, tile_width
 from attngen.bounds.tiles import count_tiles, tile_loops
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.heads import SHARINGS
 from attngen.ir.names import STATISTICS
 from attngen.ir.ops import Gather, Load, Op
-from attngen.policy import REACH
+from attngen.policy import RANGES, REACH
 
-# Ranges of rows that get measured schedules of their own: rows of the tiled axis, at most (None: any), and how many are measured
-# Up to SHORT_ROWS tiles are not fetched by descriptors: these cost the host of so short a call more than they save the device.
-SHORT_ROWS = 512
-RANGES: tuple[tuple[int | None, int], ...] = ((SHORT_ROWS, 512), (2048, 1024), (8192, 4096), (None, 16384))
 TILE = 64  # rows of the square tiles that classes are counted in
 SHORT = 1536  # keys (of kernels that own keys: queries) that programs of short loops visit on average, at most
 
@@ -33,7 +30,7 @@ class Key(NamedTuple):
 def key(module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Key:
     """The key of a kernel for elements of so many bytes and a range of rows; `packed` has that of `fwd`, whose loop it has."""
     head_dim = f"{tile_width(module.head_dim_qk)}/{tile_width(module.head_dim_v)}"
-    heads = "mha" if module.sharing == "mha" else "grouped"
+    heads = "grouped" if SHARINGS[module.sharing].is_shared else "mha"
     mask = mask_class(module, kernel, dict(RANGES)[max_rows])
     name = "fwd" if kernel.packs else kernel.name
     return Key(name, head_dim, mode(module, elem_bytes), heads, mask, max_rows)

@@ -20,6 +20,7 @@ import triton
 from attngen.bench.timing import Times, device_times
 from attngen.errors import last_line
 from attngen.ir.graph import Row
+from attngen.ir.heads import SHARINGS
 from attngen.parts import Sizes
 from attngen.reference import relative_error
 from attngen.spec import Spec, load_spec
@@ -140,7 +141,7 @@ class Bench:
     def _make(self, cell: Cell, batch: int) -> Problem:
         spec, dtype = self.specs[cell.spec], TORCH_DTYPES[cell.dtype]
         heads = max(1, HIDDEN // spec.head_dim.v)
-        shared = {"mha": heads, "mqa": 1, "gqa": max(1, heads // GROUP)}[spec.heads.sharing]
+        shared = SHARINGS[spec.heads.sharing].kv_heads(heads, GROUP)
         shapes = {"q": (heads, spec.head_dim.qk), "k": (shared, spec.head_dim.qk), "v": (shared, spec.head_dim.v)}
         qkv = {name: torch.randn(batch, h, cell.rows, d, device=self.device, dtype=dtype) for name, (h, d) in shapes.items()}
         sizes = Sizes(batch, heads, shared, cell.rows, cell.rows)
@@ -163,12 +164,12 @@ class Bench:
 def _standing_in(module: ModuleType, stand_ins: Mapping[str, object]) -> Iterator[None]:
     kept = {name: getattr(module.kernels, name) for name in stand_ins}
     vars(module.kernels).update(stand_ins)
-    module.runtime.LAUNCHES.clear()  # so that kernels are launched anew, by those that stand in for them
+    module.runtime.forget_launches()  # so that kernels are launched by those that stand in for them
     try:
         yield
     finally:
         vars(module.kernels).update(kept)
-        module.runtime.LAUNCHES.clear()
+        module.runtime.forget_launches()
 
 
 @contextmanager

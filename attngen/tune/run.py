@@ -18,7 +18,8 @@ from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Row
-from attngen.schedules.classes import RANGES, Key
+from attngen.policy import RANGES
+from attngen.schedules.classes import Key
 from attngen.schedules.table import Entry, Table
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, outcome
 from attngen.tune.workers import Lost, Worker, share

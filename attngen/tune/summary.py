@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from attngen.ir.graph import Row
-from attngen.schedules.classes import SHORT_ROWS
+from attngen.policy import SHORT_ROWS
 from attngen.schedules.table import schedule_of, shown
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried
 

@@ -14,7 +14,8 @@ from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.pipeline import stages
-from attngen.schedules.classes import RANGES, SHORT_ROWS, Key, key
+from attngen.policy import RANGES, SHORT_ROWS
+from attngen.schedules.classes import Key, key
 from attngen.schedules.table import Entry, schedule_of, usable
 from attngen.spec import Schedule, Spec
 from attngen.tune.candidates import Search, runs, search

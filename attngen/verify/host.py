@@ -12,11 +12,10 @@ import sympy
 from attngen.ir.expr import Bool, cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Splits, Sum, View
-from attngen.ir.names import DROPOUT_SCALARS, SCALARS, SHAPES, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, FOUND, SCALARS, SHAPES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Op, Type, Yield
 
 Rule = Callable[[Module, Host], Iterator[str]]
-SIZES = {"B", "Hq", "Hkv", "group", "Gq", "Nq", "Nk", "Nlse", "Tq", "Tk", "Ts"}  # sizes that Python finds from the shapes of arguments
 POSITIVE = {"D_QK", "D_V", "splits"}  # dimensions that are never 0
 RESULTS = {"forward": ("O", "LSE"), "backward": ("dQ", "dK", "dV")}
 
@@ -84,7 +83,7 @@ def _named(op: Op) -> list[str]:
     """The scalars that an op's expressions and dimensions name, without sizes of the call."""
     where = getattr(op, "where", sympy.true)
     names = {str(s) for e in (where, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
-    return sorted((names - SIZES) | ({"splits"} & set(getattr(op, "type", Type("")).dims)))
+    return sorted((names - FOUND.keys()) | ({"splits"} & set(getattr(op, "type", Type("")).dims)))
 
 
 def _yielded(host: Host, block: str) -> dict[str, Type]:
@@ -142,7 +141,7 @@ def launches(module: Module, host: Host) -> Iterator[str]:
 
 def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
     sizes = dict(op.sizes)
-    if arg.role == "scalar" and arg.name in (SIZES | sizes.keys()):
+    if arg.role == "scalar" and arg.name in (FOUND.keys() | sizes.keys()):
         return
     if ref.partition(".")[0] not in host.by_name:
         yield f"%{arg.name} is neither given nor allocated"

@@ -11,6 +11,7 @@ import sympy
 from attngen.bounds.intervals import last_row
 from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -56,12 +57,8 @@ RESERVED |= {
 
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every dimension is indexed by what it counts, and heads as the sharing says. So no program writes another one's rows."""
-    h, hkv, g, group = map(symbol, ("h", "hkv", "g", "group"))
-    heads = {
-        "mha": {"Hq": [h], "Hkv": [h]},
-        "mqa": {"Hq": [h, g], "Hkv": [sympy.Integer(0)]},
-        "gqa": {"Hq": [h, hkv * group + g], "Hkv": [floordiv(h, group), hkv]},
-    }
+    sharing = SHARINGS[module.sharing]
+    heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
     letters: dict[str, Any] = {"B": symbol("b")} | {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
     letters["splits"] = symbol("split")
     if module.blocks:
@@ -73,7 +70,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
             continue
         tensor, indices = kernel.accessed(op)
         for dim, index in zip(kernel.type_of(tensor.name).dims, indices):
-            right = [letters[dim]] if dim in letters else heads[module.sharing].get(dim, [])
+            right = [letters[dim]] if dim in letters else heads.get(dim, [])
             if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[kernel.own_axis] == dim:  # the first or last row of the own tile
                 right = [symbol(f"{kernel.own_axis}_start"), last_row(kernel.own_axis)]
             if index not in right:
@@ -81,7 +78,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
     for op in kernel.ops():
         if isinstance(op, (Gather, Scatter)):
-            yield from _outside(kernel, op, letters, heads[module.sharing])
+            yield from _outside(kernel, op, letters, heads)
     queries = [op.src.index[1] for op in kernel.ops() if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1]
     for op in kernel.ops():
         if isinstance(op, Keep) and op.head not in queries:

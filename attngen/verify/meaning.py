@@ -14,8 +14,8 @@ import sympy
 
 from attngen.bounds.intervals import implies
 from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
-from attngen.ir.graph import Kernel, Module, Read
-from attngen.ir.names import input_tensors
+from attngen.ir.graph import Kernel, Module, Read, input_tensors
+from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
 from attngen.verify.algebra import normal, same
 
@@ -26,13 +26,14 @@ NATURAL = {"B": symbol("b"), "Hq": symbol("h"), "Hkv": symbol("hkv"), "Nq": symb
 
 def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
     """The header's heads and positions, in terms of a kernel whose programs own a query head, a key head with its group, or packed rows."""
-    h, hkv, g, group, q_idx, queries = map(symbol, ("h", "hkv", "g", "group", "q_idx", "queries"))
-    first = sympy.Integer(0) if module.sharing == "mqa" else hkv
+    h, hkv, group, q_idx, queries = map(symbol, ("h", "hkv", "group", "q_idx", "queries"))
+    sharing = SHARINGS[module.sharing]
     if kernel.packs:
-        return {h: first * group + floordiv(q_idx, queries), hkv: first, q_idx: mod(q_idx, queries), symbol("Nq"): queries}
+        head = sharing.owned * group + floordiv(q_idx, queries)
+        return {h: head, hkv: sharing.owned, q_idx: mod(q_idx, queries), symbol("Nq"): queries}
     if any(loop.var == "g" for loop in kernel.loops):
-        return {h: g if module.sharing == "mqa" else hkv * group + g, hkv: first}
-    return {hkv: {"mha": h, "mqa": sympy.Integer(0), "gqa": floordiv(h, group)}[module.sharing]}
+        return {h: sharing.member, hkv: sharing.owned}
+    return {hkv: sharing.read}
 
 
 FROM_START = sympy.Function("from_start")  # of a place that may be before the start, where an element reads as 0

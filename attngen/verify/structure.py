@@ -12,19 +12,19 @@ import sympy
 
 from attngen.backends import BACKENDS
 from attngen.ir.expr import cdiv, symbol, to_text
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.heads import query_heads
-from attngen.ir.names import input_tensors
+from attngen.ir.graph import Kernel, Module, input_tensors
+from attngen.ir.heads import SHARINGS, query_heads
+from attngen.ir.names import DIMS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
 
-SIZES, WIDTHS = {"B", "Hq", "Hkv", "splits", "Nq", "Nk", "Nlse", "Tq", "Tk", "Tq1", "Tk1", "Ts", "Td", "Nd"}, {"D_QK", "D_V"}
+WIDTHS = {"D_QK", "D_V"}
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
 
 
 def header(module: Module, kernel: Kernel) -> Iterator[str]:
     """The header's fields have values that the templates know."""
     for key, value, known in (
-        ("heads", module.sharing, ("mha", "mqa", "gqa")),
+        ("heads", module.sharing, tuple(SHARINGS)),
         ("precision", module.precision, ("ieee", "tf32")),
         ("backend", module.backend, tuple(BACKENDS)),
         *(("backend", row.backend, tuple(BACKENDS)) for row in module.rows(kernel.name)),
@@ -94,9 +94,9 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
             dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out", "inout") else ()
-            sizes = SIZES | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
+            sizes = DIMS | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
-                yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(SIZES))}, and at the end D_QK or D_V"
+                yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(DIMS))}, and at the end D_QK or D_V"
             if isinstance(op, Arg) and op.role in ("out", "inout") and op.name not in written:
                 yield f"nothing is stored to %{op.name}"
             for t in op.results().values():

@@ -10,6 +10,7 @@ from sympy.logic.boolalg import Boolean
 
 from attngen.ir.expr import REAL, TO_INTEGER, cdiv, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
     AXIS_DIM,
     Arg,
@@ -34,7 +35,7 @@ from attngen.ir.ops import (
 )
 
 SCORES = ("BLOCK_Q", "BLOCK_KV")
-POSITIONS = {"q_idx", "kv_idx", "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", "D_QK", "D_V"}
+POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_everywhere)  # and sizes of tiles
 
 
 def types(module: Module, kernel: Kernel) -> Iterator[str]:

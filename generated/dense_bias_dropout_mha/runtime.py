@@ -406,10 +406,19 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
 # -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled.
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
+_NONE: tuple[tuple[Any, ...], list[Launch]] = (), []
 _HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
 # What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind (see `kind_of`).
 # So the table stays small, however many shapes the calls have.
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
+# Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
+LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
+
+
+def forget_launches() -> None:
+    """Launch all kernels anew: their schedules, or what stands in for them, have changed."""
+    LAUNCHES.clear()
+    LAST.clear()
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -515,7 +524,6 @@ class Kernel:
         self.described, self.specialised, self.flags = described, specialised, flags
         self.heads = itemgetter(*heads) if heads else len
         self.varied = itemgetter(*heads, *specialised) if heads or specialised else len
-        self.last: tuple[Any, Any] = None, None  # of the last call with aligned tensors: all that its launches depend on, and these
 
     def __call__(
         self,
@@ -539,11 +547,11 @@ class Kernel:
             low = reduce(or_, args)
         aligned = not (low & 15 or _HIP)
         call = strides, self.varied(numbers), flags, x.dtype, x.get_device()
-        last, launches = self.last
+        last, launches = LAST.get(self, _NONE)
         if not aligned or call != last:
             launches = self._find(x, args, tensors, numbers, strides, flags, aligned)
             if aligned:
-                self.last = call, launches
+                LAST[self] = call, launches
         for launch in launches:
             if rows <= launch.most:
                 break

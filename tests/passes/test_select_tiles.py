@@ -208,7 +208,7 @@ def test_the_generated_module_raises_that_sentence(tmp_path, monkeypatch):
     out = wide.attention(q, q, q)
     torch.autograd.grad(out.sum(), q)
     monkeypatch.setattr(wide.runtime, "device_class", lambda kernels, device: "any")
-    wide.runtime.LAUNCHES.clear()  # kernels that were launched before are launched as they were
+    wide.runtime.forget_launches()  # kernels that were launched before are launched as they were
     sentences = {u.reason for kernel in made.kernels for u in made.unfit(kernel.name)}
     with pytest.raises(ValueError) as error:
         torch.autograd.grad(wide.attention(q, q, q).sum(), q)

@@ -17,8 +17,9 @@ from attngen.ir.graph import Module, Row
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower
 from attngen.passes.pipeline_loads import PipelineLoads
-from attngen.passes.select_tiles import MODELLED, SelectTiles
-from attngen.schedules.classes import RANGES, SHORT_ROWS, Key, key, mask_class
+from attngen.passes.select_tiles import SelectTiles
+from attngen.policy import MODELLED, RANGES, SHORT_ROWS
+from attngen.schedules.classes import Key, key, mask_class
 from attngen.schedules.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from attngen.spec import parse_spec
 from attngen.verify import verify

@@ -14,7 +14,7 @@ from attngen.backends.triton import cost as model
 from attngen.backends.triton.cost import cost, schedule_key, spills
 from attngen.backends.triton.sram import misfit
 from attngen.errors import AttngenError
-from attngen.schedules.classes import RANGES, SHORT_ROWS
+from attngen.policy import RANGES, SHORT_ROWS
 from attngen.schedules.table import Table, schedule_of, shown
 from attngen.tune import run, summary, tuner
 from attngen.tune.candidates import DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, choices, search

@@ -124,7 +124,7 @@ class KernelContext:
         scalars = [a.name for a in args if a.role == "scalar"]
         numbers, sizes = [s for s in scalars if s not in SIZES], [s for s in scalars if s in SIZES]
         tensors = [a for a in args if a.role != "scalar"]
-        strides = [s for a in tensors for s in stride_names(a) if s in used]
+        strides = [s for a in tensors for s in stride_names(a.name, a.type.dims) if s in used]
         prologue = self._prologue(used)
         words = used | set(re.findall(r"\w+", " ".join(prologue)))
         return KernelView(
@@ -285,7 +285,7 @@ class KernelContext:
 
     def _start(self, access: Access, tensor: Arg) -> str:
         """Where the rows of one (batch, head) of a tensor start, in 64 bits."""
-        indices = ((i, stride) for i, stride in zip(access.index, stride_names(tensor)) if i != 0)
+        indices = ((i, stride) for i, stride in zip(access.index, stride_names(tensor.name, tensor.type.dims)) if i != 0)
         return " + ".join([access.tensor, *(f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in indices)])
 
     def _pointer(self, access: Access, tile: tuple[str, ...] = ()) -> str:
@@ -293,7 +293,7 @@ class KernelContext:
         source = self.kernel.op(access.tensor)
         tensor = source if isinstance(source, Arg) else self.kernel.op(source.src.tensor)  # type: ignore[attr-defined]
         assert isinstance(tensor, Arg)
-        strides = [*stride_names(tensor), ""][-len(access.index) :]
+        strides = [*stride_names(tensor.name, tensor.type.dims), ""][-len(access.index) :]
         scalars, tiles = [access.tensor], []
         dims = _as_tile(access, tile)
         for index, stride in zip(access.index, strides):
@@ -351,7 +351,7 @@ class KernelContext:
         tensor = self.kernel.op(access.tensor)
         assert isinstance(tensor, Arg)
         terms, offset = [access.tensor], ""
-        for index, stride in zip(access.index, [*stride_names(tensor), ""]):
+        for index, stride in zip(access.index, [*stride_names(tensor.name, tensor.type.dims), ""]):
             if index == 0:
                 continue
             text = self._text(index, uses, tile)

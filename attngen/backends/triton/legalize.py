@@ -25,8 +25,7 @@ from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, PADDED, Access, Arg, Base, Checks, Dot, Load, Loop, Map, Op, Store, Type
 from attngen.passes.base import Pass
-
-WIDE = 128
+from attngen.policy import WIDE
 
 
 @dataclass(frozen=True)

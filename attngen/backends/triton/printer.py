@@ -32,16 +32,13 @@ from attngen.ir.expr import (
     to_text,
     trunc,
 )
+from attngen.ir.names import INTEGERS
 
 # (source text, dimensions, binding strength: 3 atom, 2 product, 1 sum, 0 comparison)
 Piece = tuple[str, tuple[str, ...], int]
 Lookup = Callable[[str], tuple[str, tuple[str, ...]]]
 
-LARGEST = {  # of the symbols that are no parameters: calls keep lengths below 2**29
-    **dict.fromkeys(("q_idx", "kv_idx", "q_start", "kv_start", "Nq", "Nk", "queries"), 2**29 - 1),
-    **dict.fromkeys(("b", "h", "hkv", "g", "group", "split", "splits"), 2**15 - 1),
-    **dict.fromkeys(("BLOCK_Q", "BLOCK_KV"), 2**10),
-}
+LARGEST = {name: n.most for name, n in INTEGERS.items() if n.most is not None}  # of the symbols that are no parameters
 CONSTANTS = {symbol("LOG2E"): sympy.Float(1.4426950408889634), symbol("LN2"): sympy.Float(0.6931471805599453)}
 PARAMETERS = (-(2**30), 2**30 - 1)  # what calls keep numbers within, and are told to keep tensors within
 
