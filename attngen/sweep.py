@@ -22,6 +22,7 @@ from types import ModuleType
 import torch
 import triton
 
+from attngen.ir.dtypes import ELEMENTS
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
 
@@ -51,7 +52,9 @@ class Table:
 
 def jobs(specs: Sequence[tuple[Path, Spec]], folder: Path, device: str) -> list[Job]:
     """One for each spec and dtype; Triton's interpreter cannot multiply bf16. `folder` holds the modules, by name."""
-    return [Job(path, folder / s.name, dtype) for path, s in specs for dtype in s.dtype if device == "cuda" or dtype != "bf16"]
+    return [
+        Job(path, folder / s.name, dtype) for path, s in specs for dtype in s.dtype if device == "cuda" or ELEMENTS[dtype].is_interpreted
+    ]
 
 
 def run(work: Sequence[Job], device: str, seed: int, workers: int) -> list[Table]:

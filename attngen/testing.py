@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from attngen.errors import AttngenError
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes
 from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
 from attngen.spec import Spec
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, e.torch) for name, e in ELEMENTS.items()}
 KEYS = ("out", "lse", "dq", "dk", "dv")  # results and gradients of every module
 LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
 TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
@@ -367,6 +368,6 @@ def cli_cases(spec: Spec, cuda: bool) -> list[tuple[Case, str]]:
     """
     heads = heads_for(spec)
     sizes = [(1, 1), (129, 129), (100, 300), (300, 100)] + ([(1000, 1000), (4096, 4096)] if cuda else [])
-    dtypes = [d for d in spec.dtype if cuda or d != "bf16"] or list(spec.dtype)
+    dtypes = [d for d in spec.dtype if cuda or ELEMENTS[d].is_interpreted] or list(spec.dtype)
     cases = [Case(2, *heads, n_q, n_kv) for n_q, n_kv in sizes] + [Case(1, *heads, 127, 127, "bnhd")]
     return [(case, dtype) for dtype in dtypes for case in cases]

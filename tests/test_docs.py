@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attngen.build import build_module
 from attngen.cli import main
 from attngen.ir.host import HOST_OPS
 from attngen.ir.text import print_module
@@ -48,7 +49,9 @@ def test_excerpts_of_ir_are_real() -> None:
 def test_every_rule_and_pass_is_explained() -> None:
     page = text("docs/ir.md")
     assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(rules("triton")["target"])
-    assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [(p.name, p.phase) for p in passes(spec("causal_mqa"))]
+    assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [
+        (p.name, p.phase) for p in passes(spec("causal_mqa"), build_module(spec("causal_mqa")))
+    ]
 
 
 def test_host_programs_are_explained() -> None:

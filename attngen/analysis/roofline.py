@@ -11,6 +11,7 @@ from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes, sizes
 from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
+from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.policy import SPLIT_KEYS
 
@@ -107,7 +108,8 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     if row is None:
         return None
     numbers = values(module, kernel, row, problem) | {"splits": splits(problem, device)}
-    rate = device.flops[("tf32" if module.precision == "tf32" else "fp32") if row.elem_bytes == 4 else "bf16"]
+    element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
+    rate = device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
     footprint = backend_of(row).footprint
     assert footprint.misfit(module, kernel, row) is None

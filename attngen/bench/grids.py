@@ -22,6 +22,7 @@ from typing import Any
 
 from attngen.document import read_document, shown
 from attngen.errors import AttngenError, suggest
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.heads import SHARINGS
 from attngen.spec import Spec, load_spec
 
@@ -143,8 +144,8 @@ class _Reader:
             key: self.whole(data[key], (*place, key)) for key in ("tokens", "batch", "heads", "kv_heads") if key in data
         }
         dtype = data.get("dtype")
-        if dtype not in (None, "bf16", "fp16", "fp32"):
-            raise self.error((*place, "dtype"), f"is `{shown(dtype)}`; expected bf16, fp16 or fp32")
+        if dtype not in (None, *ELEMENTS):
+            raise self.error((*place, "dtype"), f"is `{shown(dtype)}`; expected {', '.join(ELEMENTS)}")
         for path in self.several(data, "specs", place):
             if not isinstance(path, str):
                 raise self.error((*place, "specs"), f"is `{shown(path)}`; expected files, as in [specs/causal_gqa.yaml]")

@@ -24,6 +24,7 @@ from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
 from attngen.emit.files import write_file, write_module
 from attngen.emit.render import render
 from attngen.errors import AttngenError, FitError, SpecError
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.graph import Kernel, Module
 from attngen.passes.pipeline import lower
 from attngen.spec import Spec
@@ -103,7 +104,7 @@ def predicted_naive(module: Module, direction: str, problem: Problem) -> Bytes:
         "Nk": problem.n_kv,
         "D_QK": module.head_dim_qk,
         "D_V": module.head_dim_v,
-        "elem": 4 if module.dtypes[0] == "fp32" else 2,
+        "elem": ELEMENTS[module.dtypes[0]].bytes,
     }
     moved = problem.batch * problem.q_heads * float(evaluate(standard_bytes(direction), numbers))
     return Bytes(moved, 0.0, moved, 0.0)

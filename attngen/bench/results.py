@@ -20,6 +20,7 @@ from attngen import __version__
 from attngen.bench.grids import Cell
 from attngen.document import shown
 from attngen.errors import AttngenError
+from attngen.ir.dtypes import ELEMENTS
 from attngen.spec import make_spec
 
 DIRECTIONS = ("fwd", "bwd", "both")
@@ -42,7 +43,6 @@ FIGURES = (
 KEYS = ("grid", "spec", "dtype", "batch", "heads", "kv_heads", "n_q", "n_kv", "peer")
 FLOOR = 0.02  # of a cell's time: what moved less has not moved
 DIFFERS = 2e-2  # relative difference of results at which a comparison has failed
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def rates(cell: Cell, machine: dict[str, Any], pairs: int, direction: str, ms: f
     FLOPs are 4 D for each pair of query and key that the mask lets see each other, D the mean of both head dimensions. The roof is the
     larger of the times of this run's bf16 matrix product for these FLOPs, and of its copy for what must be read and written.
     """
-    dim, size = cell.spec.head_dim, ELEMENT_BYTES[cell.dtype]
+    dim, size = cell.spec.head_dim, ELEMENTS[cell.dtype].bytes
     flops = WORK[direction] * 2 * (dim.qk + dim.v) * pairs
     rows_q, rows_kv = cell.batch * cell.heads * cell.n_q, cell.batch * cell.kv_heads * cell.n_kv
     forward = size * (rows_q + rows_kv) * (dim.qk + dim.v) + 4 * rows_q

@@ -7,6 +7,7 @@ from functools import cache
 import sympy
 
 from attngen.bounds.tiles import evaluate
+from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import DTYPE_BYTES, Load, Type, dimension
@@ -17,7 +18,7 @@ STAGES = symbol("stages")
 
 def elem_sizes(module: Module) -> tuple[int, ...]:
     """Bytes per element of the module's dtypes, smallest first."""
-    return tuple(sorted({4 if d == "fp32" else 2 for d in module.dtypes}))
+    return tuple(sorted({ELEMENTS[d].bytes for d in module.dtypes}))
 
 
 def tile_width(head_dim: int) -> int:
@@ -38,7 +39,7 @@ def tile_bytes(t: Type) -> Expr:
 
 def mode(module: Module, elem_bytes: int) -> str:
     """How products of elements of that size are computed: `16-bit`, `tf32` or `ieee`."""
-    return "16-bit" if elem_bytes == 2 else module.precision
+    return ELEMENTS[of_size(module.dtypes, elem_bytes)].products or module.precision
 
 
 def sizes(module: Module, row: Row) -> dict[str, int]:

@@ -15,13 +15,13 @@ import sympy
 from attngen.backends.base import PrintedKernel
 from attngen.emit.layout import fitted, tuple_text
 from attngen.emit.torch_text import to_torch
+from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import parse, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
 from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Base, Load, Map, Type, Yield
 
-_TORCH = {"f32": "torch.float32", "b1": "torch.bool", "i32": "torch.int32", "T": "q.dtype"}
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
 _MADE = {name: source for name, source in FOUND.items() if name not in _SHAPES}  # each may need those before it
@@ -81,7 +81,7 @@ def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
     described = [f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile]
     numbers = _numbers(kernel)
     wholes = {at: a.name for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized}
-    few = {name for name, n in INTEGERS.items() if n.is_few}
+    few = {name for name, n in INTEGERS.items() if n.is_("few")}
     heads = [str(at) for at, name in wholes.items() if name in few]
     specialised = [str(at) for at, name in wholes.items() if name not in few]
     flags = _flags(view)
@@ -198,7 +198,7 @@ class HostContext:
         if op.otherwise:
             self._python(symbol("Hkv"))
             return {"var": var, "expr": f"runtime.room_for_splits({variable(op.otherwise)}, splits)"}
-        dtype = _TORCH[op.type.dtype]
+        dtype = TORCH[op.type.dtype]
         like = variable(op.like or "Q")
         nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing(q, {len(dims)}, {dtype})"
         if op.where == sympy.false:

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
     """What each pass did, from the verified module after it, by its name; the first is `build`'s."""
-    says = {p.name: _says(sys.modules[type(p).__module__].__doc__) for p in passes(spec)}
+    says = {p.name: _says(sys.modules[type(p).__module__].__doc__) for p in passes(spec, steps[0][1])}
     before: list[str] = []
     for i, (name, module) in enumerate(steps):
         text = print_module(module)

@@ -11,38 +11,14 @@ from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.printer import Printer
 
 from attngen.ir.expr import Bool, Expr, cdiv, floordiv
+from attngen.ir.names import INTEGERS
 from attngen.ir.ops import AXIS_DIM
 
 # How symbols that every kernel has are written, as (letter, index), and what they stand for.
 SYMBOLS: dict[str, tuple[str, str, str]] = {
-    "B": ("B", "", "sequences of a call"),
-    "Hq": ("H", "q", "query heads"),
-    "Hkv": ("H", "kv", "K/V heads"),
-    "group": ("group", "", "query heads that share a K/V head"),
-    "splits": ("splits", "", "programs among which the query heads of a group are split"),
-    "queries": ("queries", "", "queries of each head, of which a tile packs those of a group"),
-    "split": ("split", "", "number of such a program"),
-    "Nq": ("N", "q", "queries of a sequence"),
-    "Nk": ("N", "k", "keys of a sequence"),
-    "Tq": ("T", "q", "blocks along the queries"),
-    "Tk": ("T", "k", "blocks along the keys"),
-    "Ts": ("T", "s", "strips of blocks along the keys"),
-    "Tq1": ("T", "q1", "one more than blocks along the queries"),
-    "Tk1": ("T", "k1", "one more than blocks along the keys"),
-    "b": ("b", "", "number of a sequence"),
-    "h": ("h", "", "number of a query head"),
-    "q_idx": ("q", "", "number of a query"),
-    "kv_idx": ("k", "", "number of a key"),
-    "q_start": ("q", "0", "first query of a program's tile"),
-    "kv_start": ("k", "0", "first key of a program's tile"),
-    "BLOCK_Q": ("B", "r", "queries of a tile"),
-    "BLOCK_KV": ("B", "c", "keys of a tile"),
-    "D_QK": ("d", "qk", "columns of a head of q and k; on chip, the next power of two"),
-    "D_V": ("d", "v", "columns of a head of v; on chip, the next power of two"),
+    **{name: (*n.math, n.about) for name, n in INTEGERS.items() if n.math},
     "s": ("s", "", "product of a query and a key"),
     "scale": ("scale", "", "what the call scales scores by"),
-    "elem": ("elem", "", "bytes of an element of q, k and v"),
-    "stages": ("stages", "", "tiles in flight along a loop"),
     "tiles": ("tiles", "", "tiles visited, of all heads and sequences"),
 }
 _CONSTANTS = {"LOG2E": ("log", "2", "e"), "LN2": ("ln", "", "2")}  # function, index, argument

@@ -10,6 +10,7 @@ from typing import Any
 from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
+from attngen.ir.dtypes import ELEMENTS, TORCH
 from attngen.ir.graph import Blocks, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
@@ -18,15 +19,6 @@ from attngen.ir.ops import BLOCKS, Arg
 from attngen.policy import STRIP
 from attngen.scores import derive_functions
 
-TORCH = {
-    "f32": "torch.float32",
-    "bf16": "torch.bfloat16",
-    "fp16": "torch.float16",
-    "fp32": "torch.float32",
-    "b1": "torch.bool",
-    "i32": "torch.int32",
-    "T": "q.dtype",
-}
 _NUMBERS = {"i32": "int", "f32": "float"}
 _SCHEMA = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
 
@@ -60,7 +52,7 @@ class Wrapper:
 
     @property
     def torch_dtypes(self) -> str:
-        return tuple_text([TORCH[d] for d in self.module.dtypes])
+        return tuple_text([f"torch.{ELEMENTS[d].torch}" for d in self.module.dtypes])
 
     @property
     def learned(self) -> list[str]:

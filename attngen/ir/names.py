@@ -12,70 +12,76 @@ _LONGEST, _MOST_HEADS, _WIDEST_TILE = 2**29 - 1, 2**15 - 1, 2**10
 class Name(NamedTuple):
     """A whole number that kernels or host programs know by name.
 
+    about: what it stands for.
+    math: how formulas write it, as (letter, index). None if they do not.
     least: 1 if it is never 0, else 0. None if expressions take it for any real number, as they do a name that is not in the table.
-    most: the largest value that it can have in a call; None if no text depends on it.
+    most: the largest value that it can have in a call. None if no text depends on it.
     letter: how the stride of a dimension of that size is named, as in `stride_q_h`. Without one it is named by its number.
-    source: how Python computes it from the tensors of a call and the names before it; empty if it does not.
-    is_scalar: kernels take it as an argument.
-    is_few: a model has few values of it, and there is a compiled kernel for each.
-    is_dim: tensors of kernels have a dimension of that size.
-    is_everywhere: every kernel has it, and none takes it as an argument.
+    source: how Python computes it from the tensors of a call and the names before it. Empty if it does not.
+    counts: the size that this axis of a grid, or this loop over heads, counts.
     word: what specs call it in expressions.
+    uses: `scalar`, kernels take it as an argument; `few`, a model has few values of it, and there is a compiled kernel for each; `dim`,
+        tensors of kernels have a dimension of that size; `everywhere`, every kernel has it, and none takes it as an argument.
     """
 
+    about: str
+    math: tuple[str, str] | None = None
     least: int | None = None
     most: int | None = None
     letter: str = ""
     source: str = ""
-    is_scalar: bool = False
-    is_few: bool = False
-    is_dim: bool = False
-    is_everywhere: bool = False
+    counts: str = ""
     word: str = ""
+    uses: str = ""
+
+    def is_(self, use: str) -> bool:
+        """Whether it has this use."""
+        return use in self.uses.split()
 
 
 INTEGERS = {
     # Sizes of a call.
-    "B": Name(0, None, "b", "q.shape[0]", is_scalar=True, is_dim=True),
-    "Hq": Name(1, None, "h", "q.shape[1]", is_scalar=True, is_few=True, is_dim=True),
-    "Hkv": Name(1, None, "h", "k.shape[1]", is_scalar=True, is_few=True, is_dim=True),
-    "group": Name(1, _MOST_HEADS, source="Hq // max(Hkv, 1)", is_scalar=True, is_few=True),  # query heads that share a K/V head
-    "splits": Name(1, _MOST_HEADS, "s", is_scalar=True, is_few=True, is_dim=True),  # parts of a group, each with programs of its own
-    "queries": Name(1, _LONGEST, is_scalar=True, is_few=True),  # Nq, in a kernel whose rows are the queries of all heads of a group
-    "Nq": Name(0, _LONGEST, "n", "q.shape[2]", is_scalar=True, is_dim=True, word="q_len"),
-    "Nk": Name(0, _LONGEST, "n", "k.shape[2]", is_scalar=True, is_dim=True, word="kv_len"),
-    "Gq": Name(source="group * Nq"),  # those rows
-    "Nlse": Name(source="grad_lse.shape[2]", is_scalar=True, is_dim=True),  # Nq, or 0 if the LSE has no gradient
-    "Tq": Name(letter="t", source="-(-Nq // BLOCK)", is_dim=True),  # blocks of a block-sparse mask, along each axis
-    "Tk": Name(letter="t", source="-(-Nk // BLOCK)", is_dim=True),
-    "Tq1": Name(is_dim=True),  # one more than there are blocks
-    "Tk1": Name(is_dim=True),
-    "Ts": Name(source="Tk * (BLOCK // STRIP)", is_dim=True),  # strips of a row of blocks
-    "Td": Name(is_dim=True),  # tiles of queries, each with its part of a sum over distances
-    "Nd": Name(is_dim=True),  # distances of a query and a key: Nq + Nk
-    # Which program: the axes of the grid, and the head of its group that it has come to.
-    "b": Name(0, _MOST_HEADS, word="b"),
-    "h": Name(0, _MOST_HEADS, word="h"),
-    "hkv": Name(0, _MOST_HEADS, word="hkv"),
-    "split": Name(0, _MOST_HEADS),
-    "g": Name(0, _MOST_HEADS),
-    # Positions: of a query and a key, and of the first ones of a tile.
-    "q_idx": Name(0, _LONGEST, is_everywhere=True, word="q_idx"),
-    "kv_idx": Name(0, _LONGEST, is_everywhere=True, word="kv_idx"),
-    "q_start": Name(0, _LONGEST, is_everywhere=True),
-    "kv_start": Name(0, _LONGEST, is_everywhere=True),
-    # Sizes of tiles, and what closed forms of memory name.
-    "BLOCK_Q": Name(1, _WIDEST_TILE, is_everywhere=True),
-    "BLOCK_KV": Name(1, _WIDEST_TILE, is_everywhere=True),
-    "D_QK": Name(1, is_everywhere=True),
-    "D_V": Name(1, is_everywhere=True),
-    "D_QK_PAD": Name(1),
-    "D_V_PAD": Name(1),
-    "stages": Name(1),
-    "elem": Name(1),
+    "B": Name("sequences of a call", ("B", ""), 0, None, "b", "q.shape[0]", uses="scalar dim"),
+    "Hq": Name("query heads", ("H", "q"), 1, None, "h", "q.shape[1]", uses="scalar few dim"),
+    "Hkv": Name("K/V heads", ("H", "kv"), 1, None, "h", "k.shape[1]", uses="scalar few dim"),
+    "group": Name("query heads that share a K/V head", ("group", ""), 1, _MOST_HEADS, "", "Hq // max(Hkv, 1)", uses="scalar few"),
+    "splits": Name("programs among which the query heads of a group are split", ("splits", ""), 1, _MOST_HEADS, "s", uses="scalar few dim"),
+    "queries": Name("queries of each head, of which a tile packs those of a group", ("queries", ""), 1, _LONGEST, uses="scalar few"),
+    "split": Name("number of such a program", ("split", ""), 0, _MOST_HEADS, counts="splits"),
+    "Nq": Name("queries of a sequence", ("N", "q"), 0, _LONGEST, "n", "q.shape[2]", uses="scalar dim", word="q_len"),
+    "Nk": Name("keys of a sequence", ("N", "k"), 0, _LONGEST, "n", "k.shape[2]", uses="scalar dim", word="kv_len"),
+    "Gq": Name("queries of a sequence, of all heads of a group", source="group * Nq"),
+    "Nlse": Name("Nq, or 0 if the LSE has no gradient", source="grad_lse.shape[2]", uses="scalar dim"),
+    "Tq": Name("blocks along the queries", ("T", "q"), letter="t", source="-(-Nq // BLOCK)", uses="dim"),
+    "Tk": Name("blocks along the keys", ("T", "k"), letter="t", source="-(-Nk // BLOCK)", uses="dim"),
+    "Ts": Name("strips of blocks along the keys", ("T", "s"), source="Tk * (BLOCK // STRIP)", uses="dim"),
+    "Tq1": Name("one more than blocks along the queries", ("T", "q1"), uses="dim"),
+    "Tk1": Name("one more than blocks along the keys", ("T", "k1"), uses="dim"),
+    "Td": Name("tiles of queries, each with its part of a sum over distances", uses="dim"),
+    "Nd": Name("distances of a query and a key: Nq + Nk", uses="dim"),
+    # Which program, and which head of its group it has come to.
+    "b": Name("number of a sequence", ("b", ""), 0, _MOST_HEADS, counts="B", word="b"),
+    "h": Name("number of a query head", ("h", ""), 0, _MOST_HEADS, counts="Hq", word="h"),
+    "hkv": Name("number of a K/V head", None, 0, _MOST_HEADS, counts="Hkv", word="hkv"),
+    "g": Name("number of a query head in its group", None, 0, _MOST_HEADS, counts="group"),
+    # Positions.
+    "q_idx": Name("number of a query", ("q", ""), 0, _LONGEST, uses="everywhere", word="q_idx"),
+    "kv_idx": Name("number of a key", ("k", ""), 0, _LONGEST, uses="everywhere", word="kv_idx"),
+    "q_start": Name("first query of a program's tile", ("q", "0"), 0, _LONGEST, uses="everywhere"),
+    "kv_start": Name("first key of a program's tile", ("k", "0"), 0, _LONGEST, uses="everywhere"),
+    # Tiles, and what closed forms of their memory name.
+    "BLOCK_Q": Name("queries of a tile", ("B", "r"), 1, _WIDEST_TILE, uses="everywhere"),
+    "BLOCK_KV": Name("keys of a tile", ("B", "c"), 1, _WIDEST_TILE, uses="everywhere"),
+    "D_QK": Name("columns of a head of q and k; on chip, the next power of two", ("d", "qk"), 1, uses="everywhere"),
+    "D_V": Name("columns of a head of v; on chip, the next power of two", ("d", "v"), 1, uses="everywhere"),
+    "D_QK_PAD": Name("the next power of two", None, 1),
+    "D_V_PAD": Name("the next power of two", None, 1),
+    "elem": Name("bytes of an element of q, k and v", ("elem", ""), 1),
+    "stages": Name("tiles in flight along a loop", ("stages", ""), 1),
 }
-SIZES = tuple(name for name, n in INTEGERS.items() if n.is_scalar)  # scalars that the tensors' shapes give
-DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_dim)  # of tensors, besides head dimensions
+AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids, and loops over heads: the size that each counts
+SIZES = tuple(name for name, n in INTEGERS.items() if n.is_("scalar"))  # scalars that the tensors' shapes give
+DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # of tensors, besides head dimensions
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program
 
 SHAPES = {

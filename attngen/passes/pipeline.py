@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from attngen.backends import BACKENDS
+from attngen.backends import backend_of
 from attngen.build import build_module
 from attngen.errors import SpecError, suggest
-from attngen.ir.graph import DEFAULT_BACKEND, Module
+from attngen.ir.graph import Module
 from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
@@ -27,9 +27,12 @@ from attngen.spec import Spec
 from attngen.verify import verify
 
 
-def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:
-    """The passes for a spec, with its schedule overrides, and tables of measured schedules in place of those that come with attngen."""
-    s, backend = spec.schedule, BACKENDS[DEFAULT_BACKEND]
+def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:
+    """The passes for a spec's module, with the spec's schedule overrides, and those of the backend that the module names.
+
+    `tables`: measured schedules by device class, in place of those that come with attngen.
+    """
+    s, backend = spec.schedule, backend_of(module)
     tables = committed() if tables is None else tables
     return (
         SplitGradients(),
@@ -53,8 +56,12 @@ def passes(spec: Spec, tables: Mapping[str, Table] | None = None) -> tuple[Pass,
 def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tuple[str, Module]]:
     """(name of the step, verified module) from the logical module, `build`, to the target one."""
     module = verify(build_module(spec))
+    yield from _run(module, passes(spec, module, tables))
+
+
+def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
     yield "build", module
-    for step in passes(spec, tables):
+    for step in steps:
         module = verify(step.run(module))
         yield step.name, module
 
@@ -64,10 +71,11 @@ def lower(spec: Spec, after: str | None = None, tables: Mapping[str, Table] | No
 
     `tables`: measured schedules by device class, in place of those that come with attngen.
     """
-    names = ["build", *(p.name for p in passes(spec))]
+    built = verify(build_module(spec))
+    names = ["build", *(p.name for p in passes(spec, built))]
     if after is not None and after not in names:
         raise SpecError(f"`{after}` is not a pass; {suggest(after, names)}")
-    for name, module in stages(spec, tables):
+    for name, module in _run(built, passes(spec, built, tables)):
         if name == after:
             return module
     return module

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 from pydantic_core import PydanticCustomError
 
 from attngen import document
+from attngen.ir.dtypes import Dtype
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.masks import Mask, registry
@@ -22,7 +23,6 @@ from attngen.scores import Score
 from attngen.spec.forms import mask_schema, parse_mask, parse_score, score_schema
 from attngen.spec.sentences import Mistakes
 
-Dtype = Literal["bf16", "fp16", "fp32"]
 # Packages that Python, generated modules and attngen import: the names that a module cannot have.
 PACKAGES = frozenset(sys.stdlib_module_names) | {
     *("attngen", "jinja2", "matplotlib", "networkx", "numpy", "pydantic", "rich", "sympy", "torch", "triton", "typer", "yaml"),

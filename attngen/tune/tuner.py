@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes
+from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.pipeline import stages
 from attngen.policy import RANGES, SHORT_ROWS
@@ -64,7 +65,7 @@ class Plan:
     def key(self, cell: Cell) -> Key:
         """The key of the cell's entry in the table."""
         limit = next(limit for limit, rows in RANGES if rows == cell.rows)
-        return key(self.placed, self.kernel(cell), 4 if cell.dtype == "fp32" else 2, limit)
+        return key(self.placed, self.kernel(cell), ELEMENTS[cell.dtype].bytes, limit)
 
 
 def plan(spec: Spec, device_class: str) -> Plan:
@@ -74,7 +75,7 @@ def plan(spec: Spec, device_class: str) -> Plan:
     searches = {}
     for kernel in (*placed.kernels_of("forward"), *placed.kernels_of("backward")):
         for elem, rows in product(elem_sizes(module), (SHORT_ROWS, NO_LIMIT)):
-            dtype = next(d for d in module.dtypes if (d == "fp32") == (elem == 4))
+            dtype = of_size(module.dtypes, elem)
             mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (device_class, elem)]
             chosen = next((r for r in mine if rows <= (r.max_rows or NO_LIMIT)), None)
             if chosen:

@@ -12,11 +12,11 @@ import sympy
 from attngen.ir.expr import Bool, cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Splits, Sum, View
-from attngen.ir.names import DROPOUT_SCALARS, FOUND, SCALARS, SHAPES, tensor_dtype
+from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Op, Type, Yield
 
 Rule = Callable[[Module, Host], Iterator[str]]
-POSITIVE = {"D_QK", "D_V", "splits"}  # dimensions that are never 0
+POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # that are never 0, whatever a call gives
 RESULTS = {"forward": ("O", "LSE"), "backward": ("dQ", "dK", "dV")}
 
 
@@ -157,13 +157,15 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     """There is a program for each tile of the kernel's own axis, unless programs walk over tiles; and for each head, split and sequence."""
     own = kernel.own_axis
     tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
-    expected = {own: tiles, "h": symbol("Hq"), "hkv": symbol("Hkv"), "b": symbol("B"), "split": symbol("splits")}
+    expected = {own: tiles} | {axis: symbol(size) for axis, size in AXES.items() if INTEGERS[size].is_("dim")}
     for at, axis in enumerate(kernel.grid):
         if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.walks):
             known = ", ".join(f"{var} in {to_text(e)}" for var, e in expected.items())
             yield f"launch @{op.kernel}: its grid has {axis.var} in {to_text(axis.extent)}; expected some of {known}, tiles first"
-    if {"split"} & {axis.var for axis in kernel.grid} and not any(isinstance(x, Splits) for x in host.ops()):
-        yield f"launch @{op.kernel}: its programs split groups, and nothing says among how many"
+    for axis in kernel.grid:
+        size = AXES.get(axis.var, "")
+        if size and size not in FOUND and size not in host.by_name:
+            yield f"launch @{op.kernel}: its grid has {axis.var}, and nothing says how many {size} there are"
 
 
 def written(module: Module, host: Host) -> Iterator[str]:

@@ -12,6 +12,7 @@ from attngen.bounds.intervals import last_row
 from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.heads import SHARINGS
+from attngen.ir.names import AXES
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -59,8 +60,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every dimension is indexed by what it counts, and heads as the sharing says. So no program writes another one's rows."""
     sharing = SHARINGS[module.sharing]
     heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
-    letters: dict[str, Any] = {"B": symbol("b")} | {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
-    letters["splits"] = symbol("split")
+    letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in heads}
+    letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
     if module.blocks:
         size = sympy.Integer(module.blocks.size)
         letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}

@@ -11,6 +11,7 @@ import networkx as nx
 import sympy
 
 from attngen.backends import BACKENDS
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS, query_heads
@@ -28,7 +29,7 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         ("precision", module.precision, ("ieee", "tf32")),
         ("backend", module.backend, tuple(BACKENDS)),
         *(("backend", row.backend, tuple(BACKENDS)) for row in module.rows(kernel.name)),
-        *(("dtype", d, ("bf16", "fp16", "fp32")) for d in module.dtypes),
+        *(("dtype", d, tuple(ELEMENTS)) for d in module.dtypes),
         *((f"head_dim {n}", d, range(16, 257, 8)) for n, d in (("qk", module.head_dim_qk), ("v", module.head_dim_v))),
     ):
         if value not in known:

@@ -35,7 +35,7 @@ from attngen.ir.ops import (
 )
 
 SCORES = ("BLOCK_Q", "BLOCK_KV")
-POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_everywhere)  # and sizes of tiles
+POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"))  # and sizes of tiles
 
 
 def types(module: Module, kernel: Kernel) -> Iterator[str]:

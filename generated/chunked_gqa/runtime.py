@@ -561,11 +561,11 @@ class Kernel:
         if not direct:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
-            args[at] = descriptor(tensors[at], tile)
+            args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
         if not direct:
             launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
             return
-        stream, run, before, packed, device, constants = launch.parts
+        stream, run, before, packed, device, constants = launch.parts  # type: ignore[misc]
         if packed:
             run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
         else:

@@ -318,7 +318,7 @@ def drive(number: int, specs: int, calls: int = 1, only: int | None = None, repo
         try:
             for _ in range(calls):
                 call = Call.random(chance, spec, module)
-                tally.modules += check_steps(spec, module, call, passes(spec))
+                tally.modules += check_steps(spec, module, call, passes(spec, module))
         except Exception as error:
             reason = f"--seed {number} --only {place}: {error!r}; {json.dumps(data)} at {call}"
             if report is None:
@@ -347,7 +347,7 @@ def test_a_mask_that_is_proven_to_hide_every_key_is_lowered() -> None:
     spec = make_spec({"name": "hidden", "head_dim": 16, "mask": mask})
     module = build_module(spec)
     assert lower(spec).phase == "target"
-    assert check_steps(spec, module, Call.random(random.Random(1), spec, module), passes(spec)) > 5
+    assert check_steps(spec, module, Call.random(random.Random(1), spec, module), passes(spec, module)) > 5
 
 
 def test_a_mask_that_is_false_for_packed_queries_is_lowered(tmp_path: Path, device: str) -> None:
@@ -357,7 +357,7 @@ def test_a_mask_that_is_false_for_packed_queries_is_lowered(tmp_path: Path, devi
     )
     module = build_module(spec)
     call = Call.random(random.Random(1), spec, module, (5, 9))
-    assert check_steps(spec, module, call, passes(spec)) > 5
+    assert check_steps(spec, module, call, passes(spec, module)) > 5
     q, k = (torch.ones(1, heads, 5, 16, device=device, dtype=torch.float16) for heads in (4, 2))
     out, lse = module_of(spec, tmp_path).attention(q, k, k, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()

@@ -27,6 +27,7 @@ from attngen.backends.triton.sram import aligned
 from attngen.bounds.sizes import sizes
 from attngen.devices import CLASSES
 from attngen.errors import last_line
+from attngen.ir.dtypes import of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Base, Load
 
@@ -67,7 +68,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
     For the row's own device class, or for another `arch` that takes its rows: a compute capability (86), a HIP architecture.
     """
     device = CLASSES[row.device]
-    element = "fp32" if row.elem_bytes == 4 else next(d for d in module.dtypes if d != "fp32")
+    element = of_size(module.dtypes, row.elem_bytes)
     types, dims = [], sizes(module, row)
     described = {}  # tensor -> rows and columns of its tiles
     for op in kernel.ops():
