@@ -145,7 +145,8 @@ class _Reader:
         }
         dtype = data.get("dtype")
         if dtype not in (None, *ELEMENTS):
-            raise self.error((*place, "dtype"), f"is `{shown(dtype)}`; expected {', '.join(ELEMENTS)}")
+            *most, last = ELEMENTS
+            raise self.error((*place, "dtype"), f"is `{shown(dtype)}`; expected {', '.join(most)} or {last}")
         for path in self.several(data, "specs", place):
             if not isinstance(path, str):
                 raise self.error((*place, "specs"), f"is `{shown(path)}`; expected files, as in [specs/causal_gqa.yaml]")

@@ -39,7 +39,7 @@ def tile_bytes(t: Type) -> Expr:
 
 def mode(module: Module, elem_bytes: int) -> str:
     """How products of elements of that size are computed: `16-bit`, `tf32` or `ieee`."""
-    return ELEMENTS[of_size(module.dtypes, elem_bytes)].products or module.precision
+    return ELEMENTS[of_size(ELEMENTS, elem_bytes)].products or module.precision
 
 
 def sizes(module: Module, row: Row) -> dict[str, int]:
