@@ -1,7 +1,8 @@
 """Elements and bytes between HBM and the chip, from the loads and stores in the IR; and those of standard attention.
 
-`hbm_bytes` is what programs load and store. `dram_bytes` is what of that passes the cache that all of them share: it serves what
-programs in flight at one time read in common, and what a program reads again, where it has room for that.
+`hbm_bytes` counts what programs load and store. `dram_bytes` counts the part that reaches device memory. All programs share a cache,
+which serves the rest: data that programs in flight at the same time read in common, and data that a program reads again, where the
+cache has room for it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from attngen.ir.expr import Expr, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Arg, Base, Load, Op, Scatter, Store, Type
 
-CACHE = sympy.Symbol("cache", positive=True)  # bytes of the last cache before device memory
+CACHE = sympy.Symbol("cache", positive=True)  # bytes of the last-level cache, the one before device memory
 IN_FLIGHT = sympy.Symbol("in_flight", positive=True)  # programs that the chip runs at one time
 
 
 class Traffic(NamedTuple):
-    """What is read, and what is written."""
+    """Amounts read and written, in elements or bytes, as formulas."""
 
     read: Expr
     written: Expr
@@ -35,7 +36,7 @@ class Traffic(NamedTuple):
 
 
 def _moves(kernel: Kernel, size: Callable[[Type], Expr]) -> Iterator[tuple[str, Op, Expr, Expr]]:
-    """Of each op that moves a tile: its block, what it reads and what it writes."""
+    """For each op that moves a tile: the name of its block, the op, and the size(type) that it reads and writes."""
     none: Expr = sympy.Integer(0)
     for block in kernel.blocks:
         for op in block.ops:
@@ -44,54 +45,55 @@ def _moves(kernel: Kernel, size: Callable[[Type], Expr]) -> Iterator[tuple[str, 
             elif isinstance(op, Scatter):
                 yield block.name, op, size(kernel.type_of(op.value)), size(kernel.type_of(op.value))
             elif isinstance(op, Store):
-                sums = Type("f32", ("BLOCK_KV",))  # of two turns of the diagonals
+                sums = Type("f32", ("BLOCK_KV",))  # sums by distance, for two turns of the diagonals
                 yield block.name, op, none, 2 * size(sums) if op.by else size(kernel.type_of(op.value))
 
 
 def loads_and_stores(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str], Expr]) -> Traffic:
-    """What the loads and stores of tiles move: size(type) of each, where times(block) says how often a block runs."""
+    """Total that loads and stores of tiles move: size(type) of each tile, times(block) times for the block that it is in."""
     moves = [(times(block) * read, times(block) * written) for block, _, read, written in _moves(kernel, size)]
     return Traffic(sympy.Add(*(read for read, _ in moves)), sympy.Add(*(written for _, written in moves)))
 
 
 def traffic(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str], Expr]) -> Expr:
-    """The same, read and written together."""
+    """The total of `loads_and_stores`, reads and writes together."""
     return loads_and_stores(kernel, size, times).total
 
 
 def _walked(kernel: Kernel) -> set[str]:
-    """The blocks that run once for each tile that programs own."""
+    """Names of the blocks that run once for each tile that a program owns."""
     return {"entry", *(loop.body for loop in kernel.loops if loop.var == kernel.own_axis)}
 
 
 def _heads(kernel: Kernel) -> Expr:
-    """Heads that programs own: of queries, or of keys, which as many own as the group is split among."""
+    """Heads whose tiles programs own: query heads, or key heads, counted `splits` times if several programs share the group of each."""
     shared = "group" in {b.name for b in kernel.blocks}
     return heads(kernel) / symbol("group") * (symbol("splits") if kernel.is_split else 1) if shared else heads(kernel)
 
 
 def l2_bytes(kernel: Kernel) -> Traffic:
-    """Bytes that the programs of an emitted kernel load and store: tiles once per tile that a program owns, and once per tile visited.
+    """Bytes that the programs of an emitted kernel load and store: a tile once per own tile of a program, or once per tile visited.
 
-    In `tiles` (see flops.TILES), B, Hq, group and the sizes; where heads are packed, `queries` of each.
+    The formulas are in `tiles` (see flops.TILES), B, Hq, group and the sizes, and in `queries`, the rows of a head, where heads are packed.
     """
     owned = _heads(kernel) * own_tiles(kernel)
     return loads_and_stores(kernel, tile_bytes, lambda block: owned if block in _walked(kernel) else TILES)
 
 
 def hbm_bytes(kernel: Kernel) -> Expr:
-    """The same together: an upper bound of what device memory moves, reached if nothing is found in a cache."""
+    """The total of `l2_bytes`: an upper bound of the bytes that device memory moves, reached if the cache serves nothing."""
     return l2_bytes(kernel).total
 
 
 def dram_bytes(kernel: Kernel) -> Traffic:
     """Bytes that device memory moves for an emitted kernel, in the symbols of `l2_bytes`, CACHE and IN_FLIGHT.
 
-    Programs run in the order of the grid. What a program keeps for its own tile is moved once. What it streams, tile by tile:
+    Programs run in the order of the grid. What a program keeps for its own tile is moved once. What it streams, tile by tile, is moved:
 
-    - is moved once, if the cache has room for the heads in flight: for each, all that its programs stream;
-    - else once for all the programs of a head that run at one time, fewer where heads run abreast, which are at the same tile;
-    - else, by a program that walks over its tiles, once for each of them, and what it rewrites is written as often.
+    - once, if the cache has room for everything that the programs of all heads in flight stream;
+    - otherwise, if each program owns one tile, once for all programs of a head that run at the same time, because they are at the same
+      tile. These are fewer where heads run abreast;
+    - otherwise, if each program walks over its own tiles, once for each of these tiles. What it rewrites is written as often.
     """
     owned, tiles = _heads(kernel) * own_tiles(kernel), own_tiles(kernel)
     kept, streamed = [sympy.Integer(0)] * 2, [sympy.Integer(0)] * 2
@@ -118,15 +120,15 @@ def dram_bytes(kernel: Kernel) -> Traffic:
 
 
 def left_in_cache(moved: Traffic) -> Expr:
-    """Of what a kernel writes, the bytes that the cache still holds when it ends, which counters of device memory do not see.
+    """Bytes written by a kernel that are still in the cache when it ends. Counters of device memory do not see them.
 
-    What was last moved is in the cache, read and written in the shares that all of it has.
+    The cache is taken to hold what was moved last. Written bytes are the same share of it as of all bytes moved.
     """
     return moved.written * sympy.Min(1, CACHE / moved.total)
 
 
 def _tensor(kernel: Kernel, op: Op) -> Arg:
-    """The tensor that a load or a store leads to."""
+    """The tensor that a load, a store or a scatter accesses."""
     access = op.src if isinstance(op, Load) else op.dst if isinstance(op, (Scatter, Store)) else None
     assert access is not None
     source = kernel.op(access.tensor)
@@ -136,16 +138,16 @@ def _tensor(kernel: Kernel, op: Op) -> Arg:
 
 
 def compulsory_bytes(kernel: Kernel) -> Expr:
-    """Bytes of each tensor that a kernel reads or writes, moved once; tensors that it does both to, twice. The LSE has no gradient."""
+    """Bytes that a kernel moves if each tensor is moved once, and twice if it is both read and written. The LSE has no gradient."""
     times = {"scalar": 0, "in": 1, "out": 1, "inout": 2}
     moved = sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args))
     return moved.subs({symbol("Nq"): extent(kernel, "q"), symbol("Nlse"): 0})
 
 
 def standard_bytes(direction: str) -> Expr:
-    """Bytes of attention as separate operations, the score matrix in HBM (FlashAttention, section 2.2), per query head.
+    """Bytes per query head of attention as separate operations, with the score matrix in HBM (FlashAttention, section 2.2).
 
-    Each operation moves its operands and its result once, as if it had all the room on chip that this takes.
+    Each operation moves its operands and its result once, as if the chip had enough room for that.
     """
     one_head = {symbol(name): 1 for name in ("B", "Hq", "Hkv")}
     return sympy.Add(*(compulsory_bytes(kernel) for kernel in kernels("standard", direction))).subs(one_head)

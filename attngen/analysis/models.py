@@ -1,4 +1,4 @@
-"""Sizes of known models, each with its source: what the numbers of `attngen explain --theory` are for."""
+"""Sizes of known models, each with its source. `attngen explain --theory` gives its numbers for one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attngen.errors import AttngenError, suggest
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer whose layers all attend alike, as far as traffic goes."""
+    """A transformer model. The traffic of attention is taken to be the same in all layers."""
 
     name: str
     layers: int

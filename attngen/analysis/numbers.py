@@ -1,4 +1,4 @@
-"""What the closed forms of theory.py come to for one problem: bytes moved, FLOPs and bytes saved, by schedule and device class."""
+"""The closed forms of theory.py, evaluated for one problem: bytes moved, FLOPs and bytes saved, by schedule and device class."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import DIRECTIONS
 
-SPARSE = 8  # block-sparse: one tile in so many
-ONE = (1, 1)  # a tile for what does not depend on tiles
-CLASS = "sm90"  # whose tiles the emitted kernels' FLOPs are counted for
+SPARSE = 8  # the block-sparse rows assume that one tile in this many is visited
+ONE = (1, 1)  # (queries, keys) of a tile, for formulas that do not depend on tile sizes
+CLASS = "sm90"  # the device class whose tile sizes are used to count the FLOPs of emitted kernels
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that a schedule loads and stores in a layer; its tiles are queries by keys."""
+    """Bytes that a schedule loads and stores in one layer. `tiles` are pairs (queries, keys)."""
 
     schedule: str
     cls: str
@@ -40,7 +40,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Done:
-    """FLOPs of a layer; and the tensors kept for its backward only, with their bytes."""
+    """FLOPs of one layer; and the names of the tensors kept only for its backward, with their size in bytes, `saved`."""
 
     schedule: str
     forward: float
@@ -50,9 +50,9 @@ class Done:
 
 
 def moved(module: Module, problem: Problem) -> Iterator[Moved]:
-    """Standard attention first; then FlashAttention-1, ours, and ours on one tile in SPARSE, for each device class.
+    """Bytes of standard attention; then, for each device class, of FlashAttention-1, ours, and ours on one tile in SPARSE.
 
-    The textbook's schedules visit all tiles, ours those that the mask leaves.
+    Standard attention and FlashAttention-1 visit all tiles, ours those that the mask leaves.
     """
     numbers = textbook_values(module, problem, ONE)
     heads = problem.batch * problem.q_heads
@@ -70,7 +70,10 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
 
 
 def done(module: Module, problem: Problem) -> Iterator[Done]:
-    """Standard attention, FlashAttention-1 and ours, whose backward computes some products twice: as counted, and as run."""
+    """FLOPs of standard attention, of FlashAttention-1, and of ours twice: with each product counted once, and as run.
+
+    Our backward computes some products twice.
+    """
     numbers = textbook_values(module, problem, ONE)
     for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
         forward, backward = (kernels(name, direction) for direction in DIRECTIONS)
@@ -92,20 +95,23 @@ def _kept(forward: Iterable[Kernel], backward: Iterable[Kernel], numbers: dict[s
 
 
 def flash1_tile(module: Module, cls: str) -> tuple[int, int]:
-    """B_r and B_c of FlashAttention-1 (Algorithm 1, line 1) on a device class; d is the larger head dimension."""
+    """B_r queries and B_c keys of a tile of FlashAttention-1 (Algorithm 1, line 1) on a device class; d is the larger head dimension."""
     width = max(module.head_dim_qk, module.head_dim_v)
     columns = -(-(CLASSES[cls].smem_per_block // elem_sizes(module)[0]) // (4 * width))
     return min(columns, width), columns
 
 
 def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, share: float = 1) -> float:
-    """Bytes that a module's kernels load and store with their tiles on a device class, if they visit a share of their tiles."""
+    """Bytes that a module's kernels load and store in one direction, with their tile sizes on a device class.
+
+    share: the part of the tiles left by the mask that the kernels visit.
+    """
     found = ((kernel, _emitted_values(module, kernel, cls, problem)) for kernel in module.kernels_of(direction))
     return sum(_value(hbm_bytes(kernel), {**numbers, "tiles": numbers["tiles"] * share}) for kernel, numbers in found)
 
 
 def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> dict[str, int]:
-    """Numbers for the closed forms of `standard` and `flash1`, with tiles of so many queries and keys; every head has its K and V."""
+    """Values for the symbols of `standard` and `flash1`. `tile` is (queries, keys). Every query head has its own K and V."""
     sizes = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.q_heads, "Nq": problem.n_q, "Nk": problem.n_kv}
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v, "elem": elem_sizes(module)[0]}
     return {**sizes, **widths, "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}

@@ -13,7 +13,7 @@ from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import DIRECTIONS
 
-UNSAID = {"measured": Row.measured, "backend": Row.backend}  # what is left out of a row
+UNSAID = {"measured": Row.measured, "backend": Row.backend}  # a row leaves out these fields where they have these values
 
 
 def report(module: Module) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
 
 
 def schedule(row: Row) -> dict[str, Any]:
-    """What names a schedule row, and whether it was measured."""
+    """The fields of a schedule row; `measured` and `backend` only where they differ from their defaults."""
     return {name: value for name, value in asdict(row).items() if name not in UNSAID or value != UNSAID[name]}
 
 
@@ -53,5 +53,5 @@ def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:
         "sram_bytes": footprint.sram_bytes(module, kernel, row),
         "sram_limit": CLASSES[row.device].smem_per_block,
         "registers_per_thread": footprint.registers(module, kernel, row),
-        "reading": None,  # see certify
+        "reading": None,  # attngen/certify fills it in
     }

@@ -18,7 +18,7 @@ from attngen.policy import SPLIT_KEYS
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes that a table is made for."""
+    """The sizes for which a table is made: sequences, heads, and queries and keys of a sequence."""
 
     batch: int = 1
     q_heads: int = 16
@@ -29,14 +29,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One kernel on one device: schedule, fit, traffic, work and the roof that binds."""
+    """One kernel on one device: its schedule, shared memory, traffic, FLOPs, and times under the two roofs."""
 
     kernel: str
     row: Row
-    sram: int
-    limit: int
+    sram: int  # bytes of shared memory that a program needs
+    limit: int  # bytes of shared memory that a program may have
     loaded: float  # bytes that programs load and store
-    bytes: float  # bytes of them that HBM moves, with the device's cache
+    bytes: float  # the part of `loaded` that HBM moves; the device's cache serves the rest
     flops: float
     compute_s: float
     memory_s: float
@@ -68,7 +68,7 @@ def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
 
 
 def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
-    """Numbers for the formulas of one kernel: sizes, tiles on chip, tiles visited; of groups that are not split."""
+    """Values for the symbols of one kernel's formulas: sizes, tile sizes and tiles visited. Groups are taken as not split."""
     own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
     group, heads = problem.q_heads // problem.kv_heads, problem.q_heads
     if kernel.packs:
@@ -89,20 +89,20 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
 
 
 def splits(problem: Problem, device: Device) -> int:
-    """Among how many programs wrappers split the query heads of a group on a device, of kernels that own keys."""
+    """How many programs share the query heads of a group on a device, in kernels that own keys. Generated wrappers choose the same."""
     group, keys = problem.q_heads // problem.kv_heads, problem.batch * problem.kv_heads * problem.n_kv
     most = min(group, max(1, group * keys // (SPLIT_KEYS * device.sms)))
     return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
 
 
 def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
-    """Numbers for what the bytes of device memory depend on besides: the cache, programs in flight, and widths that are not padded."""
+    """Values that `dram_bytes` needs besides `values`: the cache in bytes, programs in flight, and head dimensions without padding."""
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     return {**widths, str(CACHE): device.cache_bytes, str(IN_FLIGHT): device.sms * backend_of(row).cost.occupancy(module, kernel, row)}
 
 
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
-    """Fit and roofline of one kernel on one device; None if no tile fits there."""
+    """The roofline estimate of one kernel on one device; None if no tile fits there."""
     rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
     row = row_for(module, kernel, device, rows)
     if row is None:
@@ -128,6 +128,6 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
 
 
 def standard_total(module: Module, direction: str, row: Row, problem: Problem) -> float:
-    """Bytes of standard attention for the whole problem."""
+    """Bytes that standard attention moves for the whole problem: all sequences and query heads."""
     numbers = {**sizes(module, row), "Nq": problem.n_q, "Nk": problem.n_kv}
     return float(evaluate(standard_bytes(direction), numbers)) * problem.batch * problem.q_heads

@@ -1,8 +1,8 @@
-"""Theorems on attention's traffic, work and memory: counts from the loops, loads and stores of IR, orders by sympy's limits.
+"""Theorems on attention's traffic, work and memory. Counts come from the loops, loads and stores of the IR, orders from sympy's limits.
 
-A count is of one head with N queries and N keys, both head dimensions d (they differ by a constant factor at most). Ceilings
-are relaxed to divisions: tiles that divide N. M is what a program has on chip, in elements. That a count is Theta(order) is a
-statement on their ratio: its limit is finite and positive on every way to infinity that the theorem names.
+A count is for one head with N queries and N keys. Both head dimensions are d (they differ by a constant factor at most). Ceilings are
+relaxed to divisions, as if tiles divided N. M is the on-chip memory of a program, in elements. A count is Theta(order) if the limit of
+count / order is finite and positive in every regime that the theorem names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Arg
 
 N, D, M = sympy.symbols("N d M", positive=True)  # rows, head dimension, elements on chip
-SHARE = sympy.Symbol("s", positive=True)  # of the tiles, visited
+SHARE = sympy.Symbol("s", positive=True)  # share of the tiles that are visited
 BETA = sympy.Symbol("beta", positive=True)  # any constant
-B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names of BLOCK_Q and BLOCK_KV
+B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names for BLOCK_Q and BLOCK_KV
 ONE_HEAD = {
     **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "splits", "queries")},
     **{symbol(name): N for name in ("Nq", "Nk")},
@@ -43,7 +43,8 @@ PAPER, PAPER_2 = "FlashAttention", "FlashAttention-2"  # Dao et al. 2022, with i
 
 @dataclass(frozen=True)
 class Regime:
-    """A way to infinity: what is put for symbols, in turn, and the symbols that then grow, in turn."""
+    """A path to infinity. First the pairs in `where` replace symbols, one after another; then the symbols in `grow` go to
+    infinity, one after another."""
 
     name: str
     where: tuple[tuple[Expr, Expr], ...] = ()
@@ -57,7 +58,7 @@ class Regime:
 
 @cache
 def _limit(ratio: Expr, grow: tuple[Expr, ...]) -> Expr:
-    """The limit as symbols grow, in turn; of a ratio of polynomials. Cached, because modules share most of them."""
+    """The limit of a ratio of polynomials as symbols grow, one after another. Cached, because modules share most ratios."""
     for variable in grow:
         ratio = sympy.limit(sympy.factor(ratio), variable, sympy.oo)
     found = sympy.simplify(ratio)
@@ -66,7 +67,10 @@ def _limit(ratio: Expr, grow: tuple[Expr, ...]) -> Expr:
 
 @dataclass(frozen=True, eq=False)
 class Theorem:
-    """`count`, derived from IR, is Theta(order) in each of the regimes, with tiles as `given`; `says` so in other words."""
+    """The statement that `count`, derived from the IR, is Theta(order) in each of the regimes.
+
+    given: the tile sizes for which this is stated. says: text to print instead of Theta(order).
+    """
 
     claim: str
     source: str
@@ -90,13 +94,13 @@ class Theorem:
 
 
 def one_head(e: Expr) -> Expr:
-    """An expression of the IR for one head of N rows and width d, its ceilings relaxed to divisions."""
+    """An expression of the IR, written for one head of N rows and width d, with ceilings and floors relaxed to divisions."""
     relaxed = e.replace(lambda x: isinstance(x, (cdiv, floordiv)), lambda x: x.args[0] / x.args[1])
     return sympy.expand(relaxed.subs(ONE_HEAD))
 
 
 def moved(some: Iterable[Kernel]) -> Expr:
-    """Elements that kernels load and store, from their own loops."""
+    """Elements that kernels load and store, counted from their own loops."""
     return one_head(sympy.Add(*(traffic(kernel, elements, partial(runs, kernel)) for kernel in some)))
 
 
@@ -107,15 +111,15 @@ def moved_at_share(kernel: Kernel, share: Expr) -> Expr:
 
 
 def _or_tiles(kernel: Kernel, block: str) -> Expr:
-    """`runs` of a block, or `tiles` for the body of the loops over tiles."""
+    """How often a block runs: the symbol `tiles` for the body of the loops over tiles, `runs` for any other block."""
     return TILES if block in {loop.body for loop in tile_loops(kernel)} else runs(kernel, block)
 
 
 def visible_share(kernel: Kernel) -> Expr:
-    """The limit, as N grows, of the share of tiles that an emitted kernel visits; run-time lengths hide nothing.
+    """The limit, as N grows, of the share of tiles that an emitted kernel visits. Run-time lengths are taken to hide nothing.
 
-    Rounding to tiles adds less than one tile at each end of a range, and vanishes in the limit; so tiles of one row count. A
-    program at row x N visits height(x) N of them; the share is the integral of the height.
+    Rounding to tiles adds less than one tile at each end of a range. This vanishes in the limit, so tiles of one row are counted. A
+    program at row x*N visits height(x)*N of them. The share is the integral of height(x) from 0 to 1.
     """
     place, own = sympy.Symbol("x", positive=True), symbol(f"{kernel.own_axis}_start")
     lengths = {symbol(name): sympy.oo if value == NO_BOUND else value for name, value in unbounded(kernel).items()}
@@ -127,7 +131,7 @@ def visible_share(kernel: Kernel) -> Expr:
 
 
 def _sampled_share(kernel: Kernel) -> Expr:
-    """The same to three digits, from programs spread evenly over many rows: of masks whose bounds divide or choose."""
+    """`visible_share` to three digits, from programs spread evenly over many rows: for masks whose bounds divide or select."""
     rows, programs = 2**28, 1024
     sizes = {**unbounded(kernel), "BLOCK_Q": 1, "BLOCK_KV": 1, "Nq": rows, "Nk": rows}
     starts = range(rows // programs // 2, rows, rows // programs)
@@ -136,7 +140,7 @@ def _sampled_share(kernel: Kernel) -> Expr:
 
 
 def _height(e: Expr) -> Expr:
-    """The limit of e / N, taken inside minima, maxima and sums, which are continuous."""
+    """The limit of e / N as N grows. It is taken inside minima, maxima and sums, which are continuous."""
     factor, rest = e.as_independent(N, as_Add=False)
     if isinstance(rest, (sympy.Min, sympy.Max, sympy.Add)):
         return factor * rest.func(*map(_height, rest.args))
@@ -144,14 +148,14 @@ def _height(e: Expr) -> Expr:
 
 
 def saved_tensors(forward: Iterable[Kernel], backward: Iterable[Kernel]) -> list[Arg]:
-    """Tensors kept for the backward only: what it reads that the forward wrote, besides the output."""
+    """Tensors kept for the backward only: those that the forward writes and the backward reads, except the output."""
     written = {arg.name for kernel in forward for arg in kernel.args if arg.role in ("out", "inout")}
     read = {arg.name: arg for kernel in backward for arg in kernel.args if arg.role in ("in", "inout")}
     return [arg for name, arg in read.items() if name in written - {"O"}]
 
 
 def on_chip(module: Module, kernel: Kernel, cls: str) -> Expr:
-    """Elements of shared memory that a tile takes on a device class, by the module's own SRAM formula and ring depth."""
+    """Elements of shared memory that a program takes on a device class, by the module's own SRAM formula and ring depth (num_stages)."""
     elem, row = elem_sizes(module)[0], row_of(module, kernel, cls, NO_BOUND)
     assert row is not None, f"no tile fits {cls}"
     formula = backend_of(row).footprint.formula(module, kernel, row).subs({symbol("elem"): elem, symbol("stages"): row.num_stages})
@@ -164,7 +168,7 @@ EXACT = Regime("every N and d")  # the count is a constant times the order, or t
 
 
 def theorems(module: Module, cls: str = "sm90") -> dict[str, list[Theorem]]:
-    """All theorems by subject, with a target module as the emitted schedule, its tiles sized for a device class."""
+    """All theorems by subject. `module`, in the target phase, is the emitted schedule; its tiles are sized for a device class."""
     return {
         "Traffic of standard attention": standard(),
         "Traffic of FlashAttention-1": flash1(),
@@ -200,8 +204,8 @@ def flash1() -> list[Theorem]:
 
 
 def emitted(module: Module, cls: str) -> list[Theorem]:
-    """For each kernel, tiles of Theta(M / d) rows; what it moves with the share of tiles that its mask leaves, where that does
-    not vanish; and with any share, block-sparse."""
+    """Theorems on each kernel. Kernels without a loop over tiles get one, on their traffic. Others get up to three: a program's tile has
+    Theta(M / d) rows; the traffic at the share of tiles that the mask leaves, unless it tends to 0; the traffic at any share s."""
     found = []
     for kernel in module.kernels:
         if not tile_loops(kernel):
@@ -228,7 +232,8 @@ def _share_text(share: Expr) -> str:
 
 
 def _regimes(kernel: Kernel, room: Expr) -> tuple[Regime, ...]:
-    """From the smallest chip to one that holds all rows: tiles that fill it are square up to d rows, then d by ever more."""
+    """Regimes from the smallest chip to one that holds all rows. Tiles fill the chip. They are square up to order d rows; then
+    the loop's side stays at d and the program's own side grows."""
     own, other = (TILE[axis] for axis in (("q", "kv") if kernel.own_axis == "q" else ("kv", "q")))
 
     def regime(name: str, rows: Expr, columns: Expr) -> Regime:
@@ -244,13 +249,14 @@ def _regimes(kernel: Kernel, room: Expr) -> tuple[Regime, ...]:
 
 
 def _at_large(e: Expr) -> Expr:
-    """The expression for N >> d >> beta = 1, where each maximum is its largest part: sympy takes no limits of maxima."""
+    """The expression with each maximum replaced by its largest part for N >> d >> beta = 1, because sympy takes no limits of maxima."""
     sizes = {N: 2**60, D: 2**20, BETA: 1}
     return e.replace(sympy.Max, lambda *parts: max(parts, key=lambda part: part.subs(sizes)))
 
 
 def lower_bound(module: Module) -> list[Theorem]:
-    """What N**2 d**2 / M is at both ends of its range; why it is a bound at the end; from which M it beats standard attention."""
+    """The bound N**2 d**2 / M at both ends, M = d and M = N*d; what any algorithm has to move at M = N*d; and the traffic of standard
+    attention, with the M from which it exceeds the bound."""
     tensors = [arg for arg in module.kernel("fwd").args if set(arg.type.dims) & {"D_QK", "D_V"}]
     once = one_head(sympy.Add(*(elements(arg.type) for arg in tensors)))
     source, flash = f"{PAPER}, proposition 3", to_text(FLASH)
@@ -264,13 +270,13 @@ def lower_bound(module: Module) -> list[Theorem]:
 
 
 def crossover() -> Expr:
-    """The M from which N**2 d**2 / M is below N**2, the leading term of standard attention."""
+    """The M, in elements, above which N**2 d**2 / M is below N**2, the leading term of standard attention."""
     (root,) = sympy.solve(sympy.Eq(FLASH, N**2), M)
     return root
 
 
 def work(module: Module) -> list[Theorem]:
-    """FLOPs of products, from the dots."""
+    """Theorems on the FLOPs of products, counted from the dots in the IR."""
 
     def textbook(name: str, direction: str) -> Expr:
         return sympy.Add(*(flops(kernel, partial(runs, kernel)) for kernel in kernels(name, direction)))
@@ -290,7 +296,7 @@ def work(module: Module) -> list[Theorem]:
 
 
 def memory(module: Module) -> list[Theorem]:
-    """Elements that the backward reads and the forward wrote, besides the output."""
+    """Theorems on the elements that the forward writes and the backward reads, without the output."""
     own = [module.kernels_of(direction) for direction in DIRECTIONS]
     standard, flash1 = ([kernels(name, direction) for direction in DIRECTIONS] for name in ("standard", "flash1"))
     found = []

@@ -1,1 +1,1 @@
-"""What masks leave of the tiles along a loop: intervals of positions, ranges of tiles, counts of tiles. The verifier stands on it."""
+"""The tiles along a loop that a mask leaves: intervals of positions, ranges of tiles, counts of tiles. The verifier relies on them."""

@@ -1,9 +1,9 @@
-"""What a condition says of the tiles along a loop: where they may hold something visible, where they hold nothing hidden.
+"""Solves a mask's condition for the tiles along a loop: which may hold something visible, and which hold nothing hidden.
 
-A condition is brought to a union of terms, each a conjunction of literals (`terms`). A literal over integers is solved for the
-loop's index (`solve`), through sums, products, floor divisions, minima, maxima, absolute values and choices; over the rows of the
-program's own tile, what remains is bounded from below and above (`extremes`). Literals that cannot be solved are taken to hold
-somewhere in every tile, and everywhere in none.
+`terms` writes the condition as a union of terms, each a conjunction of literals. `solve` solves a literal over integers for the loop's
+index, through sums, products, floor divisions, minima, maxima, absolute values and selects. `extremes` bounds the rest of the literal
+from below and above over the rows of the program's own tile. A literal that cannot be solved is taken to hold somewhere in every tile,
+and everywhere in no tile.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import sympy
 from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, clamp, excess, floordiv, mod, select, symbol
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 
-MOST_TERMS = 8  # of a union; one with more is taken to be everywhere
-GREATEST = 2**31 - 1  # of an i32
+MOST_TERMS = 8  # of a union; a union with more becomes one unsolved literal
+GREATEST = 2**31 - 1  # greatest value of an i32
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Who asks: the axis of the program's own tile, the axis of the loop, and what symbols stand for besides sizes and positions.
+    """The setting of a condition: the axis of the program's own tile, the axis of the loop, and the symbols besides sizes and positions.
 
-    `rows`: integers, one for each row of the own tile; `others`: what differs along the loop, or is no integer.
+    rows: names of integer values with one number for each row of the own tile.
+    others: names of values that differ along the loop or are not integers.
+    facts: what is known of conditions on data.
     """
 
     own: str
@@ -35,7 +37,7 @@ class Scene:
     rows: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     facts: tuple[Fact, ...] = ()
-    whole: bool = False  # products sum over the rows of the own tile, so that those past the end count
+    whole: bool = False  # products sum over the rows of the own tile, so rows past the end count too
 
     @property
     def own_idx(self) -> Expr:
@@ -50,21 +52,21 @@ class Scene:
 
 
 class Bound(NamedTuple):
-    """A solved literal: side * loop_idx + rest <= 0, where `rest` has the own index but not the loop's; side is -1, 0 or 1."""
+    """A solved literal: side * loop_idx + rest <= 0. `side` is -1, 0 or 1; `rest` may contain the own index, but not the loop's."""
 
     side: int
     rest: Expr
 
 
 class Term(NamedTuple):
-    """A conjunction: its solved literals, and those that are not."""
+    """A conjunction: its solved literals, and its unsolved ones."""
 
     solved: tuple[Bound, ...]
     unsolved: tuple[Bool, ...]
 
 
 def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
-    """The condition as a union of conjunctions; one term that says nothing if it has too many."""
+    """The condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved literal."""
     found = []
     for literals in _union(_plain(where, scene), scene):
         each = dict.fromkeys(literals)
@@ -77,7 +79,7 @@ Literals = tuple[Any, ...]
 
 
 def _union(e: Bool, scene: Scene) -> list[Literals]:
-    """Disjunctive normal form over literals: bounds, and conditions that have none."""
+    """The condition in disjunctive normal form. Its literals are `Bound`s, and conditions that are not solved."""
     if e == sympy.true:
         return [()]
     if e == sympy.false:
@@ -87,7 +89,7 @@ def _union(e: Bool, scene: Scene) -> list[Literals]:
         return found if len(found) <= MOST_TERMS else [(e,)]
     if isinstance(e, sympy.And):
         parts = [_union(a, scene) for a in _sorted(e)]
-        while math.prod(map(len, parts)) > MOST_TERMS:  # the largest union says nothing
+        while math.prod(map(len, parts)) > MOST_TERMS:  # the largest union gives way to the whole condition, unsolved
             parts[max(range(len(parts)), key=lambda i: len(parts[i]))] = [(e,)]
         return [tuple(x for literals in choice for x in literals) for choice in product(*parts)]
     if isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
@@ -102,7 +104,7 @@ def _sorted(e: Bool) -> list[Bool]:
 
 
 def _plain(e: Bool, scene: Scene) -> Bool:
-    """Negations only on symbols and facts' literals; equalities of integers as two comparisons."""
+    """The condition with negations only on symbols and on literals of facts, and with equalities of integers as two comparisons."""
     if any(e == fact.literal for fact in scene.facts):
         return e
     if isinstance(e, (sympy.And, sympy.Or)):
@@ -126,12 +128,12 @@ def _plain(e: Bool, scene: Scene) -> Bool:
 
 
 def _whole(e: Expr) -> bool:
-    """Whether an expression is an integer wherever its symbols are."""
+    """Whether an expression is an integer whenever its symbols are integers."""
     return not e.has(sympy.Pow, sympy.Float, *REAL, *TO_INTEGER) and all(n.is_Integer for n in e.atoms(sympy.Number))
 
 
 def solve(condition: Bool, scene: Scene) -> Any:
-    """A comparison as a Bound; as a condition of comparisons that may be solved in their turn; or None."""
+    """Solve a comparison: a `Bound`, or a condition of simpler comparisons to be solved in turn, or None if it cannot be solved."""
     difference = excess(condition)
     if scene.names(difference, scene.others) or not _whole(difference):
         return None
@@ -139,7 +141,7 @@ def solve(condition: Bool, scene: Scene) -> Any:
 
 
 def _solved(e: Expr, scene: Scene) -> Any:
-    """e <= 0 over integers, solved for the loop's index."""
+    """Solve e <= 0 over integers for the loop's index. The result is one of those of `solve`."""
     index = scene.loop_idx
     if not e.has(index):
         return Bound(0, e)
@@ -167,12 +169,12 @@ def _solved(e: Expr, scene: Scene) -> Any:
 
 
 def _positive(e: Expr) -> bool:
-    """Whether a divisor is known to be positive; a number of the call that divides is (see verify's rule `names`)."""
+    """Whether a divisor is known to be positive. A symbol is: the verifier's rule `names` lets only positive numbers of a call divide."""
     return bool(e.is_positive or e.is_Symbol)
 
 
 def _linear(factor: int, rest: Expr) -> Bound:
-    """factor * index + rest <= 0, with a side of 1 or -1: divided, and rounded towards where the condition holds."""
+    """factor * index + rest <= 0 as a Bound of side 1 or -1: divided by abs(factor), and rounded so that the same integers satisfy it."""
     if abs(factor) == 1:
         return Bound(factor, rest)
     if factor > 0:
@@ -181,7 +183,7 @@ def _linear(factor: int, rest: Expr) -> Bound:
 
 
 def _split(e: Expr, extreme: Expr) -> Any:
-    """e <= 0 as a condition without an extreme value in it; None if that is not in a sum of e's."""
+    """e <= 0 as a condition without `extreme`, a min, max, abs, clamp or select in e. None unless e is an integer times it, plus a rest."""
     mark = sympy.Dummy()
     marked = sympy.expand(e.xreplace({extreme: mark}))
     factor = marked.coeff(mark)
@@ -205,7 +207,8 @@ def _split(e: Expr, extreme: Expr) -> Any:
 def extremes(e: Expr, scene: Scene) -> tuple[Expr, Expr] | None:
     """Least and greatest value of an expression over the rows of the own tile that count, in closed form; None if unknown.
 
-    Exact where the own index occurs once; never too narrow.
+    The rows that count are the valid ones, or all if `scene.whole`. The bounds are exact if the own index occurs once in the expression.
+    Otherwise they may be too wide, but never too narrow.
     """
     first = symbol(f"{scene.own}_start")
     last = first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own)
@@ -245,7 +248,7 @@ def extremes(e: Expr, scene: Scene) -> tuple[Expr, Expr] | None:
 
 
 def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
-    """(a, c, rest) with the condition equal to a*own_idx + c*loop_idx + rest <= 0 over integers; None if not linear."""
+    """(a, c, rest) such that the condition is a*own_idx + c*loop_idx + rest <= 0 over integers; None if it is not linear."""
     if not isinstance(condition, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
         return None
     difference = excess(condition)
@@ -258,7 +261,8 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
 
 
 def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
-    """p implies q for rows 0 <= own_idx <= extent - 1, both linear with the same sense in the loop's index."""
+    """Whether p is proven to imply q for all rows 0 <= own_idx <= extent - 1. Both must be linear, with the same coefficient of the loop's
+    index."""
     first, second = linear_parts(p, own, loop), linear_parts(q, own, loop)
     if first is None or second is None or first[1] != second[1]:
         return False
@@ -274,20 +278,20 @@ def last_row(own: str) -> Expr:
 
 
 def least(name: str) -> Expr:
-    """The least of a value's rows in the own tile."""
+    """The symbol for the least number that a value has in the rows of the own tile."""
     return symbol(f"{name}_least")
 
 
 def greatest(name: str) -> Expr:
-    """The greatest of them."""
+    """The symbol for the greatest number that a value has in the rows of the own tile."""
     return symbol(f"{name}_greatest")
 
 
 @cache
 def with_rows(e: Expr, own: str, rows: frozenset[str]) -> Expr:
-    """The expression with what every program knows of the tile that it owns: its first row is a row of the tensor.
+    """The expression with a fact about every program's own tile put in: the tile's first row is a row of the tensor.
 
-    So of values with one number for each row, `rows`, the greatest is not below the least.
+    So each value in `rows`, which has one number for each row, has a greatest number that is not below its least.
     """
     extent, first = symbol(AXIS_EXTENT[own]), symbol(f"{own}_start")
     known = {extent: first + 1 + sympy.Symbol("rows_after_first", integer=True, nonnegative=True)}

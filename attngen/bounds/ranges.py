@@ -1,8 +1,9 @@
 """Ranges of tiles in closed form: which tiles along a loop may hold something visible, and which hold nothing hidden.
 
-The mask is a union of conjunctions of literals (see `intervals`); each is bounded over the box of (this program's tile) x (tile j of
-the loop): its least value says where tiles may hold something visible, its greatest where they hold nothing hidden. A union (a window,
-or the first tokens) gives several runs, four bounds each, in rising order, no tile in two.
+The mask is a union of conjunctions of literals (see `intervals`). A literal says that an expression is at most 0. The expression is bounded
+over all pairs of a row of this program's tile and a row of tile j of the loop. Tile j may hold something visible if the least value is at
+most 0, and it holds nothing hidden if the greatest value is. A union, such as a window or the first tokens, gives several runs of tiles
+with four bounds each. Runs are in rising order, and no tile is in two of them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
 MOST_RUNS = 3
-MOST_NODES = 300  # of the bounds of two runs whose order is known at run time alone
+MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
 
 
 def scene_of(kernel: Kernel, body: str) -> Scene:
-    """What the symbols of the masks in a loop body stand for."""
+    """The Scene of a loop body: what the symbols of the masks in it stand for."""
     masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
     own = kernel.own_axis
     rows, others = set(), set()
@@ -47,20 +48,20 @@ def scene_of(kernel: Kernel, body: str) -> Scene:
 
 @cache
 def rows_of(kernel: Kernel) -> frozenset[str]:
-    """The values with one number for each row of the own tile, by which masks bound tiles."""
+    """Names of the values with one number for each row of the own tile that the kernel's masks and their facts use."""
     return frozenset(name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows)
 
 
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
-    """Visible start, full start, full end, visible end of each run of the loops over `body`, in tiles, from the masks in it."""
+    """Visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers, from the masks in it."""
     where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
     return classify(where, scene_of(kernel, body))
 
 
 def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
-    """One sentence for each part of the masks in a loop body that is not solved for the loop's index: why, and what it costs.
+    """One sentence for each part of the masks in a loop body that is not solved for the loop's index. It says why, and what this costs.
 
-    `listed`: a kernel evaluates the mask and lists blocks.
+    listed: whether a kernel evaluates the mask and lists blocks.
     """
     where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
     scene = scene_of(kernel, body)
@@ -79,38 +80,37 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
 
 @cache
 def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
-    """Bounds of tiles j along the loop's axis, for the program that owns the tile at {own}_start: four for each run of tiles.
+    """Bounds of tiles along the loop's axis, for the program that owns the tile at {own}_start: four tile numbers for each run of tiles.
 
-    Sound: every tile with a visible in-bounds pair is in [visible start, visible end) of one run, and a tile in
-    [full start, full end) holds no hidden or out-of-bounds pair among rows that count: valid ones, or all if products sum over
-    them. In each run visible start <= full start <=
-    full end <= visible end, and each run ends before the next starts.
+    The bounds are sound. Every tile with a visible pair inside the tensors is in [visible start, visible end) of one run. A tile in
+    [full start, full end) holds no hidden or out-of-bounds pair among the rows that count: the valid rows, or all rows if products sum
+    over them. In each run visible start <= full start <= full end <= visible end. Each run ends before the next one starts.
     """
     runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
     bounds = [e for run in _in_order(_merged(runs), scene) for e in run]
-    for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # they rise; so that this is plain to see, too
+    for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # the bounds rise; a maximum makes this provable where it is not
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
             bounds[i + 1] = sympy.Max(before, after)
     return tuple(flattened(e) for e in bounds)
 
 
 def _run(term: Term, scene: Scene) -> Run:
-    """The tiles of one conjunction."""
+    """The run of tiles of one conjunction."""
     block, extent = symbol(AXIS_DIM[scene.loop]), symbol(AXIS_EXTENT[scene.loop])
     lows: list[Expr] = [sympy.Integer(0)]
     highs: list[Expr] = [extent]
     full_lows: list[Expr] = [sympy.Integer(0)]
     full_highs: list[Expr] = [extent]
-    shown: list[Bool] = []  # conditions on the program's own tile alone: without them it has no visible tile,
-    full: list[Bool] = []  # and no full one
+    shown: list[Bool] = []  # conditions on the program's own tile alone: if one is false, there is no visible tile
+    full: list[Bool] = []  # the same, for full tiles
 
     def bound(side: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
-        """Positions x with side * x + rest <= 0, as a lower or an upper (exclusive) bound; as a condition where x does not matter."""
+        """Add what side * x + rest <= 0 says of positions x: a lower bound, an exclusive upper bound, or a condition where `side` is 0."""
         if side > 0:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program's tile has a row
+        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program's tile has at least one row
             conditions.append(_condition(rest))
 
     needs, enough = _known(term, scene)
@@ -128,7 +128,7 @@ def _run(term: Term, scene: Scene) -> Run:
     full_highs += [sympy.Integer(0)] * len(enough.unsolved)
 
     def at_most(e: Expr, end: Expr) -> Expr:
-        """Cut at the end unless proven never to pass it: what is known of data is data, which nothing relates."""
+        """e, cut at `end` unless it is proven never to pass it. Bounds from facts about data are data too, and nothing relates them."""
         return e if prove_le(with_rows(e, scene.own, scene.rows), with_rows(end, scene.own, scene.rows)) else sympy.Min(e, end)
 
     last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
@@ -140,7 +140,7 @@ def _run(term: Term, scene: Scene) -> Run:
 
 
 def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
-    """Of the literals of a term that are not solved: what holds wherever they do, and where they all hold, as single terms."""
+    """Two conditions on the unsolved literals of a term, each as a single term: one that they imply, and one that implies all of them."""
     needs: list[Bool] = []
     enough: list[Bool] = []
     for literal in term.unsolved:
@@ -151,13 +151,13 @@ def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
 
 
 def _single(e: Bool, scene: Scene) -> Term:
-    """A condition that is one conjunction."""
+    """The condition as one term; unsolved if it is not one conjunction."""
     found = terms(e, replace(scene, facts=()))
     return found[0] if len(found) == 1 else Term((), (e,))
 
 
 def _where(conditions: list[Bool], tile: Expr) -> Expr:
-    """The tile where all conditions hold, 0 elsewhere."""
+    """`tile` where all conditions hold, 0 elsewhere."""
     for condition in conditions:
         tile = select(condition, tile, sympy.Integer(0))
     return tile
@@ -172,7 +172,7 @@ def _condition(rest: Expr) -> Bool:
 
 
 def _merged(runs: list[Run]) -> list[Run]:
-    """Runs that start at the same tile, full ones too, as one; and those that end so."""
+    """Merge runs with the same visible start and full start, and runs with the same full end and visible end."""
     kept: list[Run] = []
     for run in dict.fromkeys(runs):
         for i, other in enumerate(kept):
@@ -188,7 +188,10 @@ def _merged(runs: list[Run]) -> list[Run]:
 
 
 def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int, int] | None:
-    """Two runs to take as one, full where the first of them is: too many, or too much of their order is known at run time alone."""
+    """Indices of two runs to merge, or None. The merged run is full where the first one is.
+
+    Runs are merged if there are more than MOST_RUNS, or if too much of their order is known only at run time.
+    """
     pairs = [(i, j) for j in range(len(runs)) for i in range(j)]
     unknown = [(i, j) for i, j in pairs if not rises(runs[i][0], runs[j][0]) and not rises(runs[j][0], runs[i][0])]
     large = any(sum(1 for e in (*runs[i], *runs[j]) for _ in sympy.preorder_traversal(e)) > MOST_NODES for i, j in unknown)
@@ -203,14 +206,14 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     def rises(a: Expr, b: Expr) -> bool:
         return prove_le(with_rows(a, scene.own, scene.rows), with_rows(b, scene.own, scene.rows))
 
-    for inner, outer in permutations(runs, 2):  # tiles that are full by one run, inside another that has none
+    for inner, outer in permutations(runs, 2):  # a run inside another that has no full tiles: one run, with the full tiles of the inner
         if inner in runs and outer in runs and outer[1] == outer[2] and rises(outer[0], inner[0]) and rises(inner[3], outer[3]):
             runs = [(outer[0], *inner[1:3], outer[3]) if run == outer else run for run in runs if run != inner]
     while found := _to_merge(runs, rises):
         i, j = found
         (a, b, c, d), (e, _, _, f) = runs[i], runs[j]
         runs = [*runs[:i], (sympy.Min(a, e), b, c, sympy.Max(d, f)), *runs[i + 1 : j], *runs[j + 1 :]]
-    for end in range(len(runs) - 1, 0, -1):  # by their starts, which may be known at run time alone
+    for end in range(len(runs) - 1, 0, -1):  # sort by start; which run starts first may be known only at run time
         for i in range(end):
             first, second = runs[i], runs[i + 1]
             if rises(first[0], second[0]):

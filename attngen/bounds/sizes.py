@@ -1,4 +1,4 @@
-"""Elements and bytes of values and tiles, and the numbers of a schedule row for the symbols of formulas."""
+"""Elements and bytes of values and tiles, and the values that a schedule row gives to the symbols of formulas."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def elem_sizes(module: Module) -> tuple[int, ...]:
 
 
 def tile_width(head_dim: int) -> int:
-    """A head dimension on chip: padded to a power of two."""
+    """The width of a head dimension on chip, in elements: padded to a power of two."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def elements(t: Type) -> Expr:
-    """Elements of a value, in BLOCK_Q, BLOCK_KV, D_QK and D_V; of a tensor, in B, Hq, Hkv, Nq and Nk too."""
+    """Number of elements of a value, as a formula in BLOCK_Q, BLOCK_KV, D_QK and D_V; for a tensor, in B, Hq, Hkv, Nq and Nk too."""
     lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
     return sympy.Mul(*(lengths.get(d) or dimension(d) for d in t.unpadded))
 
 
 def tile_bytes(t: Type) -> Expr:
-    """Bytes of a value, in the symbols of `elements` and `elem`."""
+    """Bytes of a value, as a formula in the symbols of `elements` and in `elem`."""
     return (ELEM if t.dtype == "T" else sympy.Integer(DTYPE_BYTES[t.dtype])) * elements(t)
 
 
 def mode(module: Module, elem_bytes: int) -> str:
-    """How products of elements of that size are computed: `16-bit`, `tf32` or `ieee`."""
+    """How products of elements with `elem_bytes` bytes are computed: `16-bit`, `tf32` or `ieee`."""
     return ELEMENTS[of_size(ELEMENTS, elem_bytes)].products or module.precision
 
 
 def sizes(module: Module, row: Row) -> dict[str, int]:
-    """Numbers for the symbols of the formulas."""
+    """The values that a schedule row gives to the symbols of formulas."""
     return {
         "BLOCK_Q": row.block_q,
         "BLOCK_KV": row.block_kv,

@@ -1,4 +1,4 @@
-"""How many tiles the mask leaves: exact counts from the loop ranges in the IR, and their symbolic sum."""
+"""The number of tiles that the mask leaves: exact counts from the loop ranges in the IR, and their symbolic sum."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ POSITION = sympy.Symbol("i", integer=True, nonnegative=True)  # index of the pro
 
 
 def tile_loops(kernel: Kernel) -> list[Loop]:
-    """The loops over tiles, all of one body."""
+    """The loops over tiles. All of them run the same body."""
     return [loop for loop in kernel.loops if loop.cls != "all"]
 
 
 @cache
 def visited(kernel: Kernel, cls: str | None = None) -> Expr:
-    """Tiles that the program at {own}_start visits, of one class or of both."""
+    """Number of tiles that the program at {own}_start visits, in loops of class `cls`, or in all loops over tiles if it is None."""
     return _turns(kernel, [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)])
 
 
 def _turns(kernel: Kernel, loops: list[Loop]) -> Expr:
-    """The turns of loops of one body. Two between the same ends visit either list of blocks that data makes: no block is in both."""
+    """The number of turns of loops with one body. Loops with equal ranges count once: each visits its own list of blocks made from data,
+    and no block is in both lists."""
     ranges = dict.fromkeys((kernel.resolve(lo), kernel.resolve(hi)) for loop in loops for lo, hi in loop.ranges)
     return sympy.Add(*(hi - lo for lo, hi in ranges))
 
 
 def tile_sum(kernel: Kernel) -> Expr:
-    """Tiles of one head as a symbolic sum over the grid's own axis."""
+    """Number of tiles visited for one head, as a symbolic sum over the tiles of the grid's own axis."""
     return _over_grid(kernel, visited(kernel))
 
 
@@ -47,17 +48,17 @@ def _over_grid(kernel: Kernel, turns: Expr) -> Expr:
 
 
 def runs(kernel: Kernel, block: str) -> Expr:
-    """How often a block runs in one launch: programs, times the turns of the loops around it.
+    """How often a block runs in one launch: the number of programs times the turns of the loops around the block.
 
-    Of any kernel, whatever its grid and loops. Turns that depend on the program's own tile are summed over the grid; so may
-    those of one loop around a block.
+    The kernel may have any grid and any loops. Turns that depend on the program's own tile are summed over the grid; at most one loop
+    around a block may have such turns.
     """
     if block == "entry":
         return sympy.Mul(*(axis.extent for axis in kernel.grid))
     loops = [loop for loop in kernel.loops if loop.body == block]
     turns = _turns(kernel, loops)
     outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
-    if symbol("split") in turns.free_symbols:  # all of them together run over the group
+    if symbol("split") in turns.free_symbols:  # the programs that share a group run over all its heads together
         return outer / symbol("splits") * symbol("group")
     if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
         return outer / own_tiles(kernel) * _over_grid(kernel, turns)
@@ -65,24 +66,24 @@ def runs(kernel: Kernel, block: str) -> Expr:
 
 
 def heads(kernel: Kernel) -> Expr:
-    """Heads of all sequences that have tiles of their own: those of queries, or of keys where tiles pack the queries of a group."""
+    """Number of heads, over all sequences, with tiles of their own: query heads, or key heads where tiles pack the queries of a group."""
     found = symbol("B") * symbol("Hq")
     return found / symbol("group") if kernel.packs else found
 
 
 def extent(kernel: Kernel, axis: str) -> Expr:
-    """Rows of a head along an axis, in the sizes of a call."""
+    """Number of rows of a head along an axis, as a formula in the sizes of a call."""
     return symbol("group") * symbol("queries") if kernel.packs and axis == "q" else symbol(AXIS_EXTENT[axis])
 
 
 def own_tiles(kernel: Kernel) -> Expr:
-    """Tiles of the axis that a kernel owns tiles of."""
+    """Number of tiles of one head along the axis whose tiles programs own."""
     return cdiv(extent(kernel, kernel.own_axis), symbol(AXIS_DIM[kernel.own_axis]))
 
 
 @cache
 def _compiled(e: Expr) -> tuple[list[str], Any]:
-    """The expression's symbols and a Python function of them. Its source is sympy's print of a tree that we built."""
+    """Names of the expression's symbols, and a Python function of them. sympy prints its source from an expression that we built."""
     functions = {
         "floordiv": lambda a, b: a // b,
         "cdiv": lambda a, b: -(-a // b),
@@ -102,7 +103,7 @@ def evaluate(e: Expr, values: dict[str, Any]) -> Any:
 
 @cache
 def unbounded(kernel: Kernel) -> dict[str, int]:
-    """Values of the mask's run-time scalars (lengths, say) under which they hide nothing."""
+    """Values for the mask's run-time scalars, such as lengths, with which they hide nothing."""
     found = dict.fromkeys(("b", "h", "hkv", "g"), 0) | {"group": 1}
     for op in kernel.ops():
         conditions = (op.where, *(e for fact in op.known for e in fact)) if isinstance(op, Mask) else ()
@@ -125,10 +126,11 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
 def count_tiles(
     kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv: int, cls: str | None = None, reach: int = NO_BOUND, queries: int = 1
 ) -> int:
-    """Tiles visited for one head with so many rows on the grid's own axis and on the loop's; the mask's lengths hide nothing.
+    """Number of tiles visited for one head with `n_own` rows on the program's own axis and `n_loop` on the loop's. Lengths hide nothing.
 
-    Bounds that data gives for each row (documents', say) leave `reach` rows before and after those level with the program's own tile,
-    the last rows of both axes being level. Rows of packed heads are `queries` of each.
+    reach: bounds that data gives for each row, such as those of documents, leave this many rows of the loop's axis before and after the
+    program's own tile. The axes are aligned at their last rows.
+    queries: rows of each head where heads are packed.
     """
     own, loop = kernel.own_axis, "kv" if kernel.own_axis == "q" else "q"
     block = {"q": block_q, "kv": block_kv}

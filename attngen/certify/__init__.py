@@ -1,1 +1,1 @@
-"""Fit certificates: what Triton's compiler says of each kernel, beside what the closed forms predict."""
+"""Fit certificates: what Triton's compiler reports for each kernel, beside what the closed forms predict."""

@@ -1,4 +1,4 @@
-"""Certificates: readings in report.json, kept while what they are of is unchanged, and held against predictions."""
+"""Certificates: compiler readings in report.json, kept while kernel and schedule are unchanged, and compared with predictions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from attngen.bounds.sizes import elem_sizes
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 
-TOLERANCE = 1.1  # of a prediction over its reading, without a reason
-NUMBERS = ("shared_bytes", "registers", "spilled_bytes", "code_bytes", "triton")  # of a reading, as report.json has it
-SHARE = 16  # one kernel in so many is compiled although report.json has its reading
+TOLERANCE = 1.1  # greatest ratio of a prediction to its reading that needs no reason
+NUMBERS = ("shared_bytes", "registers", "spilled_bytes", "code_bytes", "triton")  # the fields of a reading that report.json stores
+SHARE = 16  # one job in this many is compiled although report.json has its reading
 Found = dict[tuple[str, Row], Reading]  # by kernel and schedule row
 
 
 def chosen(module: Module, targets: Sequence[str], every: bool) -> list[tuple[Kernel, Row]]:
-    """The schedule rows to certify: for the smallest element size, those for any number of rows and measured ones; or `every` one."""
+    """The schedule rows to certify on the targets: all with `every`; otherwise those of the smallest element size that are for any
+    number of rows or were measured."""
     least = min(elem_sizes(module))
     pairs = [(kernel, row) for kernel in module.kernels for row in module.rows(kernel.name) if row.device in targets]
     return [(kernel, row) for kernel, row in pairs if every or (row.elem_bytes == least and (row.max_rows is None or row.measured))]
@@ -38,19 +39,19 @@ def record(module: Module, files: dict[str, str], found: Found) -> dict[str, str
 
 
 def _entry(report: dict[str, Any], kernel: str, row: Row) -> dict[str, Any]:
-    """What report.json has of a schedule row."""
+    """The entry of a schedule row in report.json."""
     return next(entry for entry in report["kernels"][kernel]["schedules"] if schedule(row).items() <= entry.items())
 
 
 def plain(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> dict[str, Any]:
-    """A reading as report.json has it, with what is to be said of it; without the time, which no two runs share."""
+    """A reading as report.json stores it, with the reason for a difference. The compile time is left out, because no two runs share it."""
     numbers = {key: getattr(reading, key) for key in NUMBERS}
     digests = {"source": backend_of(module).compiler.source_digest(files["kernels.py"], kernel.name), "digest": reading.digest}
     return {"target": row.device, **numbers, **digests, "states": reason(module, kernel, row, reading)}
 
 
 def keep(module: Module, files: dict[str, str], folder: Path) -> dict[str, str]:
-    """The files of a module with the readings that `folder` has of the same schedule rows of kernels with the same source."""
+    """The files of a module, with the readings that `folder` has for the same schedule rows of kernels with the same source."""
     try:
         old = json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
         report = json.loads(files["report.json"])
@@ -67,7 +68,7 @@ def keep(module: Module, files: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def recorded(module: Module, kernel: Kernel, row: Row, job: Job, files: dict[str, str]) -> Reading | None:
-    """The reading that report.json has of a row, if its digest says that it is of this job, by this Triton, and was not edited."""
+    """The reading that report.json has for a row; None unless its digest shows that it is of this job, by this Triton, and not edited."""
     entry = _entry(json.loads(files["report.json"]), kernel.name, row)["reading"]
     try:
         reading = Reading(**{key: entry[key] for key in NUMBERS}, job=job.digest, seconds=0.0)
@@ -79,22 +80,23 @@ def recorded(module: Module, kernel: Kernel, row: Row, job: Job, files: dict[str
 def known(
     work: Sequence[tuple[Module, Kernel, Row]], jobs: Sequence[Job], files: dict[str, dict[str, str]], folder: Path
 ) -> list[Reading | None]:
-    """For each kernel and row its reading in report.json; None where it is to be compiled.
+    """The reading in report.json for each kernel and row, or None where the kernel is to be compiled.
 
-    That is where no reading of this job holds, and where the commit of `folder` draws it. `files`: of the modules, by name.
+    A kernel is compiled if report.json has no valid reading of its job, or if the commit of `folder` draws the job (see `drawn`).
+    files: the files of each module, by the module's name.
     """
     again = drawn(jobs, commit(folder, jobs))
     return [None if job.digest in again else recorded(*what, job, files[what[0].name]) for what, job in zip(work, jobs)]
 
 
 def drawn(jobs: Iterable[Job], seed: str) -> set[str]:
-    """The digests of one job in SHARE, at least one: each seed draws others, so that in time all are drawn."""
+    """The digests of one job in SHARE, and of at least one. Different seeds draw different jobs, so in time all are drawn."""
     digests = sorted({job.digest for job in jobs}, key=lambda digest: short_digest(f"{seed} {digest}"))
     return set(digests[: ceil(len(digests) / SHARE)])
 
 
 def commit(folder: Path, jobs: Iterable[Job]) -> str:
-    """A seed: the commit that git has checked out in `folder`; where there is no git, the digests of the jobs."""
+    """A seed for `drawn`: the commit that git has checked out in `folder`; without git, a digest of all jobs."""
     try:
         found = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         return found.stdout.strip()
@@ -103,13 +105,13 @@ def commit(folder: Path, jobs: Iterable[Job]) -> str:
 
 
 def reason(module: Module, kernel: Kernel, row: Row, reading: Reading) -> str:
-    """What the report states of a difference, or nothing."""
+    """The known reason why a prediction is above its reading by more than TOLERANCE; empty if it is not, or if no reason is known."""
     differs = backend_of(row).footprint.sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes
     return (backend_of(row).footprint.slack(module, kernel, row) or "") if differs else ""
 
 
 def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str) -> Iterator[str]:
-    """A sentence for each thing that keeps a row from its certificate."""
+    """A sentence for each reason why a row gets no certificate. `reading` is the compiler's message if the kernel does not compile."""
     where = _where(module, kernel, row)
     if isinstance(reading, str):
         yield f"{where} does not compile: {reading}"
@@ -128,7 +130,7 @@ def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str)
 
 
 def stale(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> Iterator[str]:
-    """A sentence if report.json lacks the reading of a row, or has another by the same compiler."""
+    """A sentence if report.json has no reading for a row, or has a different one by the same version of Triton."""
     before = _entry(json.loads(files["report.json"]), kernel.name, row)["reading"]
     if before is None:
         yield f"{_where(module, kernel, row)} has no reading in report.json; run `attngen verify --write`"
@@ -140,7 +142,7 @@ def stale(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dic
 
 
 def percent(predicted: int, reported: int) -> str:
-    """By how much a prediction is above what is reported."""
+    """By how many percent a prediction is above the reported number, as text; empty if they are equal."""
     return f"{100 * (predicted / reported - 1):+.1f}%" if predicted != reported else ""
 
 

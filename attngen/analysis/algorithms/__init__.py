@@ -1,6 +1,6 @@
-"""Attention as the literature has it, in the IR: what the emitted schedule is measured against. None of it is emitted.
+"""Attention algorithms from the literature, written in the IR. The emitted schedule is compared with them; they are never emitted.
 
-Both hold by every rule of the logical phase.
+Both algorithms obey every rule of the logical phase.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @cache
 def algorithm(name: str) -> Module:
-    """`standard` or `flash1`."""
+    """The IR module of the algorithm `standard` or `flash1`."""
     source = resources.files(__name__) / f"{name}.ir"
     return parse_module(source.read_text(encoding="utf-8"), str(source))
 
