@@ -1,19 +1,19 @@
-"""Long lines of generated code, broken: before the operators that bind least, and inside of brackets.
+"""Breaks long lines of generated code: before the operators that bind least, and inside brackets.
 
-What is printed puts spaces around every operator of two sides, and none after one of one side.
+Printed code has spaces around every binary operator, and no space after a unary one.
 """
 
 from __future__ import annotations
 
 import re
 
-_LEVELS = ("== != < <= > >=", "|", "&", "+ -", "* / // %")  # from those that bind least
+_LEVELS = ("== != < <= > >=", "|", "&", "+ -", "* / // %")  # those that bind least come first
 _LEVEL = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
 _SIGN = re.compile(r" (==|!=|<=|>=|<|>|\||&|\+|-|\*|//|/|%) ")
 
 
 def statement(text: str, most: int) -> str:
-    """A statement on lines of at most so many characters, if it can be: the value of an assignment gets brackets of its own."""
+    """Break a statement into lines of at most `most` characters, if possible. A value broken at its operators gets brackets."""
     name, _, value = text.partition(" = ")
     if len(text) <= most or not re.fullmatch(r"\w+", name):
         return expression(text, most)
@@ -23,7 +23,7 @@ def statement(text: str, most: int) -> str:
 
 
 def expression(text: str, most: int) -> str:
-    """An expression that stands in brackets already."""
+    """Break an expression that already stands in brackets into lines of at most `most` characters, if possible."""
     if len(text) <= most:
         return text
     plain = _plain(text)
@@ -45,18 +45,18 @@ def expression(text: str, most: int) -> str:
 
 
 def _operand(piece: str, most: int) -> str:
-    """An operator and what follows it."""
+    """Break a piece that starts with an operator: the operator and its operand."""
     sign, _, rest = piece.partition(" ")
     return f"{sign} {expression(rest, most - len(sign) - 1)}"
 
 
 def _plain(text: str) -> str:
-    """The text without what is in quotes, where brackets, commas and operators mean nothing."""
+    """The text with underscores in place of quoted strings, because brackets, commas and operators in them do not count."""
     return re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), text)
 
 
 def _outermost(plain: str, start: int, end: int) -> list[int]:
-    """The places between two that are in no brackets."""
+    """The positions from `start` up to `end` that are in no brackets; the outermost brackets themselves are among them."""
     places, depth = [], 0
     for i in range(start, end):
         depth -= plain[i] in ")]"
@@ -67,13 +67,13 @@ def _outermost(plain: str, start: int, end: int) -> list[int]:
 
 
 def _groups(plain: str) -> list[tuple[int, int]]:
-    """Where the outermost brackets open and close."""
+    """The positions at which each outermost pair of brackets opens and closes."""
     places = _outermost(plain, 0, len(plain))
     return list(zip((i for i in places if plain[i] in "(["), (i for i in places if plain[i] in ")]")))
 
 
 def _cuts(plain: str) -> list[int]:
-    """The spaces before the outermost operators that bind least."""
+    """The positions of the spaces before those operators outside brackets that bind least."""
     outermost = set(_outermost(plain, 0, len(plain)))
     found = [(match.start(), _LEVEL[match[1]]) for match in re.finditer(rf"(?={_SIGN.pattern})", plain) if match.start() in outermost]
     least = min((level for _, level in found), default=0)

@@ -1,4 +1,4 @@
-"""Charts as lists of shapes, which the page's template prints as SVG; colours are classes of its style sheet."""
+"""Charts as lists of shapes. The page's template prints them as SVG; colours are classes of its style sheet."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import NamedTuple
 
-PLOT = 300  # of a tile map's side
-WIDTH, NARROW = 380, 340  # of other charts
-UNLISTED = "unlisted"  # the class of tiles that the sample data hides, though nothing else does
-LINE, HEADING = 38, 26  # of a bar and the text above it, of text alone
+PLOT = 300  # side of a map of tiles or elements
+WIDTH, NARROW = 380, 340  # widths of other charts
+UNLISTED = "unlisted"  # the class of tiles that only the sample data hides
+LINE, HEADING = 38, 26  # height of a bar with the text above it, and of text alone
 
 
 class Shape(NamedTuple):
@@ -19,11 +19,11 @@ class Shape(NamedTuple):
     tag: str
     attributes: dict[str, str]
     text: str = ""
-    hint: str = ""  # what a pointer over it shows
+    hint: str = ""  # text shown while the pointer is over it
 
 
 class Drawing(NamedTuple):
-    """A chart, and the words that stand for it where it is not seen."""
+    """A chart, and the text `says` that describes it to readers who cannot see it."""
 
     width: int
     height: int
@@ -56,12 +56,12 @@ def _path(points: Iterable[tuple[float, float]], cls: str) -> Shape:
 
 
 def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[int, int]) -> Drawing:
-    """The score matrix, n queries down and n keys across; cells[p][j] is the class of tile j of program p, which owns queries or keys.
+    """Draw the score matrix, n queries down and n keys across; cells[p][j] is the class of tile j of program p.
 
-    `blocks` are the rows of a tile along the programs, and along the tiles of one.
+    `own` is the axis that programs own, "q" or "kv". `blocks` are the rows of a tile along that axis, and along the other.
     """
     left, top = 20, 20
-    across, down = blocks if own == "kv" else blocks[::-1]  # of a tile: keys, queries
+    across, down = blocks if own == "kv" else blocks[::-1]  # keys and queries of a tile
     shapes = [
         _text(left, top - 7, f"keys 0 … {n - 1} →"),
         _text(left - 13, top, f"queries 0 … {n - 1} →", turned=90),
@@ -91,7 +91,7 @@ def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[
 
 
 def element_map(name: str, seen: list[list[bool]], q0: int, k0: int) -> Drawing:
-    """Elements of the score matrix, queries down from q0 and keys across from k0; those that are visible are dark."""
+    """Draw elements of the score matrix, queries down from q0 and keys across from k0; visible elements are dark."""
     left, top = 44, 34
     side = PLOT / max(len(seen), len(seen[0]))
     shapes = [_text(left + PLOT, 12, "keys →", "faint", "end"), _text(0, 12, "queries ↓", "faint")]
@@ -112,7 +112,7 @@ def element_map(name: str, seen: list[list[bool]], q0: int, k0: int) -> Drawing:
 
 
 def _runs(row: list[str]) -> Iterable[tuple[str, int, int]]:
-    """Equal neighbours as (class, first, how many)."""
+    """Runs of equal neighbours, each as (class, index of the first, count)."""
     at = 0
     for cls, group in groupby(row):
         count = len(list(group))
@@ -124,7 +124,7 @@ def _runs(row: list[str]) -> Iterable[tuple[str, int, int]]:
 
 
 class Bar(NamedTuple):
-    """A line of a bar chart; one without a value is a heading or a remark."""
+    """A line of a bar chart; without a value it is a heading or a remark."""
 
     label: str
     shown: str = ""
@@ -133,7 +133,7 @@ class Bar(NamedTuple):
 
 
 def bars(title: str, lines: list[Bar], whole: float, width: int = WIDTH) -> Drawing:
-    """One bar below another, each as a part of `whole`, which is as wide as the chart."""
+    """Draw bars one below another; a bar of value `whole` is as wide as the chart."""
     shapes: list[Shape] = []
     y = 0
     for line in lines:
@@ -153,7 +153,7 @@ def bars(title: str, lines: list[Bar], whole: float, width: int = WIDTH) -> Draw
 
 
 class Point(NamedTuple):
-    """A kernel under the roof, in FLOP per byte: with the device's cache, and if every load went to memory."""
+    """A kernel under the roof. In FLOP per byte: `cached` with the device's cache, `loaded` as if every load went to memory."""
 
     label: str
     cached: float
@@ -161,7 +161,7 @@ class Point(NamedTuple):
 
 
 def roofline(title: str, points: list[Point], peak: float, bandwidth: float, peak_name: str) -> Drawing:
-    """FLOP/B across and TFLOP/s up, both as logarithms; roofs in FLOP/s and bytes/s."""
+    """Draw FLOP/B across and TFLOP/s up, both on logarithmic scales; `peak` is in FLOP/s, `bandwidth` in bytes/s."""
     left, right, top, bottom = 44, WIDTH - 18, 44, 236
     ridge = peak / bandwidth
     values = [ridge, *(p.cached for p in points), *(p.loaded for p in points)]
@@ -216,7 +216,7 @@ def _short(value: float) -> str:
 
 
 def _spread(wanted: list[float], apart: float, least: float, most: float) -> list[float]:
-    """Positions in rising order, near those wanted, so far apart and within bounds as there is room."""
+    """Positions in rising order, near those `wanted`: at least `apart` from each other, at most `most`, at least `least` if they fit."""
     found: list[float] = []
     for x in wanted:
         found.append(max(x, least, found[-1] + apart if found else least))

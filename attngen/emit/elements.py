@@ -1,4 +1,4 @@
-"""Masks by elements, from their hand-written references and sample data: pictures in which a reader can check a formula."""
+"""Pictures of masks, element by element, in which a reader can check a formula; made by hand-written references on sample data."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import torch
 
 SIDE = 24  # queries and keys of a picture
-LARGEST = 4096  # rows, at most, of the mask from which a second picture is cut
-STRIPES = {"i32": 5, "b1": 8}  # of what an expression reads along the rows
+LARGEST = 4096  # most rows of the mask from which a second picture is cut
+STRIPES = {"i32": 5, "b1": 8}  # number of stripes along the rows in sample data of an expression, by element type
 SEQUENCES, HEADS = 2, 4  # of the sample
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What queries q0 .. and keys k0 .. see of each other, of so many rows; and sentences on it."""
+    """An excerpt of a mask, with remarks: seen[i][j] says whether query q0 + i sees key k0 + j."""
 
     name: str
     q0: int
@@ -56,7 +56,7 @@ class Sample:
     spec: Spec
 
     def inputs(self, sizes: Sizes) -> dict[str, Any]:
-        """What the mask reads: its own samples; of an expression's parameters, numbers of documents and stripes of bits."""
+        """The mask's inputs: its own samples. Tensors by position that an expression reads hold document numbers (i32) or stripes (b1)."""
         import torch
 
         from attngen.testing import make_mask_inputs
@@ -76,7 +76,7 @@ class Sample:
         return found.expand(sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv)
 
     def blocks(self, n: int, size: int) -> list[list[int]]:
-        """How many elements of each block of the first head of n queries and keys are visible."""
+        """The number of visible elements in each block of size x size scores, for the first head of n queries and n keys."""
         import torch
 
         mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
@@ -86,14 +86,14 @@ class Sample:
         return counts
 
     def listed(self, n: int, size: int) -> list[list[bool]]:
-        """The sample's `block_mask` of the first head, of n queries and keys."""
+        """The sample's `block_mask` for the first head of n queries and n keys."""
         table = self.inputs(Sizes(1, 1, 1, n, n))["block_mask"][0, 0]
         found: list[list[bool]] = table.tolist()
         return found
 
     @cached_property
     def pictures(self) -> list[Picture]:
-        """The first elements, and others where the mask has an edge too far away to be among them."""
+        """A picture of the first elements, and one further on if the mask has an edge too far away for the first."""
         if isinstance(self.spec.mask, NoMask):
             return []
         sizes = Sizes(SEQUENCES, HEADS, SHARINGS[self.spec.heads.sharing].kv_heads(HEADS, 2), SIDE, SIDE)
@@ -114,13 +114,13 @@ class Sample:
         return [first, *(self._further(reach) if SIDE <= reach <= LARGEST - SIDE else [])]
 
     def _reach(self) -> int:
-        """The largest number of the mask; where it has blocks, rows of several of them."""
+        """The largest integer in the mask's expression; if the mask has blocks, at least the rows of 8 blocks."""
         blocks = self.spec.mask.blocks()
         numbers = [abs(int(i)) for i in self.spec.mask.expression().atoms(sympy.Integer)]
         return max([*numbers, 8 * blocks.size if blocks else 0])
 
     def _values(self, inputs: dict[str, Any]) -> Iterator[str]:
-        """What the mask reads of the first sequence and head: values where they stand in a line, else how they were made."""
+        """A text for each input of the mask, for the first sequence and head: a number's or a vector's values, else how they were made."""
         striped = {i.name for part in _written(self.spec.mask) for i in part.inputs() if _is_striped(i)}
         for i in self.spec.mask.inputs():
             value, first = inputs[i.name], 0
@@ -138,7 +138,7 @@ class Sample:
                 yield f"{name} is random"
 
     def _further(self, reach: int) -> list[Picture]:
-        """An excerpt off the diagonal, of that many rows and more, across the sharpest edge; none where there is no edge."""
+        """A picture across the sharpest edge away from the diagonal, in a mask of more than `reach` rows; none if there is no such edge."""
         n = 1 << (reach + SIDE).bit_length()
         mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
         step = SIDE // 2
@@ -166,12 +166,12 @@ def _written(mask: Mask) -> Iterator[Written]:
 
 
 def _is_striped(i: Input) -> bool:
-    """Whether an input has an element for each position, of numbers or of bits."""
+    """Whether an input is a tensor of integers or bits with an element for each query or key."""
     return bool(i.shape) and i.shape[-1] in ("Nq", "Nk") and i.dtype in STRIPES
 
 
 def _striped(shape: list[int], dims: tuple[Any, ...], dtype: str) -> torch.Tensor:
-    """Of numbers, five documents along the rows; of bits, stripes, or stripes of both positions where there are two."""
+    """Sample data. Integers number five documents along the rows; bits form stripes. Over queries and keys, both numbers are added."""
     import torch
 
     along = [torch.arange(n).view([-1 if i == axis else 1 for i in range(len(shape))]) for axis, n in enumerate(shape)]

@@ -26,7 +26,7 @@ FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 
 
 
 def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterator[RenderableType]:
-    """Everything that the analysis knows of a target module, for one problem size; `report` is its report.json, with readings."""
+    """Everything that the analysis knows of a target module, for one problem size. `report` is its report.json, with compiler readings."""
     yield Text(f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}", style="bold")
     yield Text("\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)", style="bold")
     for kernel in module.kernels:
@@ -68,7 +68,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
 
 
 def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
-    """What was predicted of each kernel on each target, and what the compiler reported; or why no tile fits."""
+    """Predictions for each kernel on each target, beside what the compiler reported; sentences below say why no tile fits."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("kernel", "target", "bytes", "rows", "tile", "predicted", "reported", "registers", "spills", "code"):
         table.add_column(heading, justify="left" if heading in ("kernel", "target", "tile") else "right", no_wrap=True)
@@ -93,7 +93,7 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
-    """The named scalars that the loops over tiles run between, in closed form; each may use those before it."""
+    """The named scalars that bound the loops over tiles, as (name, closed form); each may use those before it."""
     used = {s for loop in tile_loops(kernel) for pair in loop.ranges for bound in pair for s in bound.free_symbols}
     for name, value in reversed(kernel.named):
         if name in used:
@@ -102,7 +102,7 @@ def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
 
 
 def _line(text: str) -> Text:
-    """Indented, and folded at spaces where it is longer than a screen is wide."""
+    """A line, indented, and folded at spaces if it has more than 120 characters."""
     return Text(FOLDED.fill(text))
 
 

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all. Of generated modules all or none, and only over what attngen wrote."""
+"""Writes files whole or not at all. All files of a generated module are written or none, and only over what attngen wrote."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from attngen.errors import AttngenError
 def write_module(files: dict[str, str], folder: Path) -> bool:
     """Write a generated module to `folder`, whole or not at all; True if anything changed.
 
-    The files are written to a temporary folder beside it, which is then moved into place; a folder that is a link is written
-    where it leads. Raises AttngenError if `folder` holds something that attngen did not generate, or cannot be written.
+    The files are written to a temporary folder beside `folder`, which is then moved into place. If `folder` is a link, the
+    folder that it leads to is written. Raises AttngenError if `folder` holds something that attngen did not generate, or cannot be written.
     """
     try:
         folder = folder.resolve() if folder.is_dir() else folder
@@ -41,7 +41,7 @@ def write_module(files: dict[str, str], folder: Path) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write one file whole or not at all, in a folder that is made if need be; a link is written where it leads.
+    """Write one file whole or not at all. Its folder is made if need be; if `path` is a link, the file that it leads to is written.
 
     Raises AttngenError if it cannot be written.
     """
@@ -59,7 +59,7 @@ def write_file(path: Path, text: str) -> None:
 
 @contextmanager
 def _scratch(target: Path) -> Iterator[Path]:
-    """A hidden folder beside what is written, for the time of writing: its name says for what, on which machine, by which process."""
+    """A temporary hidden folder beside `target`; its name contains the target's name, the machine and the process id."""
     with tempfile.TemporaryDirectory(prefix=f"{_scratch_prefix(target)}{os.getpid()}-", dir=target.parent) as folder:
         yield Path(folder)
 
@@ -69,7 +69,7 @@ def _scratch_prefix(target: Path) -> str:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the hidden folders for `target` whose processes, on this machine, were killed before they could."""
+    """Remove hidden folders for `target` that killed processes of this machine left behind."""
     prefix = _scratch_prefix(target)
     for folder in target.parent.glob(".*"):
         pid = folder.name.removeprefix(prefix).partition("-")[0]
@@ -78,7 +78,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process here."""
+    """Whether a process with this id runs on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -102,7 +102,7 @@ def _refuse_strangers(files: dict[str, str], folder: Path) -> None:
 
 
 def _swap(fresh: Path, folder: Path, old: Path) -> None:
-    """Move `fresh` to `folder` and what was there to `old`; if that fails, everything is where it was."""
+    """Move `fresh` to `folder`, and what was there to `old`; if that fails, everything stays where it was."""
     if not folder.exists():
         os.rename(fresh, folder)
         return
@@ -115,7 +115,7 @@ def _swap(fresh: Path, folder: Path, old: Path) -> None:
 
 
 def read_module(folder: Path) -> dict[str, str]:
-    """The files of a generated module; Python's caches do not count."""
+    """The texts of a generated module's files by name, without Python's caches."""
     if not folder.is_dir():
         return {}
     found = (p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
@@ -123,7 +123,7 @@ def read_module(folder: Path) -> dict[str, str]:
 
 
 def diff_module(files: dict[str, str], folder: Path) -> str:
-    """A unified diff from what is in `folder` to what should be; empty if they are the same."""
+    """A unified diff from the files in `folder` to `files`; empty if they are the same."""
     if not folder.exists():
         return f"{folder} does not exist"
     have = read_module(folder)

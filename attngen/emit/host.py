@@ -1,4 +1,4 @@
-"""What the templates see of host programs: Python's statements for each op, as strings.
+"""Views of host programs for the templates: the Python statement of each op, as strings.
 
 Python variables are named after the IR's values, in small letters.
 """
@@ -28,7 +28,7 @@ _MADE = {name: source for name, source in FOUND.items() if name not in _SHAPES} 
 
 
 def sizes_of(wanted: Iterable[str]) -> list[str]:
-    """Statements that name those sizes which are shapes of q and k."""
+    """Statements that read the `wanted` sizes from the shapes of q and k; other sizes are ignored."""
     lines = []
     for first, tensor, names in ((0, "q", ("B", "Hq", "Nq")), (1, "k", ("Hkv", "Nk"))):
         found = [name for name in names if name in wanted]
@@ -41,7 +41,7 @@ def sizes_of(wanted: Iterable[str]) -> list[str]:
 
 @dataclass
 class HostNode:
-    """A view of one op: its kind names the macro that prints it, `text` holds that macro's strings, `branches` those of an `if`."""
+    """A view of one op: `kind` names the macro that prints it, `text` holds the macro's strings, `branches` the nodes of an `if`."""
 
     kind: str
     text: dict[str, Any]
@@ -53,27 +53,27 @@ class HostView:
     """A host program as the template prints it."""
 
     params: list[str]
-    sizes: list[str]  # statements that name sizes and strides
+    sizes: list[str]  # statements that define sizes and strides
     nodes: list[HostNode]
     results: list[str]
 
 
 @dataclass
 class KernelHandle:
-    """The runtime's object by which host programs launch a kernel."""
+    """The runtime's object with which host programs launch a kernel."""
 
     variable: str
-    args: list[str]  # of runtime.Kernel
+    args: list[str]  # arguments of runtime.Kernel
 
 
 def variable(name: str) -> str:
-    """The Python variable of a value."""
+    """The Python variable that holds a value of the IR."""
     name, _, member = name.partition(".")
     return VARIABLES.get(name, f"{name}_{member}".rstrip("_").lower())
 
 
 def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
-    """How the runtime is told of a kernel."""
+    """The handle of a kernel, with all that the runtime needs to know to launch it."""
     args = ["kernels", f'"{kernel.name}"']
     if not kernel.walks:
         args.append(f'"{AXIS_DIM[kernel.own_axis]}"')
@@ -96,18 +96,18 @@ def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
 
 
 def _flags(view: PrintedKernel) -> dict[str, str]:
-    """Flags that a kernel is compiled for, and what they are at a call."""
+    """The flags that a kernel is compiled for, each with the Python expression that gives its value at a call."""
     return {**({"DROPOUT": "seed is not None"} if view.dropout else {}), **({"LEARN": "need_inputs"} if view.learns else {})}
 
 
 def _numbers(kernel: Kernel) -> list[Arg]:
-    """Its scalars in the order of its parameters: those that calls give, then sizes."""
+    """A kernel's scalars in the order of its parameters: first those that a call gives, then sizes."""
     scalars = [a for a in kernel.args if a.role == "scalar"]
     return [a for a in scalars if a.name not in SIZES] + [a for a in scalars if a.name in SIZES]
 
 
 def _described(kernel: Kernel, tensor: str) -> str:
-    """The size of the tiles that are read of a tensor by descriptor; empty if none are."""
+    """The name of the tile size, as in `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty if it does not."""
     for op in kernel.ops():
         if isinstance(op, Load) and op.via:
             base = kernel.op(op.src.tensor)
@@ -121,19 +121,19 @@ class HostContext:
 
     def __init__(self, module: Module, host: Host, views: Mapping[str, PrintedKernel]) -> None:
         self.module, self.host, self.views = module, host, views
-        self.sizes: set[str] = set()  # that its statements name
-        self.strides: dict[str, int] = {}  # of arguments whose strides its launches take: how many
-        self.given_shapes = host.name == "forward"  # whose callers may know sizes and strides
+        self.sizes: set[str] = set()  # sizes that the program's statements use
+        self.strides: dict[str, int] = {}  # arguments whose strides launches take, and how many of each
+        self.given_shapes = host.name == "forward"  # its callers may pass sizes and strides that they know
 
     def view(self) -> HostView:
-        """The whole program."""
+        """The view of the whole program."""
         nodes = self._block("entry")
         params = [variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
         results = [variable(ref) for ref in self.host.results.values()]
         return HostView(params, self._definitions(), nodes, results)
 
     def _definitions(self) -> list[str]:
-        """Statements that name the sizes and strides which the others use."""
+        """Statements that define the sizes and strides which the other statements use."""
         wanted = set(self.sizes)
         for name in reversed(_MADE):
             wanted |= {str(s) for s in parse(_MADE[name]).free_symbols} if name in wanted and name != "Nlse" else set()
@@ -154,7 +154,7 @@ class HostContext:
     # ------------------------------------------------------------------ expressions
 
     def _python(self, e: Any) -> str:
-        """An expression of sizes and flags; the sizes are noted."""
+        """The Python source of an expression of sizes and flags; the sizes are added to `self.sizes`."""
         self.sizes |= {str(s) for s in e.free_symbols} & FOUND.keys()
         return re.sub(r"(?<=\w)\*(?=\w)", " * ", to_text(e))
 
@@ -166,7 +166,7 @@ class HostContext:
         return self._python(sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim))
 
     def _dense(self, dims: Iterable[str]) -> tuple[str, str]:
-        """Shape and strides of a contiguous tensor."""
+        """The Python source of the shape and of the strides of a contiguous tensor."""
         names = [self._dim(d) for d in dims]
         strides = [" * ".join(names[i + 1 :]) or "1" for i in range(len(names))]
         return tuple_text(names), tuple_text(strides)
@@ -185,7 +185,7 @@ class HostContext:
         return nodes
 
     def _fields(self, op: If, block: str) -> list[HostNode]:
-        """The assignments by which a branch gives its fields."""
+        """The assignments by which a branch of an `if` gives its results."""
         last = self.host.block(block).ops[-1]
         pairs = [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
         return [HostNode("fields", {"names": [name for name, _ in pairs], "values": [value for _, value in pairs]})] if pairs else []
@@ -274,7 +274,7 @@ class HostContext:
         return {"var": variable(op.name), "expr": self._elementwise(op.expr, dict(op.uses), op.type)}
 
     def _elementwise(self, e: Any, uses: dict[str, str], type_: Type) -> str:
-        """An expression of tensors, each spread over the named dimensions of the result."""
+        """The Python source of an expression of tensors; each tensor is broadcast to the named dimensions of the result."""
         if e.is_Symbol and str(e) in uses:
             dims = self.host.type_of(uses[str(e)]).dims
             index = [":" if d in dims else "None" for d in type_.dims]
@@ -330,12 +330,12 @@ class HostContext:
         }
 
     def _is_contiguous(self, ref: str) -> bool:
-        """Whether a value is made as a contiguous tensor whose sizes are known."""
+        """Whether a value is allocated as a contiguous tensor, so that its strides follow from its dimensions."""
         op = self.host.by_name[ref]
         return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
 
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
-        """The strides of a tensor that a kernel takes, of all but its last dimension."""
+        """The Python source of the strides that a kernel takes: `taken` are their dimensions, of `count` dimensions without the last."""
         var, op = variable(ref), self.host.by_name[ref]
         if self._is_contiguous(op.src if isinstance(op, View) and op.by == "group" else ref):
             names = [self._dim(d) for d in self.host.type_of(ref).dims]

@@ -1,4 +1,4 @@
-"""Generated source in lines that fit: calls, assignments and lists that do not are broken at their commas."""
+"""Lays out generated source in lines that fit: calls, assignments and lists that are too long are broken at their commas."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from attngen.emit.breaking import statement
 
 WIDTH = 100
-LONGEST = 120  # of an assignment, without its indentation
-MOST = 124  # of each of its lines, where it is broken at its brackets alone
+LONGEST = 120  # characters of an assignment, without its indentation
+MOST = 124  # characters of each line of an assignment that is broken at its brackets alone
 
 
 def call(name: str, args: list[str]) -> str:
-    """A call on one line where it fits, else one argument a line."""
+    """A call on one line if it fits, else with one argument a line."""
     line = f"{name}({', '.join(args)})"
     if len(line) <= WIDTH - 12:
         return line
@@ -20,12 +20,12 @@ def call(name: str, args: list[str]) -> str:
 
 
 def tuple_text(items: list[str]) -> str:
-    """A tuple as Python writes it; empty text if there is nothing in it."""
+    """The source of a tuple; empty text if there are no items."""
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})" if items else ""
 
 
 def assign(var: str, expr: str) -> str:
-    """An assignment, on one line where it fits; a call that does not has one argument a line."""
+    """An assignment on one line if it fits; else a call has one argument a line, and a pointer one stride a line."""
     line = f"{var} = {expr}"
     if len(line) > LONGEST and re.fullmatch(r"\w+( \+ [\w.]+\([^()]*\) \* \w+)+", expr):  # a pointer: one stride a line
         first, *rest = re.split(r" \+ (?=tl)", expr)
@@ -39,20 +39,20 @@ def fold(line: str, most: int = LONGEST) -> str:
 
 
 def short(parts: str, line: str) -> str:
-    """A statement as it was broken at its brackets; where that leaves a line too long, broken at its operators too."""
+    """`parts`, a statement broken at its brackets, if all its lines fit; else the statement `line`, broken at its operators too."""
     return statement(line, LONGEST) if any(len(part) > MOST for part in parts.splitlines()) else parts
 
 
 def unpack(names: list[str], value: str) -> str:
-    """Names for the parts of a value, in brackets where they do not fit on a line."""
+    """An assignment of a value's parts to names; the names get brackets if they do not fit on a line."""
     line = f"{', '.join(names)} = {value}"
     return line if len(line) <= LONGEST else broken(f"({', '.join(names)}) = {value}", LONGEST)
 
 
 def broken(text: str, most: int) -> str:
-    """Text with the widest of its outermost brackets on lines of its own, one item a line; and so on inside what is still too long."""
+    """Text broken at the widest of its outermost brackets, one item a line; items that are still too long are broken in the same way."""
     groups, depth, start = [], 0, 0
-    plain = re.sub(r'"[^"]*"', lambda s: "_" * len(s[0]), text)  # what is in quotes is no bracket and no comma
+    plain = re.sub(r'"[^"]*"', lambda s: "_" * len(s[0]), text)  # brackets and commas in quotes do not count
     for i, c in enumerate(plain):
         if c in "([":
             depth += 1
@@ -84,7 +84,7 @@ def _one_a_line(name: str, args: list[str]) -> str:
 
 
 def fill(items: list[str], width: int) -> list[str]:
-    """Items, comma after each, on as few lines as fit."""
+    """Items, each followed by a comma, on as few lines as possible."""
     lines = [""]
     for item in items:
         text = f"{item},"
@@ -95,7 +95,7 @@ def fill(items: list[str], width: int) -> list[str]:
 
 
 def tuple_lines(items: list[str], width: int = WIDTH) -> str:
-    """A tuple, on one line where it fits, else on as few as fit."""
+    """The source of a tuple, on one line if it fits, else on as few lines as possible."""
     line = tuple_text(items) or "()"
     if len(line) <= width:
         return line
@@ -103,7 +103,7 @@ def tuple_lines(items: list[str], width: int = WIDTH) -> str:
 
 
 def fitted(before: str, items: list[str], after: str, width: int = LONGEST) -> str:
-    """Items in brackets, `before(items)after`: on one line where it fits, else on as few lines of their own as fit."""
+    """`before(items)after` on one line if it fits, else with the items on as few lines of their own as possible."""
     line = f"{before}({', '.join(items)}){after}"
     if len(line) <= width:
         return line
@@ -111,7 +111,7 @@ def fitted(before: str, items: list[str], after: str, width: int = LONGEST) -> s
 
 
 def strings(text: str, width: int = WIDTH) -> str:
-    """A string of words as literals that Python joins, each on a line that fits."""
+    """A text as string literals that Python joins, each on a line that fits."""
     lines = [""]
     for word in re.findall(r"\S+\s*", text):
         if lines[-1] and len(lines[-1]) + len(word) > width:

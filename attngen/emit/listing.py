@@ -1,4 +1,4 @@
-"""IR and code as the page lists them: what each pass changed, and the words of a language marked."""
+"""Listings of the page: what each pass changed in the IR, and IR and Python with syntax highlighting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attngen.spec import Spec
 
 
 class Line(NamedTuple):
-    """A line of a diff: `added`, `removed` or `same`; or `where` the lines below it are."""
+    """A line of a diff: `added`, `removed` or `same`; or a heading, `where`, that says where the lines below it stand."""
 
     cls: str
     text: str
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
-    """What each pass did, from the verified module after it, by its name; the first is `build`'s."""
+    """What each pass did. `steps` has the name of each pass and the verified module after it; the first is `build`."""
     says = {p.name: _says(sys.modules[type(p).__module__].__doc__) for p in passes(spec, steps[0][1])}
     before: list[str] = []
     for i, (name, module) in enumerate(steps):
@@ -58,12 +58,12 @@ def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
 
 
 def _says(doc: str | None) -> str:
-    """The sentence that a pass's file starts with, after its name."""
+    """The first paragraph of a pass's module docstring, without the pass's name."""
     return (doc or "").partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
 
 
 def _diff(before: list[str], after: list[str]) -> Iterator[Line]:
-    """What changed, with the kernel that it is in and the lines around it."""
+    """The changed lines, each group with a line of context on both sides, under a heading that names its kernel, schedule or module."""
     for group in difflib.SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(1):
         above = after[: group[0][3] + 1]
         where = next((line for line in reversed(above) if line.startswith(("kernel ", "schedule ", "module "))), "")
@@ -88,7 +88,7 @@ _IR = re.compile(
 
 
 def highlight(text: str, language: str) -> Markup:
-    """Python or IR with comments, strings or values, names and words of the language marked."""
+    """Python or IR as HTML that marks comments, strings (in IR: values), names and keywords."""
     parts, at = [], 0
     for match in (_IR if language == "ir" else _PYTHON).finditer(text):
         parts += [text[at : match.start()], Markup('<span class="{}">{}</span>').format(str(match.lastgroup), match[0])]

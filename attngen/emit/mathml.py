@@ -1,4 +1,4 @@
-"""Expressions of the IR as MathML Core, which browsers draw without fonts or scripts of ours."""
+"""Expressions of the IR as MathML Core, which browsers draw without extra fonts or scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attngen.ir.expr import Bool, Expr, cdiv, floordiv
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import AXIS_DIM
 
-# How symbols that every kernel has are written, as (letter, index), and what they stand for.
+# Symbols that every kernel has: (letter, index, meaning).
 SYMBOLS: dict[str, tuple[str, str, str]] = {
     **{name: (*n.math, n.about) for name, n in INTEGERS.items() if n.math},
     "s": ("s", "", "product of a query and a key"),
@@ -41,7 +41,7 @@ def _operator(text: str) -> Markup:
 
 
 def _infix(text: str) -> Markup:
-    """A sign between two sides, which has room around it also where it starts a line."""
+    """A binary operator, which has space around it even if it starts a line."""
     return element("mo", text, form="infix")
 
 
@@ -50,7 +50,7 @@ def _fenced(*children: str, left: str = "(", right: str = ")") -> Markup:
 
 
 def _around(left: Markup, parts: list[Markup], right: Markup) -> list[Markup]:
-    """Parts in brackets that do not leave the first and the last of them."""
+    """Parts in brackets; no line breaks between a bracket and the part beside it."""
     first, *rest = [*parts[:-1], _row(parts[-1], right)]
     return [_row(left, first), *rest]
 
@@ -61,7 +61,7 @@ def _indexed(letter: str, index: str) -> Markup:
 
 
 class MathML(Printer):
-    """Prints expressions, and remembers which symbols it met. What it does not know becomes name(arguments), or text."""
+    """Prints expressions, and remembers in `met` which symbols it met. Unknown functions become name(arguments); all else unknown, text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class MathML(Printer):
         return Markup(" ").join(element("math", part, displaystyle="true") for part in self._pieces(e))
 
     def _pieces(self, e: Any) -> list[Markup]:
-        """The expression in parts that stand beside one another, or below."""
+        """The expression in parts; a line may break between them."""
         if isinstance(e, sympy.Add):
             return [part for i, t in enumerate(_terms(e)) for part in self._term_pieces(t, i > 0)]
         if isinstance(e, (sympy.And, sympy.Or)):
@@ -93,7 +93,7 @@ class MathML(Printer):
         return [self._print(e)]
 
     def _term_pieces(self, term: Expr, follows: bool) -> list[Markup]:
-        """The parts of a term of a sum, the first with its sign; a product is one part."""
+        """The parts of a term of a sum, the first with its sign. Only minima, maxima and rounded quotients have several parts."""
         minus = term.could_extract_minus_sign()
         positive = -term if minus else term
         if not isinstance(positive, (sympy.Min, sympy.Max, floordiv, cdiv)):
@@ -108,7 +108,7 @@ class MathML(Printer):
         return element("math", _row(least, _operator("≤"), element("mi", name), _operator("<"), most), displaystyle="true")
 
     def sum_over_programs(self, factors: Iterable[Expr], turns: Expr, own: str, rows: Expr) -> Markup:
-        """factors times the sum of `turns` over the programs of a head: over the first rows of their tiles, of so many rows."""
+        """`factors` times the sum of `turns` over the programs of a head; its index is the first row of a program's tile, below `rows`."""
         first, step = (self._print(sympy.Symbol(name)) for name in (f"{own}_start", AXIS_DIM[own]))
         end = self._print(rows)
         comma = _operator(",")
@@ -215,7 +215,7 @@ class MathML(Printer):
         return _fenced(self._ratio(e), left="⌈", right="⌉")
 
     def _ratio(self, e: Any) -> Markup:
-        """On one line: brackets around a fraction grow with it in few fonts."""
+        """A quotient on one line, because few fonts have brackets that grow with a fraction."""
         a, b = e.args
         return _row(self._wrapped(a, PRECEDENCE["Mul"]), _infix("/"), self._wrapped(b, PRECEDENCE["Atom"]))
 
@@ -254,7 +254,7 @@ class MathML(Printer):
         return _row(self._print(e.lhs), _operator(_RELATIONS[e.rel_op]), self._print(e.rhs))
 
     def _joined(self, part: Bool, whole: Bool, follows: bool) -> Markup:
-        """A part of a conjunction or of a disjunction, with the sign that joins it to those before."""
+        """A part of a conjunction or disjunction, with the operator that joins it to the part before."""
         text = self._print(part)
         text = _fenced(text) if isinstance(part, (sympy.And, sympy.Or)) else text
         return _row(_infix("∧" if isinstance(whole, sympy.And) else "∨"), text) if follows else text
@@ -281,12 +281,12 @@ def _sorted(e: Any) -> list[Any]:
 
 
 def _terms(e: Expr) -> list[Expr]:
-    """The terms of a sum, those with a minus last."""
+    """The terms of a sum, negative ones last."""
     return sorted(e.as_ordered_terms(), key=lambda t: bool(t.could_extract_minus_sign()))
 
 
 def _cases(e: Any) -> tuple[list[tuple[Bool, Expr]], Expr]:
-    """A `select` in others as one list of cases, and what holds in no case."""
+    """Nested `select`s as one list of (condition, value), and the value where no condition holds."""
     where, value, rest = e.args
     if type(rest) is type(e):
         cases, last = _cases(rest)

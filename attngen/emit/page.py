@@ -1,4 +1,4 @@
-"""`attngen explain --html`: everything that the compiler knows of a spec as one HTML page, which loads nothing."""
+"""`attngen explain --html`: everything that the compiler knows of a spec, as one HTML page that loads no other files."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from attngen.ir.ops import Map, Mask, Position
 from attngen.spec import Spec
 
 KV = symbol("kv_idx")
-TIGHT = 0.9  # of what a device has: from here on, bars have another colour
+TIGHT = 0.9  # from this share of a device's shared memory on, bars have another colour
 
 
 def check_path(path: Path) -> None:
-    """AttngenError, in one sentence, for a path that no page can be written to."""
+    """Raise AttngenError, in one sentence, if no page can be written to the path."""
     if path.suffix not in (".html", ".htm"):
         raise AttngenError(f"--html {path}: expected a name that ends in .html")
     if path.is_dir():
@@ -50,7 +50,7 @@ def check_path(path: Path) -> None:
 
 
 def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:
-    """The page of a spec: its file's text, the module after each pass, the generated files, and a problem size."""
+    """The page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a problem size."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir() / "html"),
         undefined=jinja2.StrictUndefined,
@@ -88,10 +88,10 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
 
 
 class Formula(NamedTuple):
-    """A name, and what it is equal to; or another relation of the two."""
+    """A label and the formula that it is equal to, or to which it has another relation."""
 
     label: str
-    math: str  # Markup of formulas, or words
+    math: str  # MathML as Markup, or words
     relation: str = "="
 
 
@@ -103,7 +103,7 @@ class Group(NamedTuple):
 
 
 def _general(logical: Module, module: Module, typeset: MathML) -> list[Group]:
-    """What is computed, before anything is decided about tiles; and its work."""
+    """Formulas for what is computed, before anything is decided about tiles, and for its FLOPs and bytes."""
     kernel = logical.kernels[0]
     masks = [op.where for op in kernel.ops() if isinstance(op, Mask)]
     what = [Formula("query q sees key k", typeset.math(where.replace(_is_inequality, _solved)), "where") for where in masks]
@@ -127,7 +127,7 @@ def _is_inequality(e: Any) -> bool:
 
 
 def _solved(inequality: Bool) -> Bool:
-    """An inequality with the key's index alone on one side, if it has one to be solved for."""
+    """An inequality solved for the key's index; unchanged if it cannot be."""
     excess = sympy.expand(inequality.lts - inequality.gts)  # at most 0
     slope = excess.coeff(KV)
     if slope not in (1, -1) or KV in (excess - slope * KV).free_symbols:
@@ -138,7 +138,7 @@ def _solved(inequality: Bool) -> Bool:
 
 
 def _scores(kernel: Kernel) -> dict[str, Expr]:
-    """What becomes of a product of a query and a key, step by step; scalars of the kernel written out."""
+    """The steps from a product of a query and a key to its score, by name, with the kernel's scalars written out."""
     maps = {op.name: op for op in kernel.ops() if isinstance(op, Map)}
     scalars = {symbol(name): op.expr for name, op in maps.items() if not op.type.dims}
     found: dict[str, Expr] = {}
@@ -185,7 +185,7 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
 
 
 def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Markup, str, str]]:
-    """The symbols that formulas used: how they are written, their names in the IR, and what they stand for."""
+    """The symbols that the formulas use: how they are written, their names in the IR, and what they stand for."""
     meanings = {name: meaning for name, (_, _, meaning) in SYMBOLS.items()}
     meanings |= {i.name: i.help for i in module.inputs}
     meanings |= {name: f"computed by {d.function} before the kernels run" for d in module.derived for name in d.names}
@@ -200,7 +200,7 @@ def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Mark
 
 
 class Table(NamedTuple):
-    """Headings, and rows of text; columns of numbers are set to the right."""
+    """Headings, and rows of text; columns of numbers are aligned to the right."""
 
     caption: str
     headings: list[str]
@@ -209,7 +209,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """A device, or a class of devices: its charts, the table beside them, and what could not be said."""
+    """A device, or a class of devices: its charts, the table beside them, and remarks on what these leave out."""
 
     title: str
     charts: list[Drawing]
@@ -218,7 +218,7 @@ class Panel:
 
 
 def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> Panel:
-    """Shared memory of the tiles chosen for a device class, against what it has."""
+    """Shared memory of the tiles chosen for a device class, beside the shared memory that it has."""
     limit = CLASSES[cls].smem_per_block
     lines, rows = [], []
     for kernel in module.kernels:
@@ -242,7 +242,7 @@ def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> 
 
 
 def _device(module: Module, device: Device, problem: Problem) -> Panel:
-    """Bytes and roofline of a device."""
+    """Bytes moved on a device, and its roofline."""
     rows, remarks, points, moved = [], [], [], []
     found: list[Estimate] = []
     for direction in DIRECTIONS:
@@ -286,7 +286,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
 
 
 def _apart(module: Module, kernel: Kernel) -> str:
-    """Why a kernel is not among those of a direction, whose bytes and time are shown."""
+    """Why the page shows no bytes and time for a kernel: it belongs to no direction. Empty if it belongs to one."""
     if any(kernel in module.kernels_of(direction) for direction in DIRECTIONS):
         return ""
     if kernel.packs:
@@ -299,7 +299,7 @@ def _apart(module: Module, kernel: Kernel) -> str:
 
 
 def _si(value: float, unit: str) -> str:
-    """A quantity to three digits, with a prefix."""
+    """A quantity to three digits, with an SI prefix."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")):
         if value >= 0.9995 * factor:
             shown = value / factor

@@ -1,4 +1,4 @@
-"""Target modules to files: Jinja prints the views, nothing else. The same module gives the same bytes."""
+"""Renders target modules to files. Jinja prints the views and does nothing else. The same module gives the same bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from attngen.verify.inputs import verify_interface
 
 
 def templates_dir() -> Path:
-    """The templates: in the wheel inside the package, in a checkout beside it."""
+    """The folder of the templates: inside the package in a wheel, beside it in a checkout."""
     packaged = Path(str(resources.files("attngen"))) / "templates"
     return packaged if packaged.is_dir() else packaged.parent.parent / "templates"
 
@@ -49,7 +49,7 @@ def render(module: Module) -> dict[str, str]:
 
 @cache
 def _environment() -> jinja2.Environment:
-    """The templates, compiled once."""
+    """The Jinja environment, made once, so that each template is compiled once."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,

@@ -21,7 +21,7 @@ class Signature:
 
 
 def signatures(code: str) -> Iterator[Signature]:
-    """`attention`, and the functions that are its attributes, as `attention.plan`."""
+    """The signatures of `attention` and of the functions that are its attributes, such as `attention.plan`."""
     tree = ast.parse(code)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     public = {"attention": "attention"}
@@ -52,13 +52,13 @@ def _signature(shown: str, node: ast.FunctionDef) -> Signature:
 
 
 def _parts(doc: str) -> dict[str, str]:
-    """The sections of a docstring by their headings; what stands before them under an empty one, as one paragraph."""
+    """The sections of a docstring by heading. The text before the first is one paragraph, under the empty heading."""
     head, *rest = re.split(r"^(Args|Returns|Raises):\n", doc, flags=re.MULTILINE)
     return {"": " ".join(head.split()), **dict(zip(rest[::2], rest[1::2]))}
 
 
 def _meanings(text: str) -> dict[str, str]:
-    """`name: meaning` of each argument, whose further lines stand deeper."""
+    """The meaning of each argument, from lines `name: meaning`; their continuation lines are indented."""
     text = inspect.cleandoc("\n" + text)
     found = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", text, flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in found}

@@ -31,7 +31,7 @@ Saved: what the backward reads that the forward wrote, besides o."""
 
 
 def explain_theory(module: Module, problem: Problem, model: Model | None) -> Iterator[RenderableType]:
-    """Every theorem, and what it comes to for a problem size: that of one layer of a model, if there is one."""
+    """Every theorem, and its numbers for a problem size. If there is a model, the size is that of one of its layers."""
     yield Text(f"{module.name}: theorems, for one head with N queries and N keys of width d, and M elements on chip", style="bold")
     yield Text(INTRO, style="dim")
     for subject, found in theorems(module).items():

@@ -18,13 +18,13 @@ from attngen.ir.graph import Blocks, Kernel, Module, Row
 from attngen.ir.ops import Loop
 from attngen.masks import registry
 
-DRAWN_ON = "sm90"  # the class whose tiles are drawn, if the kernel has some there
-LEAST, MOST = 1024, 64  # rows of a map at least; tiles along its side at most
-FIRST = {"b": 0, "h": 0, "hkv": 0}  # what is drawn, of a mask that differs by sequence or head
+DRAWN_ON = "sm90"  # the device class whose tiles are drawn, if one fits there
+LEAST, MOST = 1024, 64  # fewest rows of a map; most tiles along its side
+FIRST = {"b": 0, "h": 0, "hkv": 0}  # the sequence and the head that are drawn, if the mask depends on them
 
 
 class Unknown(Exception):
-    """Tiles that cannot be drawn, and the sentence that says why."""
+    """Raised for tiles that cannot be drawn, with a sentence that says why."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class TileMap:
     block_q: int
     block_kv: int
     remarks: list[str]
-    loops: list[str]  # headings of their ranges
-    cells: list[list[str]]  # of program p, the class of tile j
-    ranges: list[list[str]]  # of program p, those of each loop
+    loops: list[str]  # the class of each loop, as a heading for its ranges
+    cells: list[list[str]]  # cells[p][j] is the class of tile j of program p
+    ranges: list[list[str]]  # ranges[p] has the ranges of each loop of program p
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class TileMap:
         return tile_map(f"@{self.kernel}", self.cells, self.own, self.n, self.blocks)
 
     def count(self, cls: str) -> int:
-        """Tiles of a class, of one head."""
+        """The number of tiles of a class, for one head."""
         return sum(row.count(cls) for row in self.cells)
 
     @property
@@ -73,9 +73,9 @@ def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | 
 
 
 def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
-    """Each kernel that loops over tiles with its map, or with why there is none; not `packed`, which owns few queries of many heads.
+    """Each kernel that loops over tiles, with its map or the reason why it has none.
 
-    `sample` says which blocks count where the data of a call does.
+    The kernel `packed`, which owns few queries of many heads, is left out. `sample` says which blocks count if a call's data decides.
     """
     found: list[tuple[str, TileMap | str]] = []
     for kernel in (k for k in module.kernels if tile_loops(k) and not k.packs):
@@ -87,7 +87,7 @@ def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[st
 
 
 def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem) -> TileMap:
-    """The tile map of a kernel; Unknown if its tiles depend on what only a call knows."""
+    """The tile map of a kernel; raises Unknown if no tile fits, or if its tiles depend on what only a call knows."""
     row = next((r for cls in (DRAWN_ON, *CLASSES) if (r := chosen(module, kernel, cls, problem))), None)
     if row is None:
         raise Unknown("No tile fits any device.")
@@ -125,12 +125,12 @@ def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem)
 
 
 def _bounds(kernel: Kernel) -> list[Expr]:
-    """What the loops over tiles run between, written out."""
+    """The bounds of the loops over tiles, with named scalars written out."""
     return [kernel.resolve(e) for loop in tile_loops(kernel) for pair in loop.ranges for e in pair]
 
 
 def _small(module: Module, kernel: Kernel, row: Row, most: int) -> tuple[int, int, int]:
-    """Rows enough to show what the mask does, `most` at most, and tiles that are not too many: the row's, or these doubled."""
+    """(rows, BLOCK_Q, BLOCK_KV) of a map: rows enough to show what the mask does, at most `most`; tiles of `row`, doubled if too many."""
     block = module.blocks.size if module.blocks else None
     reach = max((2 * abs(int(i)) for e in _bounds(kernel) for i in e.atoms(sympy.Integer)), default=0)
     wanted = min(MOST * block, max(16 * block, reach)) if block else reach
@@ -145,7 +145,7 @@ def _small(module: Module, kernel: Kernel, row: Row, most: int) -> tuple[int, in
 
 
 def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> list[tuple[int, int]]:
-    """The ranges of a loop for one program, of so many tiles; Unknown, with the reason, if they cannot be told."""
+    """The ranges of a loop for one program, within `tiles` tiles; raises Unknown, with the reason, if they cannot be told."""
     found = []
     for pair in loop.ranges:
         bounds = [kernel.resolve(e) for e in pair]
@@ -159,7 +159,7 @@ def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> li
 
 
 def _on_lists(blocks: Blocks) -> str:
-    """What decides which tiles of the ranges are visited."""
+    """A sentence on what decides which tiles of the ranges are visited."""
     if blocks.pattern:
         return f"Of these ranges, programs visit the tiles of blocks that {blocks.pattern} lists."
     if blocks.data:
@@ -170,7 +170,7 @@ def _on_lists(blocks: Blocks) -> str:
 
 
 def _keep_listed(blocks: Blocks, sample: Sample, n: int, kernel: Kernel, cells: list[list[str]], rows: tuple[int, int]) -> None:
-    """Mark the tiles of blocks that are not listed; where data lists them, a block that is all visible has full tiles."""
+    """Mark the tiles of blocks that are not listed. If data lists blocks, tiles are full in blocks that are all visible, else partial."""
     counts = _pattern(blocks, -(-n // blocks.size)) if blocks.pattern else None
     if counts is None:
         counts = sample.blocks(n, blocks.size) if blocks.data else [[int(x) for x in row] for row in sample.listed(n, blocks.size)]
@@ -185,10 +185,10 @@ def _keep_listed(blocks: Blocks, sample: Sample, n: int, kernel: Kernel, cells: 
 
 
 def _pattern(blocks: Blocks, side: int) -> list[list[int]]:
-    """Which blocks a pattern lists, by the function that a generated module has."""
+    """Which blocks a pattern lists, computed by the function that a generated module has."""
     import torch
 
     declared = next(f for mask in registry().values() for f in mask.functions if f.__name__ == blocks.pattern)
-    pattern = FunctionType(declared.__code__, {"torch": torch})  # torch is all that it has in a generated module
+    pattern = FunctionType(declared.__code__, {"torch": torch})  # in a generated module, it has nothing but torch
     found: list[list[int]] = pattern(side, side, torch.device("cpu"), **dict(blocks.params)).tolist()
     return found

@@ -1,4 +1,4 @@
-"""Indices by distance as PyTorch source, for the wrapper's sums of gradients: `distance` is a tensor of integers, sizes are numbers."""
+"""PyTorch source of indices by distance, for host programs that sum gradients. `distance` is a tensor of integers, sizes are numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _SIGNS: tuple[tuple[Any, str], ...] = (
 
 
 def to_torch(e: Any, sizes: Mapping[str, str]) -> str:
-    """Source of an expression of the IR; reals are fp64, which rounds as kernels do or better. `sizes`: the source of each size."""
+    """PyTorch source of an expression of the IR; AttngenError if it has none. `sizes` has the source of each size.
+
+    Reals are fp64, which rounds as kernels do or better.
+    """
     args = [to_torch(a, sizes) for a in e.args]
     if e.is_Symbol:
         return sizes.get(str(e), str(e))
@@ -60,7 +63,7 @@ def _real(text: str) -> str:
 
 
 def _extreme(e: Any, args: list[str]) -> str:
-    """The least or greatest of tensors, two at a time; of a tensor and a number by a clamp."""
+    """Source of a minimum or maximum: tensors are combined two at a time, and a tensor with a number by a clamp."""
     least = isinstance(e, sympy.Min)
     tensors, numbers = ([text for a, text in zip(e.args, args) if a.has(_DISTANCE) == wanted] for wanted in (True, False))
     if not tensors:

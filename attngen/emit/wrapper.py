@@ -1,4 +1,4 @@
-"""What the template sees of a module's own part of the wrapper: its signature, its inputs and their checks, plans."""
+"""The template's view of the part of a wrapper that each module has of its own: signature, inputs and their checks, plans."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _SCHEMA = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
 
 @dataclass(frozen=True)
 class Wrapper:
-    """The strings of a wrapper. `inputs` are those of the call, `planned` those that a plan may stand in for."""
+    """The strings of a wrapper. A call gives `module.inputs`; a plan may stand in for those in `planned`."""
 
     module: Module
 
     @property
     def data(self) -> bool:
-        """Whether data says which blocks count."""
+        """Whether the data of a call decides which blocks count."""
         return self.module.blocks is not None and self.module.blocks.data
 
     @property
     def heads(self) -> tuple[str, str]:
-        """What is said of heads, and of the number of K/V heads."""
+        """How heads are shared, in words, and the number of K/V heads."""
         sharing = SHARINGS[self.module.sharing]
         return sharing.about, sharing.heads
 
@@ -65,7 +65,7 @@ class Wrapper:
 
     @property
     def sink(self) -> bool:
-        """Whether a logit joins every row's softmax, so that no row is empty."""
+        """Whether every row's softmax has one more logit, so that no row is empty."""
         return self.module.meaning.sink is not None
 
     @property
@@ -77,7 +77,7 @@ class Wrapper:
 
     @property
     def planned(self) -> list[str]:
-        """Inputs from which the wrapper derives what kernels read, by functions that take some time: calls may share a plan of it."""
+        """Inputs from which the wrapper derives what kernels read. This takes some time, so calls may share the result as a plan."""
         if self.module.blocks and not self.data:
             return []
         return [i.name for i in self.module.inputs if i.shape and any(i.name in d.sources for d in self.module.derived)]
@@ -95,7 +95,7 @@ class Wrapper:
 
     @property
     def keywords(self) -> list[str]:
-        """The keyword arguments of a call, but for scale and return_lse."""
+        """The keyword arguments of a call, without scale and return_lse."""
         found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs]
         found += ["plan: Plan | None = None"] if self.planned or self.data else []
         if self.module.blocks and not self.data:
@@ -103,7 +103,7 @@ class Wrapper:
         return found + (["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"] if self.module.dropout else [])
 
     def take(self, i: Input) -> str:
-        """The statement that checks an input, and gives it as kernels read it."""
+        """The statement that checks an input; it also converts a tensor to what kernels read."""
         if not i.shape:
             least = -(2**30) if i.least is None else i.least
             return f'runtime.check_number("{i.name}", {i.name}, {_NUMBERS[i.dtype]}, {least}, "{i.help}")'
@@ -114,11 +114,11 @@ class Wrapper:
 
     @property
     def taken(self) -> list[str]:
-        """Statements that check the inputs which every call gives, and make them what kernels read."""
+        """Statements that check and convert the inputs which every call gives: those that are not planned."""
         return [self.take(i) for i in self.module.inputs if i.name not in self.planned]
 
     def derive(self, wanted: Any = None) -> list[tuple[list[str], str]]:
-        """(names, call) of what the wrapper derives for each call, or of some `wanted` names."""
+        """(names, call) of functions that derive what kernels read: those that give `wanted` names, else those without planned inputs."""
         found = [
             d for d in self.module.derived if (set(d.names) & wanted if wanted is not None else not set(d.sources) & set(self.planned))
         ]
@@ -126,40 +126,40 @@ class Wrapper:
 
     @property
     def sizes(self) -> list[str]:
-        """Statements that name the sizes which the others use."""
+        """Statements that define the sizes which the other statements use."""
         used = [*self.taken, *self.plan_types, *(self.take(i) for i in self.module.inputs), *(call for _, call in self.derive())]
         return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else [])]))
 
     @property
     def plan_inputs(self) -> list[str]:
-        """Statements that name the sizes which the function of a plan of data uses."""
+        """Statements that define the sizes used by the function that makes a plan from data."""
         return sizes_in(" ".join(["Nq Nk", *(self.take(i) for i in self.data_inputs), *(call for _, call in self.data_derived)]))
 
     # ------------------------------------------------------------------ plans
 
     @property
     def lists(self) -> list[str]:
-        """The lists of blocks, as a plan has them."""
+        """The names of the lists of blocks in a plan."""
         if not self.module.blocks:
             return []
         return [name.lower() for own in ("q", "kv") for name in block_lists(own, self.module.blocks.data)]
 
     @property
     def fields(self) -> list[str]:
-        """What a plan has of the planned inputs: those that kernels read themselves, and what functions derive of them."""
+        """The tensors of a plan that stand for the planned inputs: inputs that kernels read themselves, and tensors derived from inputs."""
         read = {a.name.lower() for kernel in self.module.kernels for a in kernel.args}
         derived = [n for d in self.module.derived for n in d.names if set(d.sources) & set(self.planned)]
         return [n for n in self.planned if n in read] + derived
 
     @property
     def plan_sizes(self) -> list[str]:
-        """Sizes of a call that the functions of a plan need."""
+        """The sizes of a call that the functions which make a plan need."""
         sources = {s for d in self.module.derived if set(d.sources) & set(self.planned) for s in d.sources}
         return [size for size in ("Nq", "Nk") if size in sources]
 
     @property
     def plan_values(self) -> list[str]:
-        """What a plan is made of, in the names of its function's arguments."""
+        """The source of a plan's values, in terms of the arguments of the function that makes it."""
         names = {"Nq": "n_q", "Nk": "n_kv"}
         derived = [d for d in self.module.derived if set(d.sources) & set(self.planned)]
         calls = [f"*{d.function}({', '.join(names.get(s, _size(s)) for s in d.sources)})" for d in derived]
@@ -167,7 +167,7 @@ class Wrapper:
 
     @property
     def plan_types(self) -> list[str]:
-        """The arguments that say what the tensors of a plan are."""
+        """The arguments that give the dtype and the shape of each tensor of a plan."""
         types = {i.name: (i.dtype, i.shape) for i in self.module.inputs}
         types |= {name: (d.dtype, shape) for d in self.module.derived for name, shape in zip(d.names, d.shapes)}
         return [f"{n}=({TORCH[types[n][0]]}, [{', '.join(map(_size, types[n][1]))}])" for n in self.fields]
@@ -181,7 +181,7 @@ class Wrapper:
 
     @property
     def schema(self) -> str:
-        """Their declaration to torch."""
+        """The declaration of the operands to torch."""
         kinds = {"SEED": "Tensor?"}
         return ", ".join(
             f"{kinds.get(a.name, 'Tensor') if a.role == 'in' else _SCHEMA.get(a.name, _SCHEMA[a.type.dtype])} {a.name.lower()}"
@@ -190,7 +190,7 @@ class Wrapper:
 
     @property
     def passed(self) -> list[str]:
-        """What a call gives for them."""
+        """The value that a call gives for each operand."""
         found = []
         for name in (a.name.lower() for a in self.operands):
             of_plan = name in self.fields or (self.data and name in self.lists)
@@ -217,7 +217,7 @@ class Wrapper:
 
     @property
     def data_inputs(self) -> list[Input]:
-        """The inputs that say which blocks count, or from which what says it is derived."""
+        """The inputs that decide which blocks count, by themselves or by what is derived from them."""
         read = {a.name.lower() for a in self.count.args}
         return [i for i in self.module.inputs if i.name in read or i.name in self.planned]
 
@@ -236,13 +236,13 @@ class Wrapper:
 
     @property
     def count_shape(self) -> list[str]:
-        """The shape of what there is a number of, for each strip of a block."""
+        """The shape of COUNT, which has a number for each strip of a block."""
         dims = {"Tq": "-(-Nq // BLOCK)", "Ts": f"-(-Nk // BLOCK) * {(self.module.blocks or Blocks(1)).size // STRIP}"}
         return [dims.get(d, d) for d in self.count.type_of("COUNT").dims]
 
     @property
     def pattern_call(self) -> str:
-        """The call that makes the mask of a pattern's blocks."""
+        """The call of the pattern's function, which makes the mask of blocks."""
         blocks = self.module.blocks
         assert blocks is not None
         sizes = [f"-(-{n} // BLOCK)" for n in ("n_q", "n_kv")]
@@ -257,18 +257,18 @@ class Wrapper:
 
 
 def _size(dim: str) -> str:
-    """A dimension of an input in Python."""
+    """The Python source of a dimension of an input."""
     blocks = re.fullmatch(BLOCKS, dim)
     return f"-(-{blocks[1]} // {blocks[2]})" if blocks else dim
 
 
 def sizes_in(text: str) -> list[str]:
-    """Statements that name the sizes that occur in some source."""
+    """Statements that define the sizes which occur in a piece of source."""
     return sizes_of(re.findall(r"\w+", text))
 
 
 def _source(function: str) -> str:
-    """The source of a function that a mask declares; AttngenError if none does."""
+    """The source of a function that a mask or modifier declares; AttngenError if none does."""
     known = derive_functions()
     if function not in known:
         raise AttngenError(f"`derive` names the function `{function}`, which no mask or modifier declares; {suggest(function, known)}")
