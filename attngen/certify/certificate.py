@@ -119,7 +119,7 @@ def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str)
     predicted, limit = backend_of(row).footprint.sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
     if reading.spilled_bytes and CLASSES[row.device].backend == "cuda":
         cost = backend_of(row).cost
-        line = f"{cost.spilling} lists `{cost.row_key(module, kernel, row)}`"
+        line = f"{cost.spilling} lists `{cost.row_key(module, kernel, row)} @ {reading.triton}`"
         yield f"{where} spills {reading.spilled_bytes:,} bytes; tile selection leaves it out once {line}"
     if reading.shared_bytes > limit:
         yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, and has {limit:,}"

@@ -82,8 +82,9 @@ FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not o
 
 @cache
 def _listed() -> frozenset[str]:
+    """The schedules in spills.txt, whichever version of Triton spills them: a module is built once for all of them."""
     lines = Path(__file__).with_name("spills.txt").read_text(encoding="utf-8").splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+    return frozenset(line.partition(" @ ")[0] for line in lines if not line.startswith("#"))
 
 
 def spills(module: Module, kernel: Kernel, row: Row) -> bool:
