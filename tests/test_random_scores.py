@@ -26,7 +26,7 @@ from attngen.parts import Sizes
 from attngen.passes.base_two import in_base_two
 from attngen.spec import Spec, make_spec
 from tests.lang_strategies import Sample, piecewise_scores, scores
-from tests.passes.test_random_masks import drawn
+from tests.spec_strategies import drawn
 
 SIZES = Sizes(2, 4, 2, 5, 7)
 SHAPE = (SIZES.batch, SIZES.q_heads, SIZES.n_q, SIZES.n_kv)

@@ -18,7 +18,8 @@ from attngen.ir.graph import Module
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
 from tests.lang_strategies import scores
-from tests.passes.test_random_masks import drawn, random_masks
+from tests.passes.test_random_masks import random_masks
+from tests.spec_strategies import drawn
 from tests.test_random_scores import modifier
 
 LONGEST = 140

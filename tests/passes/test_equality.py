@@ -44,7 +44,8 @@ from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies
 from tests.helpers import module_of
-from tests.passes.test_random_masks import arguments, derived, drawn, function, named, random_mask
+from tests.passes.test_random_masks import arguments, derived, function, named, random_mask
+from tests.spec_strategies import drawn
 from tests.test_random_scores import NAMED, READS, modifier
 
 CI_SPECS, CI_SEEDS = 50, (2, 3, 5, 7)

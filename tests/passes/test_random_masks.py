@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import sympy
 import torch
-from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from attngen.bounds.ranges import tile_ranges
@@ -40,6 +40,7 @@ from attngen.passes.pipeline import lower
 from attngen.scores import derive_functions
 from attngen.spec import Spec, make_spec
 from tests import lang_strategies
+from tests.spec_strategies import drawn
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 CI_CHECKS, CI_SEED = 20_000, 7
@@ -76,20 +77,6 @@ CONDITION_READS = {
     "kv_idx <= 0.75 * q_idx": None,
     "q_idx * kv_idx < 400": None,
 }
-
-
-def drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """Examples of a strategy, the same ones for a number."""
-    found: list[Any] = []
-
-    @seed(number)
-    @settings(max_examples=count, phases=[Phase.generate], database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(strategy)
-    def collect(example: Any) -> None:
-        found.append(example)
-
-    collect()
-    return found
 
 
 def written(chance: random.Random, sample: lang_strategies.Sample, number: int) -> Mask:
