@@ -27,7 +27,8 @@ from attngen.passes.select_tiles import SelectTiles
 from attngen.spec import parse_spec
 from attngen.testing import load_module
 from attngen.verify import verify
-from tests.helpers import SMALL, changes, edit, lowered, module, spec
+from tests.helpers import ROOT, SMALL, changes, edit, lowered, module, spec, target
+from tests.versions.__main__ import PAIRS
 
 # SMALL where select-tiles meets it: classified, and placed
 PLACED = edit(re.sub(r"(= load .*)@[?]", r"\1@sram", SMALL).replace("@?", "@reg"), ("body(@step)", "body(@step) cls(partial)"))
@@ -227,3 +228,15 @@ def test_report_and_explanation_say_it_in_the_row_of_the_device():
     assert re.search(r"\n *dkdv +any +2 +none", text)
     assert said.reason in " ".join(text.split())
     assert "`attngen verify --write` was not run" in text
+
+
+def test_every_line_of_spills_names_supported_versions_and_no_chosen_schedule() -> None:
+    """A line is a schedule, maybe with a mask, once; and the versions of Triton that spill it."""
+    lines = [line for line in (ROOT / model.SPILLS).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    listed = dict(line.split(" @ ") for line in lines)
+    assert len(listed) == len(lines) and lines == sorted(lines, key=lambda line: line.partition(" @ ")[0])
+    assert {version for versions in listed.values() for version in versions.split()} <= set(PAIRS.values())
+    for name in ("causal_mqa", "window_gqa", "causal_dropout_mqa"):
+        module = target(name)
+        rows = [(kernel, row) for kernel in module.kernels for row in module.rows(kernel.name)]
+        assert len(rows) > 20 and not any(model.spills(module, kernel, row) for kernel, row in rows)
