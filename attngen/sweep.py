@@ -29,7 +29,7 @@ from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, ma
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
 MODIFIED = 16384  # rows up to which specs with score modifiers go: their oracle keeps every score, in fp64
-TURNS = 3 * 2**24  # scores of a case from which on it takes turns with others: its oracle needs 10 GiB and more, in fp64
+TURNS = 2**26  # scores of a case from which on it takes turns with others: its oracle needs 16 GiB and more, in fp64
 _turns: list[Lock] = []  # of this process: what a large case holds
 
 
@@ -59,9 +59,18 @@ def jobs(specs: Sequence[tuple[Path, Spec]], folder: Path, device: str) -> list[
 
 def run(work: Sequence[Job], device: str, seed: int, workers: int) -> list[Table]:
     """All of them, several at once; each case is said on stderr when it is done."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, max(1, len(work))), context, _turns.append, (context.Lock(),)) as pool:
+    with processes(min(workers, max(1, len(work)))) as pool:
         return list(pool.map(run_job, work, repeat(device), repeat(seed)))
+
+
+def processes(workers: int) -> ProcessPoolExecutor:
+    """Processes that take turns at large cases."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, context, _take_turns, (context.Lock(),))
+
+
+def _take_turns(lock: Lock) -> None:
+    _turns.append(lock)
 
 
 def run_job(job: Job, device: str, seed: int) -> Table:

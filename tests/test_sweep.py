@@ -48,6 +48,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def locks_of_this_process() -> int:
+    return len(sweep._turns)
+
+
+def test_processes_share_a_lock() -> None:
+    """Two large cases at once would not fit on a device."""
+    with sweep.processes(1) as pool:
+        assert pool.submit(locks_of_this_process).result() == 1
+
+
 def test_a_page_of_all_cases(project: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["test", "--all", "--report", "docs/page.md"])

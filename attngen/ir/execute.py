@@ -219,6 +219,9 @@ class _Launch:
     def expression(self, e: Expr, values: Values, dims: tuple[str, ...] = (), uses: Uses = ()) -> Any:
         """The value of an expression; what it names is broadcast to `dims` by the names of its dimensions."""
         renamed, named = dict(uses), {}
+        if e.is_Symbol:  # most are: an index, a size
+            ref = renamed.get(e.name, e.name)
+            return spread(values[ref], self.dims.get(ref, ()), dims)
         for name in names(e):
             ref = renamed.get(name, name)
             named[name] = spread(values[ref], self.dims.get(ref, ()), dims)

@@ -203,5 +203,5 @@ def butterfly(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("butterfly_gqa_28e9d37c2482", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("butterfly_gqa_0ac69eda0d18", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -25,7 +25,7 @@ DEVICE_CLASSES = {
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -49,7 +49,7 @@ SCHEDULES = {
     },
     "dq": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -87,7 +87,8 @@ SCHEDULES = {
     },
     "dk": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -109,8 +110,7 @@ SCHEDULES = {
     },
     "dv": {
         ("sm80", 2): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),

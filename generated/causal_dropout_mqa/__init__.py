@@ -172,5 +172,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_335e8f1f03b4", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_4c5e74c5408a", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -32,7 +32,8 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
@@ -91,8 +92,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("gfx942", 2): (
-            (512, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
         ),
         ("any", 2): (
             (512, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),

@@ -25,7 +25,7 @@ DEVICE_CLASSES = {
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -98,7 +98,7 @@ SCHEDULES = {
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),

@@ -263,5 +263,5 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_56257d946141", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_7fe47d6129a9", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -233,5 +233,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("packed_document_gqa_476d0d2da9d2", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_168f10275192", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

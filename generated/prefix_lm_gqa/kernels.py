@@ -93,10 +93,10 @@ SCHEDULES = {
         ),
         ("sm100", 2): (
             (512, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -105,7 +105,7 @@ SCHEDULES = {
     "packed": {
         ("sm80", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
