@@ -330,14 +330,16 @@ class HostContext:
         }
 
     def _is_contiguous(self, ref: str) -> bool:
-        """Whether a value is allocated as a contiguous tensor, so that its strides follow from its dimensions."""
+        """Whether a value is allocated as a contiguous tensor, or is a view of one by groups. Its strides follow from its dimensions."""
         op = self.host.by_name[ref]
+        if isinstance(op, View) and op.by == "group":
+            return self._is_contiguous(op.src)
         return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
 
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
         """The Python source of the strides that a kernel takes: `taken` are their dimensions, of `count` dimensions without the last."""
         var, op = variable(ref), self.host.by_name[ref]
-        if self._is_contiguous(op.src if isinstance(op, View) and op.by == "group" else ref):
+        if self._is_contiguous(ref):
             names = [self._dim(d) for d in self.host.type_of(ref).dims]
             return [" * ".join(names[i + 1 :]) for i in taken]
         if isinstance(op, View) and op.by == "group":
