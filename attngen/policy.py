@@ -30,6 +30,13 @@ RANGES: tuple[tuple[int | None, int], ...] = ((SHORT_ROWS, 512), (2048, 1024), (
 MODELLED = (64, SHORT_ROWS)  # ranges for which the cost model chooses, besides "any number"
 PACKED = 16  # rows of the smallest range for which tiles of packed queries are chosen (docs/perf-log.md, section 18)
 
+# ---------------------------------------------------------------- kernels that prepare what others read
+
+# Positions that a program takes at a time, for sequences of up to so many (the last: of any number), and how many of them each thread
+# has. A turn takes about the same time however many it has, since its steps wait for each other (docs/perf-log.md, section 22).
+WALKED, WALKED_EACH = (64, 512, 2048), 4
+MOST_THREADS = 1024  # of a program, on all devices
+
 # ---------------------------------------------------------------- what loops recompute
 
 WIDE = 128  # columns of an accumulator from which on its loop has no registers to spare (docs/perf-log.md, section 10)

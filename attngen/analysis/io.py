@@ -16,7 +16,7 @@ from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES
 from attngen.bounds.sizes import tile_bytes
 from attngen.bounds.tiles import extent, heads, own_tiles
-from attngen.ir.expr import Expr, select, symbol
+from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Arg, Base, Load, Op, Scatter, Store, Type
 
@@ -77,7 +77,8 @@ def l2_bytes(kernel: Kernel) -> Traffic:
     The formulas are in `tiles` (see flops.TILES), B, Hq, group and the sizes, and in `queries`, the rows of a head, where heads are packed.
     """
     owned = _heads(kernel) * own_tiles(kernel)
-    return loads_and_stores(kernel, tile_bytes, lambda block: owned if block in _walked(kernel) else TILES)
+    tiles = heads(kernel) * cdiv(symbol("Nq"), symbol("BLOCK_Q")) if kernel.prepares else TILES
+    return loads_and_stores(kernel, tile_bytes, lambda block: owned if block in _walked(kernel) else tiles)
 
 
 def hbm_bytes(kernel: Kernel) -> Expr:
@@ -95,6 +96,9 @@ def dram_bytes(kernel: Kernel) -> Traffic:
       tile. These are fewer where heads run abreast;
     - otherwise, if each program walks over its own tiles, once for each of these tiles. What it rewrites is written as often.
     """
+    if kernel.prepares:  # one program has all of a sequence's tensors, which its cache holds
+        sums = (sympy.Add(*(tile_bytes(arg.type) for arg in kernel.args if arg.role == role)) for role in ("in", "out"))
+        return Traffic(*sums)
     owned, tiles = _heads(kernel) * own_tiles(kernel), own_tiles(kernel)
     kept, streamed = [sympy.Integer(0)] * 2, [sympy.Integer(0)] * 2
     once: dict[str, tuple[Expr, Expr]] = {}
@@ -138,8 +142,11 @@ def _tensor(kernel: Kernel, op: Op) -> Arg:
 
 
 def compulsory_bytes(kernel: Kernel) -> Expr:
-    """Bytes that a kernel moves if each tensor is moved once, and twice if it is both read and written. The LSE has no gradient."""
-    times = {"scalar": 0, "in": 1, "out": 1, "inout": 2}
+    """Bytes that a kernel moves if each tensor is moved once, and twice if it is both read and written. The LSE has no gradient.
+
+    Scratch memory is in a cache, and not moved.
+    """
+    times = {"scalar": 0, "scratch": 0, "in": 1, "out": 1, "inout": 2}
     moved = sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args))
     return moved.subs({symbol("Nq"): extent(kernel, "q"), symbol("Nlse"): 0})
 

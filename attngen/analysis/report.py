@@ -8,6 +8,7 @@ from typing import Any
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import hbm_bytes
 from attngen.backends import backend_of
+from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
@@ -30,7 +31,7 @@ def report(module: Module) -> dict[str, Any]:
 
 def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
     return {
-        "tiles": str(total_tiles(kernel)) if kernel.loops else "0",
+        "tiles": str(total_tiles(kernel)) if tile_loops(kernel) else "0",
         "flops": to_text(executed_flops(kernel)),
         "hbm_bytes": to_text(hbm_bytes(kernel)),
         "schedules": [

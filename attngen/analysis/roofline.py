@@ -62,7 +62,7 @@ def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row | 
 
 def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
     """The schedule row that the generated code takes on a device class, at the smallest element size; None if no tile fits it."""
-    size = min(elem_sizes(module))
+    size = min(elem_sizes(module, kernel))
     mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (cls, size)]
     return next((r for r in mine if r.max_rows is None or rows <= r.max_rows), None)
 

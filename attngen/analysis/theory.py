@@ -209,7 +209,7 @@ def emitted(module: Module, cls: str) -> list[Theorem]:
     found = []
     for kernel in module.kernels:
         if not tile_loops(kernel):
-            found.append(Theorem(f"@{kernel.name}", "", moved([kernel]), N * D, (Regime("any M"),)))
+            found.append(Theorem(f"@{kernel.name}", "", moved([kernel]), N if kernel.prepares else N * D, (Regime("any M"),)))
             continue
         biased = any({"Nq", "Nk"} <= set(i.shape) for i in module.inputs)
         dense = N**2 if biased else sympy.Integer(0)  # of an input as large as the scores

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from attngen.derive import derive, function
 from attngen.errors import AttngenError
 from attngen.ir.expr import (
     TO_INTEGER,
@@ -33,7 +33,6 @@ from attngen.ir.expr import (
     trunc,
 )
 from attngen.parts import NATURAL, Part, Sizes
-from attngen.scores import derive_functions
 from attngen.spec import Spec
 
 if TYPE_CHECKING:
@@ -136,17 +135,11 @@ def _tensors(spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.d
     import torch
 
     found: dict[str, torch.Tensor] = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
-    functions = {  # their files do not import torch, as the modules do that their source is printed into
-        name: FunctionType(f.__code__, {**f.__globals__, "torch": torch}, name, f.__defaults__) for name, f in derive_functions().items()
-    }
-    for d in spec.derived():
-        sources = [given[s] if s in given else torch.device(device) if s == "device" else sizes.of(s) for s in d.sources]
-        made = functions[d.function](*sources)
-        found |= dict(zip(d.names, made if isinstance(made, tuple) else (made,)))
+    found |= derive(spec, sizes, given, device)
     blocks = spec.mask.blocks()
     if blocks and blocks.pattern and "block_mask" not in given:
         rows, columns = (-(-n // blocks.size) for n in (sizes.n_q, sizes.n_kv))
-        found["block_mask"] = functions[blocks.pattern](rows, columns, torch.device(device), **dict(blocks.params))
+        found["block_mask"] = function(blocks.pattern)(rows, columns, torch.device(device), **dict(blocks.params))
     return found
 
 

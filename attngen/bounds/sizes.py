@@ -16,8 +16,10 @@ ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
 
 
-def elem_sizes(module: Module) -> tuple[int, ...]:
-    """Bytes per element of the module's dtypes, smallest first."""
+def elem_sizes(module: Module, kernel: Kernel | None = None) -> tuple[int, ...]:
+    """Bytes per element of the module's dtypes, smallest first; of a kernel that prepares, those of an i32."""
+    if kernel is not None and kernel.prepares:
+        return (DTYPE_BYTES["i32"],)
     return tuple(sorted({ELEMENTS[d].bytes for d in module.dtypes}))
 
 

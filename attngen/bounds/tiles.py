@@ -66,8 +66,9 @@ def runs(kernel: Kernel, block: str) -> Expr:
 
 
 def heads(kernel: Kernel) -> Expr:
-    """Number of heads, over all sequences, with tiles of their own: query heads, or key heads where tiles pack the queries of a group."""
-    found = symbol("B") * symbol("Hq")
+    """Number of heads, over all sequences, with tiles of their own: query heads, or key heads where tiles pack the queries of a group; of a
+    kernel that prepares, sequences."""
+    found = symbol("B") * (1 if kernel.prepares else symbol("Hq"))
     return found / symbol("group") if kernel.packs else found
 
 

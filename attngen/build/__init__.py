@@ -7,6 +7,7 @@ from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_e
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end, packs
 from attngen.build.host import build_hosts
+from attngen.build.programs import add_programs
 from attngen.build.semantics import listed_blocks, meaning
 from attngen.errors import BuildError
 from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Module
@@ -52,7 +53,7 @@ def build_module(spec: Spec) -> Module:
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
     )
-    return build_hosts(module)
+    return add_programs(build_hosts(module))
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:

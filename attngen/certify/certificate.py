@@ -25,9 +25,11 @@ Found = dict[tuple[str, Row], Reading]  # by kernel and schedule row
 def chosen(module: Module, targets: Sequence[str], every: bool) -> list[tuple[Kernel, Row]]:
     """The schedule rows to certify on the targets: all with `every`; otherwise those of the smallest element size that are for any
     number of rows or were measured."""
-    least = min(elem_sizes(module))
+    least = {kernel.name: min(elem_sizes(module, kernel)) for kernel in module.kernels}
     pairs = [(kernel, row) for kernel in module.kernels for row in module.rows(kernel.name) if row.device in targets]
-    return [(kernel, row) for kernel, row in pairs if every or (row.elem_bytes == least and (row.max_rows is None or row.measured))]
+    return [
+        (kernel, row) for kernel, row in pairs if every or (row.elem_bytes == least[kernel.name] and (row.max_rows is None or row.measured))
+    ]
 
 
 def record(module: Module, files: dict[str, str], found: Found) -> dict[str, str]:

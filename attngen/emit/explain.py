@@ -47,7 +47,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
         row = row_for(module, kernel, DEVICES["H100"], problem.n_q)
-        if kernel.loops:
+        if tile_loops(kernel):
             yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
             yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
         yield _line(f"@{kernel.name} bytes loaded and stored = {to_text(hbm_bytes(kernel))}")

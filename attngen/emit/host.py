@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 
 from attngen.backends.base import PrintedKernel
-from attngen.emit.layout import fitted, tuple_text
+from attngen.emit.layout import LONGEST, fitted, tuple_text
 from attngen.emit.torch_text import to_torch
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import parse, symbol, to_text
@@ -55,7 +55,7 @@ class HostView:
     params: list[str]
     sizes: list[str]  # statements that define sizes and strides
     nodes: list[HostNode]
-    results: list[str]
+    returned: str  # the statement that returns the results
 
 
 @dataclass
@@ -124,13 +124,16 @@ class HostContext:
         self.sizes: set[str] = set()  # sizes that the program's statements use
         self.strides: dict[str, int] = {}  # arguments whose strides launches take, and how many of each
         self.given_shapes = host.name == "forward"  # its callers may pass sizes and strides that they know
+        tensors = [variable(a.name) for a in host.args if a.role == "in"]
+        self.first = "q" if "q" in tensors else tensors[0]  # on whose device it allocates and launches
 
     def view(self) -> HostView:
         """The view of the whole program."""
         nodes = self._block("entry")
-        params = [variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
+        params = [a.name if a.name in SIZES else variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
         results = [variable(ref) for ref in self.host.results.values()]
-        return HostView(params, self._definitions(), nodes, results)
+        returned = f"return {', '.join(results)}"
+        return HostView(params, self._definitions(), nodes, returned if len(returned) < LONGEST else fitted("return ", results, ""))
 
     def _definitions(self) -> list[str]:
         """Statements that define the sizes and strides which the other statements use."""
@@ -143,12 +146,25 @@ class HostContext:
             names: list[str] = [name if name in wanted else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
             names += [f"{strides.pop(name)}_strides" if name in strides else "_" for name in ("q", "k", "v")]
             lines = [f"{', '.join(names)} = shapes or runtime.shapes_of(q, k, v)"]
-        else:
+        elif any(a.name == "Q" for a in self.host.args):
             lines = sizes_of(wanted)
+        else:
+            lines = self.sizes_of_args(wanted)
         lines += [f"{name} = {text}" for name, text in _MADE.items() if name in wanted]
         if strides:
             variables = ", ".join(f"{name}_strides" for name in strides)
             lines.append(fitted(f"{variables}{',' * (len(strides) == 1)} = runtime.strides", list(strides), ""))
+        return lines
+
+    def sizes_of_args(self, wanted: Iterable[str]) -> list[str]:
+        """Statements that read the `wanted` sizes from the shapes of the arguments."""
+        known = {a.name for a in self.host.args}
+        lines = []
+        for arg in self.host.args:
+            new = set(arg.type.dims) & set(wanted) - known
+            names = [dim if dim in new else "_" for dim in arg.type.dims]
+            lines += [f"{', '.join(names)} = {variable(arg.name)}.shape"] if new else []
+            known |= new
         return lines
 
     # ------------------------------------------------------------------ expressions
@@ -199,8 +215,8 @@ class HostContext:
             self._python(symbol("Hkv"))
             return {"var": var, "expr": f"runtime.room_for_splits({variable(op.otherwise)}, splits)"}
         dtype = TORCH[op.type.dtype]
-        like = variable(op.like or "Q")
-        nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing(q, {len(dims)}, {dtype})"
+        like = variable(op.like) if op.like else self.first
+        nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing({like}, {len(dims)}, {dtype})"
         if op.where == sympy.false:
             return {"var": var, "expr": nothing}
         if "Td" in dims:  # as many rows as the schedule of the kernel says
@@ -212,7 +228,7 @@ class HostContext:
             made = f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
             return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}
         else:
-            made = f"runtime.empty(q, {', '.join(self._dense(dims))}, {dtype})"
+            made = f"runtime.empty({like}, {', '.join(self._dense(dims))}, {dtype})"
         if op.fill is not None:
             made += ".zero_()" if op.fill == 0 else f".fill_({self._number(op.fill)})"
         if op.where != sympy.true:
@@ -320,7 +336,7 @@ class HostContext:
         flags = list(_flags(view).values())
         return {
             "handle": op.kernel.upper(),
-            "x": "q",
+            "x": self.first,
             "rows": self._python(sizes.get(extent, symbol(extent))),
             "heads": self._python(heads),
             "tensors": [variable(given.get(a.name, a.name)) for a in tensors],

@@ -170,7 +170,7 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
             found.append(Formula(str(name), Markup("how many of the tiles listed come before tile {}").format(typeset.math(value))))
         else:
             found.append(Formula(str(name), typeset.math(value)))
-    if kernel.loops:
+    if tile_loops(kernel):
         factors = symbol("B"), heads(kernel) / symbol("B")
         found.append(Formula("tiles", typeset.sum_over_programs(factors, turns, kernel.own_axis, extent(kernel, kernel.own_axis))))
         found.append(Formula("FLOPs", typeset.math(executed_flops(kernel))))
@@ -295,7 +295,8 @@ def _apart(module: Module, kernel: Kernel) -> str:
             "owns the queries of all heads that share a K/V head, and visits the tiles that @fwd would visit for them. It has no map "
             "and no point under the roofs."
         )
-    return f"@{kernel.name} runs once before the others, to find out what the mask's data hides. It has no point under the roofs."
+    why = "and computes what they read of a call's integers" if kernel.prepares else "to find out what the mask's data hides"
+    return f"@{kernel.name} runs once before the others, {why}. It has no point under the roofs."
 
 
 def _si(value: float, unit: str) -> str:

@@ -71,7 +71,9 @@ def _environment() -> jinja2.Environment:
 
 def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[str, Any]:
     wrapper = Wrapper(module)
-    hosts = [(host.name, TITLES[host.name], HostContext(module, host, views).view()) for host in module.hosts]
+    derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
+    titles = {**TITLES, **derived}
+    hosts = [(host.name, titles[host.name], HostContext(module, host, views).view()) for host in module.hosts]
     given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in (wrapper.data_inputs if wrapper.data else [])]
     return {
         "module": module,

@@ -11,7 +11,7 @@ from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.dtypes import ELEMENTS, TORCH
-from attngen.ir.graph import Blocks, Input, Module
+from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
 from attngen.ir.names import block_lists
@@ -122,7 +122,7 @@ class Wrapper:
         found = [
             d for d in self.module.derived if (set(d.names) & wanted if wanted is not None else not set(d.sources) & set(self.planned))
         ]
-        return [(list(d.names), f"{d.function}({', '.join('q.device' if s == 'device' else _size(s) for s in d.sources)})") for d in found]
+        return [(list(d.names), _call(d, {"device": "q.device"})) for d in found]
 
     @property
     def sizes(self) -> list[str]:
@@ -147,7 +147,7 @@ class Wrapper:
     @property
     def fields(self) -> list[str]:
         """The tensors of a plan that stand for the planned inputs: inputs that kernels read themselves, and tensors derived from inputs."""
-        read = {a.name.lower() for kernel in self.module.kernels for a in kernel.args}
+        read = {a.name.lower() for kernel in self.module.kernels if not kernel.prepares for a in kernel.args}
         derived = [n for d in self.module.derived for n in d.names if set(d.sources) & set(self.planned)]
         return [n for n in self.planned if n in read] + derived
 
@@ -162,7 +162,7 @@ class Wrapper:
         """The source of a plan's values, in terms of the arguments of the function that makes it."""
         names = {"Nq": "n_q", "Nk": "n_kv"}
         derived = [d for d in self.module.derived if set(d.sources) & set(self.planned)]
-        calls = [f"*{d.function}({', '.join(names.get(s, _size(s)) for s in d.sources)})" for d in derived]
+        calls = [f"*{_call(d, names)}" for d in derived]
         return [f"{n}.contiguous()" for n in self.fields if n in self.planned] + calls
 
     @property
@@ -171,6 +171,17 @@ class Wrapper:
         types = {i.name: (i.dtype, i.shape) for i in self.module.inputs}
         types |= {name: (d.dtype, shape) for d in self.module.derived for name, shape in zip(d.names, d.shapes)}
         return [f"{n}=({TORCH[types[n][0]]}, [{', '.join(map(_size, types[n][1]))}])" for n in self.fields]
+
+    @property
+    def plan_taken(self) -> list[str]:
+        """Statements that check and convert what programs read, in the function that makes a plan from it."""
+        read = {a.name.lower() for p in self.programs for a in p.host.args}
+        given = [i for i in self.module.inputs if i.name in read]
+        shapes = [", ".join(["None"] * len(i.shape)) for i in given]
+        return [
+            f'{i.name} = runtime.take_input({i.name}, "{i.name}", {i.name}, {TORCH[i.dtype]}, [{shape}], "{i.help}")'
+            for i, shape in zip(given, shapes)
+        ]
 
     # ------------------------------------------------------------------ operators
 
@@ -251,9 +262,50 @@ class Wrapper:
     @property
     def functions(self) -> list[str]:
         """The source of the functions that masks and modifiers declare, as plain torch."""
-        names = [d.function for d in self.module.derived]
+        names = [d.function for d in self.module.derived if not d.program]
         names += [self.module.blocks.pattern] if self.module.blocks and self.module.blocks.pattern else []
         return [_source(name) for name in dict.fromkeys(names)]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The host programs that compute what kernels read of inputs."""
+        return [Program(self.module.host(d.program), d) for d in self.module.derived if d.program]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The strings of an operator that runs a host program."""
+
+    host: Host
+    derived: Derived
+
+    @property
+    def params(self) -> list[str]:
+        """The arguments of the program."""
+        return [a.name if a.role == "scalar" else a.name.lower() for a in self.host.args]
+
+    @property
+    def schema(self) -> str:
+        """The declaration of the operator to torch."""
+        given = (f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {name}" for a, name in zip(self.host.args, self.params))
+        return f"({', '.join(given)}) -> ({', '.join(['Tensor'] * len(self.derived.names))})"
+
+    @property
+    def sizes(self) -> list[str]:
+        """Statements that read sizes from the shapes of the arguments."""
+        given = ((a.name.lower(), a.type.dims) for a in self.host.args if a.role == "in")
+        return [f"{', '.join(dims)} = {name}.shape" for name, dims in given]
+
+    @property
+    def shapes(self) -> list[str]:
+        """The source of the shape of each result."""
+        return [tuple_text(list(dims)) for dims in self.derived.shapes]
+
+
+def _call(d: Derived, names: dict[str, str]) -> str:
+    """The Python source of a call that computes what is derived; `names` are those of its sources that have others there."""
+    function = d.program.upper() if d.program else d.function
+    return f"{function}({', '.join(names.get(s, _size(s)) for s in d.sources)})"
 
 
 def _size(dim: str) -> str:

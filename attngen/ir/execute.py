@@ -47,6 +47,7 @@ from attngen.ir.ops import (
     Op,
     Position,
     Reduce,
+    Scan,
     Scatter,
     Seed,
     SoftmaxStep,
@@ -343,7 +344,11 @@ class _Launch:
 
     def _scatter(self, op: Scatter, values: Values, cls: str) -> None:
         places, inside = self.places(op, op.dst, self.dims[op.value], values)
-        np.add.at(values[op.dst.tensor], places, np.asarray(values[op.value])[inside])
+        written = np.asarray(values[op.value])[inside]
+        if op.op == "put":
+            values[op.dst.tensor][places] = written
+        else:
+            {"add": np.add, "min": np.minimum}[op.op].at(values[op.dst.tensor], places, written)
 
     def _position(self, op: Position, values: Values, cls: str) -> int:
         axis = "kv" if self.kernel.own_axis == "q" else "q"
@@ -373,6 +378,9 @@ class _Launch:
     def _reduce(self, op: Reduce, values: Values, cls: str) -> Any:
         reduced = getattr(np, op.op)(values[op.value], axis=self.dims[op.value].index(op.over))
         return self.tile(reduced, op.type, values)
+
+    def _scan(self, op: Scan, values: Values, cls: str) -> Any:
+        return np.maximum.accumulate(values[op.value], axis=self.dims[op.value].index(op.over))
 
     def _seed(self, op: Seed, values: Values, cls: str) -> int:
         return int(values[op.src])

@@ -1,7 +1,7 @@
 """What a call of a module computes: its host programs on NumPy, op by op, and the kernels that they launch (ir/execute.py).
 
-Sizes are those of the arrays that a call gives. New tensors hold NaN until they are written, and lie in memory as the ops say, so that
-a view may need a copy as it does on a GPU.
+Sizes are those of the arrays that a call gives. New tensors hold NaN until they are written (integers the least there is), and lie in
+memory as the ops say, so that a view may need a copy as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from attngen.ir.execute import SINGLE, Values, execute_kernel, spread
 from attngen.ir.expr import parse
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
+from attngen.ir.names import SIZES
 from attngen.ir.numeric import compiled, names, value
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
 from attngen.policy import STRIP
@@ -27,7 +28,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     """The results of a call, forward and backward, by name: `out`, `lse`, `dq`, `dk`, `dv`, and `d_NAME` of each input that is learned.
 
     inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V], `grad_out` [B, Hq, Nq, D_V]; `grad_lse` [B, Hq, Nq],
-    or [B, Hq, 0] for none; `scale`; what the mask and modifiers read by the names of the module's inputs, and what is derived of these;
+    or [B, Hq, 0] for none; `scale`; what the mask and modifiers read by the names of the module's inputs, and what Python derives of these;
     `block_mask` [B or 1, Hq or 1, Tq, Tk] where the module has one; `seed` and `threshold` with dropout; `splits`, of groups of heads.
     `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, all of them by default; others have no elements.
     tiles: BLOCK_Q and BLOCK_KV; dtypes: SINGLE or DOUBLE. Raises OutsideTensor where a kernel leaves a tensor.
@@ -41,6 +42,9 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     def run(name: str, of_tiles: Mapping[str, int] = tiles) -> Arrays:
         return execute_host(module, module.host(name), given, of_tiles, dtypes, inputs.get("splits", 1))
 
+    given["Nq"] = inputs["q"].shape[2]
+    for d in module.derived:
+        given |= run(d.program) if d.program else {}
     if module.blocks:
         if module.blocks.data:
             given |= run("count", {"BLOCK_Q": module.blocks.size, "BLOCK_KV": STRIP})
@@ -65,6 +69,7 @@ def execute_host(
     among how many programs the heads of a group are split, which depends on the number of multiprocessors on a GPU.
     """
     values: Values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
+    values |= {a.name: int(values[a.name]) for a in host.args if a.name in SIZES}
     values |= _sizes(module, host, values, tiles)
     return _Run(module, host, tiles, dtypes, splits).block("entry", values)
 
@@ -72,8 +77,9 @@ def execute_host(
 def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int]) -> dict[str, int]:
     """Every size by name: those that dimensions of arguments name, and those that follow from others."""
     sizes = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
+    sizes |= {name: x for name, x in values.items() if name in SIZES}
     for arg in host.args:
-        for dim, length in zip(arg.type.dims, values[arg.name].shape, strict=True):
+        for dim, length in zip(arg.type.dims, np.shape(values[arg.name]), strict=True):
             if dim.isidentifier() and sizes.setdefault(dim, length) != length:
                 raise AttngenError(f"host @{host.name}: %{arg.name} has {length} along {dim}; expected {sizes[dim]}, as others have")
     if "Hkv" in sizes:
@@ -131,12 +137,14 @@ class _Run:
             shape = values[source].shape
         else:
             shape = self.shape(op.type, values)
-        fill = np.nan if op.fill is None else float(op.fill)
+        dtype = np.dtype(self.dtypes[op.type.dtype])
+        unwritten = np.nan if dtype.kind == "f" else np.iinfo(dtype).min
+        fill = unwritten if op.fill is None else float(op.fill)
         if op.like is None:
-            return np.full(shape, fill, self.dtypes[op.type.dtype])
+            return np.full(shape, fill, dtype)
         strides = values[op.like].strides
         order = sorted(range(len(shape)), key=lambda d: -strides[d])  # of its dimensions in memory
-        laid_out = np.full([shape[d] for d in order], fill, self.dtypes[op.type.dtype])
+        laid_out = np.full([shape[d] for d in order], fill, dtype)
         return laid_out.transpose(np.argsort(order))
 
     def _view(self, op: View, values: Values) -> np.ndarray:

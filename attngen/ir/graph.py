@@ -215,6 +215,11 @@ class Kernel:
         """Whether it evaluates a mask of data, before all others: how many pairs of a block are visible."""
         return "COUNT" in self.writes
 
+    @cached_property
+    def prepares(self) -> bool:
+        """Whether it computes, of a call's integers, what other kernels read: it has neither q, k and v nor scores."""
+        return all(arg.type.dtype == "i32" for arg in self.args)
+
     @property
     def walks(self) -> bool:
         """Whether each program walks over all tiles of its own axis. In other kernels the grid gives each program one tile."""
@@ -232,9 +237,10 @@ class Kernel:
 
     @cached_property
     def tiled_axis(self) -> str:
-        """The axis of tiles that the grid has, or that a loop of class `all` runs over; empty where there is none."""
+        """The axis of tiles that the grid has, or that a loop of class `all` runs over; empty where there is none. Of two it is `own`."""
         axes = [self.grid[0].var, *(loop.var for loop in self.loops if loop.cls == "all")]
-        return next((axis for axis in axes if axis in AXIS_EXTENT), "")
+        found = [axis for axis in axes if axis in AXIS_EXTENT]
+        return self.own if self.own in found else next(iter(found), "")
 
     def rewrite(self, change: Callable[[str, Op], Iterable[Op]]) -> Kernel:
         """A kernel with every op replaced by those that change(block name, op) gives."""
@@ -270,8 +276,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Derived:
-    """Tensors that the generated module computes before its kernels run, by a function that a mask or modifier declares.
+    """Tensors that the generated module computes before its kernels run.
 
+    function: a Python function that a mask or modifier declares; or, as in `@documents`, a host program, whose results they are.
     sources: the function's arguments: inputs, sizes, numbers, the device.
     rising: names of the tensors whose numbers never fall along their last dimension.
     """
@@ -282,6 +289,11 @@ class Derived:
     sources: tuple[str, ...]
     dtype: str = "i32"
     rising: tuple[str, ...] = ()
+
+    @property
+    def program(self) -> str:
+        """The name of the host program that computes them; empty if a Python function does."""
+        return self.function[1:] if self.function.startswith("@") else ""
 
 
 def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> dict[str, Type]:

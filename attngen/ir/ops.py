@@ -16,6 +16,7 @@ import sympy
 
 from attngen.ir.expr import Bool, Expr, cdiv, symbol
 
+TENSORS = ("in", "out", "inout", "scratch")  # roles of a kernel's arguments that lie in device memory
 DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T` depends on the module
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
@@ -133,7 +134,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Arg(Op):
-    """A parameter: of the kernel (`in`, `out`, `inout`, `scalar`) or of a loop body (`carry`)."""
+    """A parameter: of the kernel (`in`, `out`, `inout`, `scratch`, `scalar`) or of a loop body (`carry`).
+
+    A tensor of role `scratch` is the kernel's own: each program fills its part and reads it again, and nothing else does.
+    """
 
     role: str
     type: Type
@@ -311,6 +315,16 @@ class Reduce(Op):
 
 
 @dataclass(frozen=True)
+class Scan(Op):
+    """Running maxima along a named dimension: each element becomes the largest of itself and those before it."""
+
+    value: str = field(metadata=OPERAND)
+    op: str
+    over: str
+    type: Type
+
+
+@dataclass(frozen=True)
 class Yield(Op):
     """The last op of a block: the carried values for a loop's next turn, or the results of a host program's block."""
 
@@ -329,12 +343,17 @@ class Store(Op):
 
 @dataclass(frozen=True)
 class Scatter(Op):
-    """Add each element of a value to an element of a tensor, at computed indices, where the condition holds. Atomic, in no fixed order."""
+    """Write each element of a value to an element of a tensor, at computed indices, where the condition holds.
+
+    op: `add` adds to what is there, and `min` keeps the smaller of both: atomic, in no fixed order. `put` replaces what is there; each
+    element has one writer.
+    """
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
     uses: Uses = field(metadata=OPERAND)
     where: Bool = sympy.true
+    op: str = "add"
 
 
 @dataclass(frozen=True)
@@ -344,10 +363,11 @@ class Barrier(Op):
 
 @dataclass(frozen=True)
 class Block:
-    """A list of ops: the `entry` of a kernel or host program, a loop's body, or a branch of an `if`."""
+    """A list of ops: the `entry` of a kernel or host program, a loop's body, or a branch of an `if`. `about` says what a body is for."""
 
     name: str
     ops: tuple[Op, ...]
+    about: str = ""
 
 
 OPS: dict[str, type[Op]] = {
@@ -366,6 +386,7 @@ OPS: dict[str, type[Op]] = {
     "keep": Keep,
     "dropout": Dropout,
     "reduce": Reduce,
+    "scan": Scan,
     "yield": Yield,
     "store": Store,
     "scatter": Scatter,

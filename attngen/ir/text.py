@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from attngen.errors import IRError
@@ -33,6 +33,7 @@ _POSITIONAL = {
     "keep": ("seed",),
     "dropout": ("value",),
     "reduce": ("op", "value"),
+    "scan": ("op", "value"),
     "store": ("dst", "value"),
     "scatter": ("dst", "value"),
     "view": ("src",),
@@ -81,7 +82,11 @@ def print_host(host: Host) -> str:
 
 
 def _print_blocks(blocks: Iterable[Block]) -> list[str]:
-    return [line for block in blocks for line in (f"  block @{block.name}", *(f"    {print_op(op)}" for op in block.ops))]
+    found = []
+    for block in blocks:
+        about = [f"    about {block.about}"] if block.about else []
+        found += [f"  block @{block.name}", *about, *(f"    {print_op(op)}" for op in block.ops)]
+    return found
 
 
 def print_kernel(kernel: Kernel) -> str:
@@ -232,20 +237,52 @@ def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
     return Row(match[1], int(match[2]), rows, block_q, block_kv, num_warps, num_stages, tma, measured, match[10] or backend)
 
 
+@dataclass
+class _Lines:
+    """The lines of a block that is being parsed."""
+
+    name: str
+    about: str = ""
+    ops: list[Op] = field(default_factory=list)
+
+
+class _Sections:
+    """What the lines of a text say, section by section."""
+
+    def __init__(self) -> None:
+        self.header: dict[str, str] = {}
+        self.inputs: list[Input] = []
+        self.derived: list[Derived] = []
+        self.learned: list[Learned] = []
+        self.reads: list[Read] = []
+        self.meaning: dict[str, Any] = {}
+        self.kernels: list[tuple[dict[str, Any], list[_Lines]]] = []  # fields of the header, blocks
+        self.hosts: list[tuple[str, list[_Lines]]] = []
+        self.schedules: list[tuple[str, list[Row | Unfit]]] = []
+
+    def made_hosts(self) -> tuple[Host, ...]:
+        return tuple(Host(name, _blocks(blocks)) for name, blocks in self.hosts)
+
+    def made_kernels(self) -> tuple[Kernel, ...]:
+        return tuple(Kernel(**fields, blocks=_blocks(blocks)) for fields, blocks in self.kernels)
+
+
 def parse_module(text: str, source: str = "IR") -> Module:
     """Parse a module's text.
 
     Raises IRError naming `source`, the line and what was expected there. Nothing is verified: see `attngen.verify`.
     """
-    header: dict[str, str] = {}
-    inputs: list[Input] = []
-    derived: list[Derived] = []
-    learned: list[Learned] = []
-    reads: list[Read] = []
-    meaning: dict[str, Any] = {}
-    kernels: list[tuple[dict[str, Any], list[tuple[str, list[Op]]]]] = []  # fields of the header, blocks
-    hosts: list[tuple[str, list[tuple[str, list[Op]]]]] = []
-    schedules: list[tuple[str, list[Row | Unfit]]] = []
+    return _module(_sections(text, source), source)
+
+
+def parse_programs(text: str, source: str = "IR") -> tuple[tuple[Host, ...], tuple[Kernel, ...]]:
+    """Parse a text of host programs and kernels alone, without a header. Raises IRError as `parse_module` does."""
+    found = _sections(text, source)
+    return found.made_hosts(), found.made_kernels()
+
+
+def _sections(text: str, source: str) -> _Sections:
+    s = _Sections()
     section = "module"
     for number, raw in enumerate(text.splitlines(), 1):
         where, line = f"{source}, line {number}", raw.strip()
@@ -253,52 +290,58 @@ def parse_module(text: str, source: str = "IR") -> Module:
             continue
         word, _, rest = line.partition(" ")
         if word == "module":
-            header["name"] = parse_word(rest, where)
+            s.header["name"] = parse_word(rest, where)
         elif word == "kernel":
-            kernels.append((_parse_kernel(rest, where), []))
+            s.kernels.append((_parse_kernel(rest, where), []))
             section = "kernel"
         elif word == "host":
-            hosts.append((parse_word(rest, where), []))
+            s.hosts.append((parse_word(rest, where), []))
             section = "host"
-        elif section == "kernel" and word == "about" and not kernels[-1][1]:
-            kernels[-1][0]["about"] = rest
+        elif section == "kernel" and word == "about" and not s.kernels[-1][1]:
+            s.kernels[-1][0]["about"] = rest
         elif word == "schedule":
-            schedules.append((parse_word(rest, where), []))
+            s.schedules.append((parse_word(rest, where), []))
             section = "schedule"
         elif section == "schedule":
-            schedules[-1][1].append(_parse_row(line, header.get("backend", ""), where))
+            s.schedules[-1][1].append(_parse_row(line, s.header.get("backend", ""), where))
         elif section in ("kernel", "host"):
-            _parse_in_blocks(line, *((kernels[-1][1], OPS) if section == "kernel" else (hosts[-1][1], HOST_OPS)), where)
-        elif word == "input":
-            inputs.append(_parse_input(rest, where))
-        elif word == "derive":
-            derived.append(_parse_derived(rest, where))
-        elif word == "read":
-            reads.append(_parse_read(rest, where))
-        elif word == "learn":
-            learned.append(_parse_learned(rest, where))
-        elif word in ("mask", "score"):
-            header[word], said = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
-            meaning |= said
-        elif word in (*_HEADER_KEYS, "order"):
-            header[word] = rest
+            _parse_in_blocks(line, *((s.kernels[-1][1], OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)), where)
         else:
-            known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "read", "learn"))
-            raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
-    made = Meaning(**meaning, reads=tuple(reads))
-    programs = tuple(Host(name, _blocks(blocks)) for name, blocks in hosts)
-    return _module(header, (tuple(inputs), tuple(derived), tuple(learned), made), programs, kernels, schedules, source)
+            _parse_header_line(s, word, rest, where)
+    return s
 
 
-def _parse_in_blocks(line: str, blocks: list[tuple[str, list[Op]]], ops: Mapping[str, type[Op]], where: str) -> None:
-    """A line of a kernel or a host program: the start of a block, or an op of the last one."""
-    word, _, name = line.partition(" ")
+def _parse_header_line(s: _Sections, word: str, rest: str, where: str) -> None:
+    """A line of the module's header."""
+    if word == "input":
+        s.inputs.append(_parse_input(rest, where))
+    elif word == "derive":
+        s.derived.append(_parse_derived(rest, where))
+    elif word == "read":
+        s.reads.append(_parse_read(rest, where))
+    elif word == "learn":
+        s.learned.append(_parse_learned(rest, where))
+    elif word in ("mask", "score"):
+        s.header[word], said = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
+        s.meaning |= said
+    elif word in (*_HEADER_KEYS, "order"):
+        s.header[word] = rest
+    else:
+        known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "read", "learn"))
+        raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
+
+
+def _parse_in_blocks(line: str, blocks: list[_Lines], ops: Mapping[str, type[Op]], where: str) -> None:
+    """A line of a kernel or a host program: the start of a block, what it is for, or an op of the last one."""
+    word, _, rest = line.partition(" ")
     if word == "block":
-        blocks.append((parse_word(name, where), []))
+        blocks.append(_Lines(parse_word(rest, where)))
     elif not blocks:
         raise IRError(f"{where}: an op outside a block; expected `block @entry` first")
+    elif word == "about" and not blocks[-1].ops:
+        blocks[-1].about = rest
     else:
-        blocks[-1][1].append(parse_op(line, where, sum(len(found) for _, found in blocks), ops))
+        blocks[-1].ops.append(parse_op(line, where, sum(len(block.ops) for block in blocks), ops))
 
 
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
@@ -320,7 +363,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _parse_derived(text: str, where: str) -> Derived:
-    match = re.fullmatch(r"(\w+) ((?:\w+\[[\w/, ]*\](?: rising)? ?)+) = (\w+)\(([\w/, ]+)\)", text)
+    match = re.fullmatch(r"(\w+) ((?:\w+\[[\w/, ]*\](?: rising)? ?)+) = (@?\w+)\(([\w/, ]+)\)", text)
     if not match:
         raise IRError(f"{where}: not a derived input; expected `derive i32 first[B] end[B] = key_span(key_padding)`")
     made = re.findall(r"(\w+)\[([\w/, ]*)\]( rising)?", match[2])
@@ -351,7 +394,8 @@ def _parse_learned(text: str, where: str) -> Learned:
     return Learned(match[1], tuple(to_text(parse(e, where)) for e in split(match[2] or "", ",")), match[3])
 
 
-def _module(header: dict[str, str], interface: Any, hosts: Any, kernels: Any, schedules: Any, source: str) -> Module:
+def _module(s: _Sections, source: str) -> Module:
+    header = s.header
     for key in ("name", *_HEADER_KEYS):
         if key not in header:
             raise IRError(f"{source}: the module header lacks `{key}`")
@@ -376,13 +420,13 @@ def _module(header: dict[str, str], interface: Any, hosts: Any, kernels: Any, sc
         order=header.get("order", "q_outer"),
         blocks=_parse_blocks(header["blocks"], source),
         dropout=header["dropout"] == "yes",
-        inputs=interface[0],
-        derived=interface[1],
-        learned=interface[2],
-        hosts=hosts,
-        kernels=tuple(Kernel(**fields, blocks=_blocks(blocks)) for fields, blocks in kernels),
-        schedules=tuple((n, tuple(rows)) for n, rows in schedules),
-        meaning=interface[3],
+        inputs=tuple(s.inputs),
+        derived=tuple(s.derived),
+        learned=tuple(s.learned),
+        hosts=s.made_hosts(),
+        kernels=s.made_kernels(),
+        schedules=tuple((name, tuple(rows)) for name, rows in s.schedules),
+        meaning=Meaning(**s.meaning, reads=tuple(s.reads)),
     )
 
 
@@ -399,5 +443,5 @@ def _parse_blocks(text: str, source: str) -> Blocks | None:
     return Blocks(int(match[1]), match[2] or "", tuple((name, int(value)) for name, value in pairs))
 
 
-def _blocks(blocks: Iterable[tuple[str, list[Op]]]) -> tuple[Block, ...]:
-    return tuple(Block(name, tuple(ops)) for name, ops in blocks)
+def _blocks(blocks: Iterable[_Lines]) -> tuple[Block, ...]:
+    return tuple(Block(block.name, tuple(block.ops), block.about) for block in blocks)

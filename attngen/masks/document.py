@@ -17,53 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
-    """Documents of queries and keys, and bounds of what they see, from ids [B, Nk] int32 in any order. Queries are the last n_q positions.
-
-    Returns ten int32 tensors. Two are numbers of documents: of each query [B, n_q] (-1 before the first key), of each key [B, Nk].
-
-    Then come four bounds for each query [B, n_q], all rising along the queries:
-    1. This query and all later ones see no key before it.
-    2. This query and all earlier ones see no key from it on.
-    3. No key from it on is before the start of the document of this query, or of an earlier one.
-    4. No key before it is past the first unbroken run of the document of this query, or of a later one.
-    So keys from bound 3 of query j up to bound 4 of query i are in the documents of all queries from i to j.
-
-    The last four are the same bounds for each key [B, Nk], in numbers of queries.
-    """
-    document_ids = document_ids.contiguous()
-    n = document_ids.shape[1]
-    shift = n - n_q
-    position = torch.arange(n, device=document_ids.device, dtype=torch.int32).expand_as(document_ids)
-    ordered, at = torch.sort(document_ids, dim=1, stable=True)
-    number = torch.searchsorted(ordered, document_ids)
-    last = torch.searchsorted(ordered, document_ids, right=True) - 1
-    first, end = at.gather(1, number), at.gather(1, last) + 1
-    starts = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    breaks = torch.cat([torch.where(starts, position, n)[:, 1:], torch.full_like(position[:, :1], n)], 1)  # the next start, or n
-    low, high = torch.stack([breaks, breaks]), torch.stack([end, first]).int()
-    if n:
-        run = breaks.flip(1).cummin(1).values.flip(1).gather(1, first)
-        low = torch.stack([first.int(), run]).flip(2).cummin(2).values.flip(2)
-        high = high.cummax(2).values
-    spans = torch.stack([low[0], high[0], high[1], low[1]])
-    of_query, of_key = torch.nn.functional.pad(spans, (-shift, 0)), (spans - shift).clamp(min=0)
-    return torch.nn.functional.pad(number.int(), (-shift, 0), value=-1), number.int(), *of_query, *of_key
-
-
-def sorted_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
-    """Four int32 tensors: the first and the end key of each query's document [B, n_q]; the same, in queries, for each key [B, Nk].
-
-    document_ids: [B, Nk], never falling along a sequence. Queries are the last n_q positions.
-    """
-    document_ids = document_ids.contiguous()
-    shift = document_ids.shape[1] - n_q
-    first = torch.searchsorted(document_ids, document_ids, out_int32=True)
-    end = torch.searchsorted(document_ids, document_ids, right=True, out_int32=True)
-    spans = torch.stack([first, end])
-    return *torch.nn.functional.pad(spans, (-shift, 0)), *(spans - shift).clamp(min=0)
-
-
 def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int) -> tuple[torch.Tensor, ...]:
     """Four int32 tensors: the first and the end of the keys that each query sees [n_q]; the same, in queries, for each key [n_kv].
 
@@ -91,6 +44,11 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
     return tuple(spans)
 
 
+SPANS, SORTED_SPANS = "@documents", "@sorted_documents"  # documents.ir and sorted_documents.ir
+# Numbers for each query, which rise along the queries, and the same for each key in numbers of queries:
+# 1. This query and all later ones see no key before the first number.
+# 2. This query and all earlier ones see no key from the second one on.
+# 3. and 4. Keys from the third number of query j up to the fourth of query i are in the documents of all queries from i to j.
 OF_QUERY = ("document_first", "document_end", "document_full_first", "document_full_end")
 OF_KEY = ("document_q_first", "document_q_end", "document_q_full_first", "document_q_full_end")
 IDS = ("document_q", "document_kv", *OF_QUERY, *OF_KEY)
@@ -106,7 +64,7 @@ class Document(Mask):
     """
 
     name: ClassVar[str] = "document"
-    functions: ClassVar[tuple[Callable[..., Any], ...]] = (document_spans, sorted_spans, packed_spans)
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = (packed_spans,)
     sorted: bool = Field(default=False, description="of ids: they never fall along a sequence, which is faster; it is not checked")
     packed: bool = False
     causal: bool = Field(default=False, description="of packed documents: a query sees no later key of its own")
@@ -132,8 +90,8 @@ class Document(Mask):
             sources = ("cu_seqlens_q", "cu_seqlens_kv", "Nq", "Nk", str(int(self.causal)))
             return (Derived(PACKED, shapes, packed_spans.__name__, sources, rising=PACKED),)
         if self.sorted:
-            return (Derived(PACKED, (q, q, kv, kv), sorted_spans.__name__, ("document_ids", "Nq"), rising=PACKED),)
-        return (Derived(IDS, (q, kv, *(q,) * 4, *(kv,) * 4), document_spans.__name__, ("document_ids", "Nq"), rising=IDS[2:]),)
+            return (Derived(PACKED, (q, q, kv, kv), SORTED_SPANS, ("document_ids", "Nq"), rising=PACKED),)
+        return (Derived(IDS, (q, kv, *(q,) * 4, *(kv,) * 4), SPANS, ("document_ids", "Nq"), rising=IDS[2:]),)
 
     def expression(self) -> Bool:
         if self.packed or self.sorted:

@@ -59,6 +59,9 @@ def _live(kernel: Kernel) -> set[str]:
             (last,) = (o for o in kernel.block(op.body).ops if isinstance(o, Yield))
             todo += [dict(op.carry)[field], dict(last.values)[field], field]
             todo += [op.listed] if op.listed else []
+        elif isinstance(op, Arg) and op.role == "carry":  # what a turn reads, the turn before it gives
+            body = kernel.graph.nodes[op.name]["block"]
+            todo += [f"{loop.name}.{op.name}" for loop in kernel.loops if loop.body == body]
         else:
             todo += op.operands()
         todo += kernel.scalars_of(op) if not isinstance(op, Map) else []  # a map reads operands alone

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Load, Op
+from attngen.ir.ops import TENSORS, Arg, Load, Op
 from attngen.passes.base import Pass
 
 
@@ -32,7 +32,7 @@ def _place(kernel: Kernel) -> Kernel:
         if not hasattr(op, "type"):
             return [op]
         space = "reg"
-        if isinstance(op, Arg) and op.role in ("in", "out", "inout"):
+        if isinstance(op, Arg) and op.role in TENSORS:
             space = "hbm"
         elif isinstance(op, Load) and op.name in operands:
             space = "sram"

@@ -26,7 +26,19 @@ from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.ir.ops import Load
 from attngen.passes.base import Pass
-from attngen.policy import ABREAST, FEW_QUERIES, MANY_ROWS, MODELLED, PACKED, RANGES, SHORT_ROWS, STRIP
+from attngen.policy import (
+    ABREAST,
+    FEW_QUERIES,
+    MANY_ROWS,
+    MODELLED,
+    MOST_THREADS,
+    PACKED,
+    RANGES,
+    SHORT_ROWS,
+    STRIP,
+    WALKED,
+    WALKED_EACH,
+)
 from attngen.schedules.table import Table, committed
 
 
@@ -46,8 +58,11 @@ class SelectTiles(Pass):
         return replace(module, schedules=schedules)
 
     def _rows(self, module: Module, kernel: Kernel) -> Iterator[Row | Unfit]:
-        reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module)}
-        for device, elem in product(CLASSES, elem_sizes(module)):
+        reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module, kernel)}
+        for device, elem in product(CLASSES, elem_sizes(module, kernel)):
+            if kernel.prepares:
+                yield from _walking(device, elem)
+                continue
             try:
                 rows = self._modelled(module, kernel, device, elem)
             except FitError as error:
@@ -115,6 +130,13 @@ class SelectTiles(Pass):
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
         return FitError(("schedule",), str(misfit(module, kernel, row, change)))
+
+
+def _walking(device: str, elem: int) -> Iterator[Row]:
+    """The rows of a kernel that walks over all positions of a sequence, as many at a time as WALKED says."""
+    for block in WALKED:
+        warps = max(1, min(block // WALKED_EACH, MOST_THREADS) // CLASSES[device].threads_per_warp)
+        yield Row(device, elem, None if block == WALKED[-1] else block, block, block, warps, 1)
 
 
 def depths(row: Row) -> list[Row]:

@@ -37,7 +37,8 @@ def structure(module: Module, host: Host) -> Iterator[str]:
             if isinstance(op, Arg) and (block.name != "entry" or op.role not in ("in", "scalar", "flag")):
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected in, scalar or flag, of @entry"
     learned = tuple(f"d_{i.name}" for i in module.inputs if i.grad) if host.name == "backward" else ()
-    expected = (*RESULTS.get(host.name, ()), *learned)
+    derived = tuple(name.upper() for d in module.derived if d.program == host.name for name in d.names)
+    expected = (*RESULTS.get(host.name, derived), *learned)
     if expected and tuple(host.results) != expected:
         yield f"it gives {', '.join(host.results) or 'nothing'}; expected {', '.join(expected)}"
 
@@ -74,8 +75,13 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         dtype, dims = known.get(arg.name, (arg.type.dtype, arg.type.dims))
         if arg.name != "COUNT" and (arg.type.dtype, arg.type.dims) != (dtype, dims):
             yield f"%{arg.name} is {arg.type.dtype}[{', '.join(arg.type.dims)}]; expected {dtype}[{', '.join(dims)}]"
+    made = {name: (d.dtype, shape) for d in module.derived if d.program == host.name for name, shape in zip(d.names, d.shapes)}
+    for name, ref in host.results.items() if made else ():
+        have, (dtype, dims) = host.type_of(ref), made[name.lower()]
+        if (have.dtype, have.dims) != (dtype, dims):
+            yield f"its result {name} is {have.dtype}[{', '.join(have.dims)}]; expected {dtype}[{', '.join(dims)}], as `derive` says"
     for op in host.ops():
-        if not isinstance(op, (Arg, If, Launch, Copy, Yield)) and op.name.lower() in given:
+        if not isinstance(op, (Arg, If, Launch, Copy, Yield)) and op.name.lower() in given.keys() - made.keys():
             yield f"%{op.name} and the input `{op.name.lower()}` are one variable in Python; expected another name for one of them"
 
 

@@ -78,6 +78,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
                 expected = " or ".join(map(to_text, right))
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
     for op in kernel.ops():
+        if isinstance(op, Scatter) and op.op == "put":
+            yield from _put_twice(kernel, op)
         if isinstance(op, (Gather, Scatter)):
             yield from _outside(kernel, op, letters, heads)
     queries = [op.src.index[1] for op in kernel.ops() if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1]
@@ -102,6 +104,16 @@ def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], head
             yield f"%{op.name} may {does} %{access.tensor} before its start, at `{to_text(index)}`; expected `where` to say it does not"
         if not (prove_le(high, extent - 1) or prove_le(index, extent - 1) or (index < extent) in conditions):
             yield f"%{op.name} may {does} %{access.tensor} past its end, at `{to_text(index)}`; expected `where` to say it does not"
+
+
+def _put_twice(kernel: Kernel, op: Scatter) -> Iterator[str]:
+    """Elements that more than one thread may put: the last index has to step by one along the tile, the others to be a program's own."""
+    *own, last = op.dst.index
+    (dim,) = kernel.type_of(op.value).dims
+    steps = {sympy.diff(last, symbol(f"{axis}_idx")) for axis, of in AXIS_DIM.items() if of == dim}
+    places = {axis.var for axis in kernel.grid}
+    if steps.isdisjoint({1, -1}) or op.uses or not all(str(e) in places for e in own):
+        yield f"%{op.name} may put two elements at one place; expected the last index to step by one along {dim}, and others of the grid"
 
 
 def names(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -21,11 +21,11 @@ def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
     """There is a schedule for each device class and element size, ending in one for any number of rows, or one line that says
     why there is none; some class has one."""
     rows, unfit = module.rows(kernel.name), [(u.device, u.elem_bytes) for u in module.unfit(kernel.name)]
-    for size in elem_sizes(module):
+    for size in elem_sizes(module, kernel):
         if not any(r.elem_bytes == size for r in rows):
             yield f"no device class has a schedule at {size} bytes"
     for device in CLASSES:
-        for size in elem_sizes(module):
+        for size in elem_sizes(module, kernel):
             mine = [r.max_rows for r in rows if (r.device, r.elem_bytes) == (device, size)]
             if (device, size) in unfit:
                 if mine or unfit.count((device, size)) > 1:

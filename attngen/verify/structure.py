@@ -16,7 +16,25 @@ from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS, query_heads
 from attngen.ir.names import DIMS
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, DTYPE_BYTES, Arg, Barrier, Init, Load, Loop, Mask, Scatter, Store, Type, Yield
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    BLOCKS,
+    DTYPE_BYTES,
+    TENSORS,
+    Arg,
+    Barrier,
+    Base,
+    Gather,
+    Init,
+    Load,
+    Loop,
+    Mask,
+    Scatter,
+    Store,
+    Type,
+    Yield,
+)
 
 WIDTHS = {"D_QK", "D_V"}
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
@@ -87,18 +105,18 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
             tensor, role = kernel.accessed(op)[0], "out" if isinstance(op, Store) else "in"
-            if not isinstance(tensor, Arg) or tensor.role not in (role, "inout"):
+            if not isinstance(tensor, Arg) or tensor.role not in (role, "inout", *(["scratch"] if role == "out" else [])):
                 yield f"%{op.name} {'writes' if role == 'out' else 'reads'} %{tensor.name}, which is no tensor of role `{role}`"
     for block in kernel.blocks:
-        roles = ("in", "out", "inout", "scalar") if block.name == "entry" else ("carry",)
+        roles = (*TENSORS, "scalar") if block.name == "entry" else ("carry",)
         for op in block.ops:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
-            dims = op.type.dims if isinstance(op, Arg) and op.role in ("in", "out", "inout") else ()
+            dims = op.type.dims if isinstance(op, Arg) and op.role in TENSORS else ()
             sizes = DIMS | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(DIMS))}, and at the end D_QK or D_V"
-            if isinstance(op, Arg) and op.role in ("out", "inout") and op.name not in written:
+            if isinstance(op, Arg) and op.role in TENSORS[1:] and op.name not in written:
                 yield f"nothing is stored to %{op.name}"
             for t in op.results().values():
                 if t.dtype not in ("T", *DTYPE_BYTES):
@@ -139,6 +157,7 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} runs @{loop.body}, which is not a block"
             continue
         walks = kernel.walks and loop.var == kernel.own_axis
+        walks |= kernel.prepares  # which has no scores: its loops run over all tiles of either axis
         over_tiles = loop.var in AXIS_EXTENT and not walks
         if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
             expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
@@ -221,11 +240,42 @@ def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def ordered(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A loop that rewrites tiles comes right after a barrier, so that its loads cannot run ahead of earlier stores."""
+    """A loop that rewrites tiles comes right after a barrier, so that its loads cannot run ahead of earlier stores.
+
+    Between a loop that writes single elements of a tensor and another one that writes or reads it, there is a barrier, too.
+    """
+    yield from _crossing(kernel)
     for block in kernel.blocks:
         for before, op in zip((None, *block.ops), block.ops):
             if isinstance(op, Loop) and op.body in kernel.rewriting and not isinstance(before, Barrier):
                 yield f"%{op.name} loads tiles that others have stored, and no barrier is right before it"
+
+
+def _crossing(kernel: Kernel) -> Iterator[str]:
+    """Reasons about tensors of role `scratch`, and those of which single elements are put: threads write and read each other's elements."""
+    shared = {a.name for a in kernel.args if a.role == "scratch"}
+    shared |= {op.dst.tensor for op in kernel.ops() if isinstance(op, Scatter) and op.op == "put"}
+    written: dict[str, str] = {}  # tensor -> the block that wrote to it since the last barrier
+    filled: set[str] = set()
+    for op in kernel.block("entry").ops if shared else ():
+        if isinstance(op, Barrier):
+            written = {}
+        block = op.body if isinstance(op, Loop) else "entry"
+        for access in kernel.block(block).ops if isinstance(op, Loop) else (op,):
+            if not isinstance(access, (Gather, Scatter, Store)):
+                continue
+            place, reads = (access.src, True) if isinstance(access, Gather) else (access.dst, False)
+            source = kernel.op(place.tensor)
+            tensor = source.src.tensor if isinstance(source, Base) else source.name
+            if tensor not in shared:
+                continue
+            if tensor in written and (reads or written[tensor] != block):
+                yield f"%{access.name} in @{block} takes %{tensor}, to which @{written[tensor]} writes, and no barrier is between them"
+            if reads and tensor not in filled:
+                yield f"%{access.name} reads %{tensor}, which nothing has filled"
+            if not reads:
+                written[tensor] = block
+                filled.add(tensor)
 
 
 def _fields(types: dict[str, Type]) -> str:

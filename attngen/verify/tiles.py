@@ -172,7 +172,7 @@ def lists(module: Module, kernel: Kernel) -> Iterator[str]:
             ranks = kernel.op(bound.src) if isinstance(bound, Position) else None
             if not (e == 0 and start) and not (isinstance(ranks, Base) and ranks.src.tensor == ranked):
                 yield f"%{loop.name} runs to or from `{to_text(e)}`; expected {'0 or ' * start}a position among %{ranked}"
-    size = module.blocks.size if module.blocks and kernel.loops else None
+    size = module.blocks.size if module.blocks and (kernel.dots or kernel.counts_pairs) else None
     for row in module.rows(kernel.name):
         if size and max(row.block_q, row.block_kv) > size:
             yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {size}"

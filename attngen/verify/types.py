@@ -27,6 +27,7 @@ from attngen.ir.ops import (
     Op,
     Position,
     Reduce,
+    Scan,
     Scatter,
     Seed,
     SoftmaxStep,
@@ -110,8 +111,8 @@ def _dropout_errors(kernel: Kernel, op: Dropout) -> Iterator[str]:
 
 
 def _init_errors(kernel: Kernel, op: Init) -> Iterator[str]:
-    if op.type.dtype != "f32" or not op.value.is_number:
-        yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32"
+    if not op.value.is_number or not (op.type.dtype == "f32" or (op.type.dtype == "i32" and op.value.is_Integer)):
+        yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32, or a whole one as i32"
 
 
 def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
@@ -134,9 +135,16 @@ def _reduce_errors(kernel: Kernel, op: Reduce) -> Iterator[str]:
         yield f"`{op.op}` is not a reduction; expected sum, min or max"
 
 
+def _scan_errors(kernel: Kernel, op: Scan) -> Iterator[str]:
+    if kernel.type_of(op.value) != op.type or op.over not in op.type.dims:
+        yield f"a scan keeps the type of its value, which has the dimension {op.over}"
+    if op.op != "max":
+        yield f"`{op.op}` is not a scan; expected max"
+
+
 def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
     source = kernel.op(op.src.tensor)
-    if not isinstance(source, Arg) or source.role != "in" or source.type.dtype != op.type.dtype:
+    if not isinstance(source, Arg) or source.role not in ("in", "scratch") or source.type.dtype != op.type.dtype:
         yield f"gathers {op.type.dtype} from %{op.src.tensor}, which is no input of that"
     elif len(op.src.index) != len(source.type.dims):
         yield f"%{op.src.tensor} has {len(source.type.dims)} dimensions, the access {len(op.src.index)}"
@@ -145,11 +153,20 @@ def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
+_SCATTERS = {"add": (("out",), "f32"), "min": (("scratch",), "i32"), "put": (("out", "scratch"), "i32")}  # roles and type of the target
+
+
 def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
     of = kernel.type_of
     target = kernel.op(op.dst.tensor)
-    if not isinstance(target, Arg) or target.role != "out" or target.type.dtype != "f32" or of(op.value).dtype != "f32":
-        yield f"adds {of(op.value).dtype} to %{op.dst.tensor}; expected f32, and an output of that"
+    if op.op not in _SCATTERS:
+        yield f"`{op.op}` is no way to write; expected {', '.join(_SCATTERS)}"
+        return
+    roles, dtype = _SCATTERS[op.op]
+    if not isinstance(target, Arg) or target.role not in roles or {target.type.dtype, of(op.value).dtype} != {dtype}:
+        target_of = {"out": "an output", "scratch": "scratch memory"}
+        wanted = f"{dtype}, and {' or '.join(target_of[role] for role in roles)} of that"
+        yield f"{op.op}s {of(op.value).dtype} to %{op.dst.tensor}; expected {wanted}"
     elif len(op.dst.index) != len(target.type.dims):
         yield f"%{op.dst.tensor} has {len(target.type.dims)} dimensions, the access {len(op.dst.index)}"
     if not all(is_integral(kernel, e, dict(op.uses)) for e in op.dst.index):
@@ -251,6 +268,7 @@ _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Init: _init_errors,
     SoftmaxStep: _softmax_errors,
     Reduce: _reduce_errors,
+    Scan: _scan_errors,
     Gather: _gather_errors,
     Scatter: _scatter_errors,
     Base: _access_errors,

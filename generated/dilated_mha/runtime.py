@@ -447,7 +447,8 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
     Raises ValueError where no tile fits the device."""
-    elem_bytes = x.element_size() if x.device.type == "cuda" else kernels.INTERPRETED_BYTES
+    on_device = x.device.type == "cuda" or not x.is_floating_point()
+    elem_bytes = x.element_size() if on_device else kernels.INTERPRETED_BYTES
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
         raise ValueError(f"attention: {found}")

@@ -42,6 +42,7 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2, 3),
 )
+DOCUMENT_SPANS = runtime.Kernel(kernels, "document_spans")
 
 
 def attention(
@@ -121,7 +122,15 @@ class Plan(NamedTuple):
 
 def make_plan(document_ids: torch.Tensor, n_q: int) -> Plan:
     """Compute what the kernels read of document_ids, once for all calls that share it; without a sync."""
-    return Plan(*document_spans(document_ids, n_q))
+    document_ids = runtime.take_input(
+        document_ids,
+        "document_ids",
+        document_ids,
+        torch.int32,
+        [None, None],
+        "the document of each key; queries are the last Nq positions",
+    )
+    return Plan(*DOCUMENTS(document_ids, n_q))
 
 
 attention.plan = make_plan
@@ -223,38 +232,45 @@ def _backward(
     return dq, dk, dv
 
 
-def document_spans(document_ids: torch.Tensor, n_q: int) -> tuple[torch.Tensor, ...]:
-    """Documents of queries and keys, and bounds of what they see, from ids [B, Nk] int32 in any order. Queries are the last n_q positions.
+def _documents(document_ids, Nq):
+    """Compute what kernels read of document_ids."""
+    B, Nk = document_ids.shape
+    first = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    first_too = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    after = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    after_too = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    document_q = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
+    document_kv = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    document_first = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
+    document_end = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
+    document_full_first = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
+    document_full_end = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
+    document_q_first = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    document_q_end = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    document_q_full_first = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    document_q_full_end = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    if document_q.numel() or document_kv.numel():
+        DOCUMENT_SPANS(
+            document_ids, Nk, B,
+            (
+                document_ids, first, first_too, after, after_too, document_q, document_kv, document_first,
+                document_end, document_full_first, document_full_end, document_q_first, document_q_end,
+                document_q_full_first, document_q_full_end,
+            ),
+            (Nq, Nk),
+            (document_ids.stride(0), Nk, Nk, Nk, Nk, Nq, Nk, Nq, Nq, Nq, Nq, Nk, Nk, Nk, Nk),
+        )
+    return (
+        document_q, document_kv, document_first, document_end, document_full_first, document_full_end, document_q_first,
+        document_q_end, document_q_full_first, document_q_full_end,
+    )
 
-    Returns ten int32 tensors. Two are numbers of documents: of each query [B, n_q] (-1 before the first key), of each key [B, Nk].
 
-    Then come four bounds for each query [B, n_q], all rising along the queries:
-    1. This query and all later ones see no key before it.
-    2. This query and all earlier ones see no key from it on.
-    3. No key from it on is before the start of the document of this query, or of an earlier one.
-    4. No key before it is past the first unbroken run of the document of this query, or of a later one.
-    So keys from bound 3 of query j up to bound 4 of query i are in the documents of all queries from i to j.
-
-    The last four are the same bounds for each key [B, Nk], in numbers of queries.
-    """
-    document_ids = document_ids.contiguous()
-    n = document_ids.shape[1]
-    shift = n - n_q
-    position = torch.arange(n, device=document_ids.device, dtype=torch.int32).expand_as(document_ids)
-    ordered, at = torch.sort(document_ids, dim=1, stable=True)
-    number = torch.searchsorted(ordered, document_ids)
-    last = torch.searchsorted(ordered, document_ids, right=True) - 1
-    first, end = at.gather(1, number), at.gather(1, last) + 1
-    starts = torch.nn.functional.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    breaks = torch.cat([torch.where(starts, position, n)[:, 1:], torch.full_like(position[:, :1], n)], 1)  # the next start, or n
-    low, high = torch.stack([breaks, breaks]), torch.stack([end, first]).int()
-    if n:
-        run = breaks.flip(1).cummin(1).values.flip(1).gather(1, first)
-        low = torch.stack([first.int(), run]).flip(2).cummin(2).values.flip(2)
-        high = high.cummax(2).values
-    spans = torch.stack([low[0], high[0], high[1], low[1]])
-    of_query, of_key = torch.nn.functional.pad(spans, (-shift, 0)), (spans - shift).clamp(min=0)
-    return torch.nn.functional.pad(number.int(), (-shift, 0), value=-1), number.int(), *of_query, *of_key
+def _fake_documents(document_ids, Nq):
+    """Stand-ins for the results of `_documents` under tracers: the same shapes and dtypes."""
+    B, Nk = document_ids.shape
+    shapes = ((B, Nq), (B, Nk), (B, Nq), (B, Nq), (B, Nq), (B, Nq), (B, Nk), (B, Nk), (B, Nk), (B, Nk))
+    return tuple(document_ids.new_empty(shape) for shape in shapes)
 
 
 OPERANDS = (
@@ -263,5 +279,11 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_7fe47d6129a9", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_a9ea34c52991", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
+DOCUMENTS = OPERATORS.define(
+    "documents",
+    "(Tensor document_ids, SymInt Nq) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _documents,
+    _fake_documents,
+)

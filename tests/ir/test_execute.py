@@ -164,6 +164,52 @@ def test_a_scatter_adds_every_element() -> None:
     assert out.tolist() == [0 + 1 + 2 + 3 + 4, 5 + 6 + 7 + 8 + 9]
 
 
+WHOLE = np.array([5, 3, 8, 8, 1, 9, 0, 2, 7, 4])
+
+
+def of_whole(body: str, out: np.ndarray, **more: np.ndarray) -> list[int]:
+    """What a kernel of whole numbers leaves in `out`; its programs go through X, four numbers at a time."""
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    scratch = "".join(f"    %{name} = arg scratch : i32[Nk] @?\n" for name in more)
+    text = f"""
+kernel @fwd own(kv) grid(b in B)
+  block @entry
+    %X = arg in : i32[Nk] @?
+    %O = arg out : i32[Nk] @?
+{scratch}    %Nk = arg scalar : i32[] @?
+    %none = init 0 : i32[] @?
+    %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(before=%none) body(@step) cls(all)
+  block @step
+    about go through the numbers
+    %before = arg carry : i32[] @?
+    %x = load %X[kv] check(kv) : i32[BLOCK_KV] @?
+{lines}
+"""
+    module = unverified(text)
+    assert print_module(parse_module(print_module(module))) == print_module(module)
+    run(module, {"X": WHOLE, "O": out, **more}, {"B": 1, "Nk": 10}, {"BLOCK_Q": 4, "BLOCK_KV": 4})
+    return [int(x) for x in out]
+
+
+def test_a_scan_and_what_a_loop_carries_give_running_maxima() -> None:
+    body = """\
+%here = scan max %x over(BLOCK_KV) : i32[BLOCK_KV] @?
+%sofar = map expr(max(here, before)) uses(here=%here, before=%before) : i32[BLOCK_KV] @?
+store %O[kv] %sofar check(kv)
+%last = reduce max %sofar over(BLOCK_KV) : i32[] @?
+yield values(before=%last)"""
+    assert of_whole(body, np.full(10, -1)) == np.maximum.accumulate(WHOLE).tolist()
+
+
+def test_a_scatter_puts_and_keeps_the_smaller() -> None:
+    put = "scatter %O[Nk - 1 - kv_idx] %x where(kv_idx < Nk) op(put)\nyield values(before=%before)"
+    assert of_whole(put, np.full(10, -1)) == WHOLE[::-1].tolist()
+    table = np.full(10, 99)
+    least = "scatter %TABLE[kv_idx // 5] %x where(kv_idx < Nk) op(min)\nstore %O[kv] %x check(kv)\nyield values(before=%before)"
+    of_whole(least, np.full(10, -1), TABLE=table)
+    assert table.tolist() == [min(WHOLE[:5]), min(WHOLE[5:]), *[99] * 8]
+
+
 def test_values_are_rounded_to_their_types() -> None:
     body = "%x = load %X[q] check(q) : f32[BLOCK_Q] @?\n%y = map expr(x/3) uses(x=%x) : f32[BLOCK_Q] @?\nstore %O[q] %y check(q)"
     for dtypes, real in ((SINGLE, np.float32), (DOUBLE, np.float64)):

@@ -59,7 +59,12 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "%V = arg in", "%V = arg out", "reads %V, which is no tensor of role `in`"),
         ("causal_fa1", "body(@tile) cls(all)", "body(@tile) cls(partial)", "grid does not start with q or kv, and no loop of class all"),
         ("causal_gqa", "%O = arg out", "%O = arg in", "writes %O, which is no tensor of role `out`"),
-        ("causal_gqa", "%scale = arg scalar", "%scale = arg number", "argument `number` of @entry; expected in or out or inout or scalar"),
+        (
+            "causal_gqa",
+            "%scale = arg scalar",
+            "%scale = arg number",
+            "argument `number` of @entry; expected in or out or",
+        ),
         ("causal_gqa", "    %m_init", "  block @entry\n    %m_init", "@entry is not the body of loops of one other block"),
         ("causal_gqa", "%m = arg carry", "%m = arg in", "argument `in` of @step; expected carry"),
         ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nd, Nk, Nlse, Nq"),

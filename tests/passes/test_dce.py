@@ -44,6 +44,37 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     assert changes(Dce(), module(text, "scheduled")) == []
 
 
+def test_what_a_loop_carries_stays_if_its_own_turns_read_it():
+    """Though nothing reads it after the loop."""
+    text = """
+kernel @fwd own(kv) grid(b in B)
+  block @entry
+    %IDS = arg in : i32[B, Nk] @?
+    %SUMS = arg out : i32[B, Nk] @?
+    %Nk = arg scalar : i32[] @?
+    %none = init 0 : i32[] @?
+    %unread = init 0 : i32[] @?
+    %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(before=%none, more=%unread) body(@step) cls(all)
+  block @step
+    %before = arg carry : i32[] @?
+    %more = arg carry : i32[] @?
+    %id = load %IDS[b, kv] check(kv) : i32[BLOCK_KV] @?
+    %here = scan max %id over(BLOCK_KV) : i32[BLOCK_KV] @?
+    %sofar = map expr(max(here, before)) uses(here=%here, before=%before) : i32[BLOCK_KV] @?
+    store %SUMS[b, kv] %sofar check(kv)
+    %last = reduce max %sofar over(BLOCK_KV) : i32[] @?
+    yield values(before=%last, more=%last)
+"""
+    assert changes(Dce(), module(text, "scheduled")) == [
+        "- %unread = init 0 : i32[] @?",
+        "- %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(before=%none, more=%unread) body(@step) cls(all)",
+        "+ %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(before=%none) body(@step) cls(all)",
+        "- %more = arg carry : i32[] @?",
+        "- yield values(before=%last, more=%last)",
+        "+ yield values(before=%last)",
+    ]
+
+
 def test_what_a_loop_carries_goes_field_by_field():
     """With where it starts, what the body makes of it, and the body's argument."""
     lines = (

@@ -27,6 +27,7 @@ import sympy
 import torch
 
 from attngen.build import build_module
+from attngen.derive import derive, function
 from attngen.errors import AttngenError, SpecError
 from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
@@ -44,7 +45,7 @@ from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies
 from tests.helpers import module_of
-from tests.passes.test_random_masks import arguments, derived, function, named, random_mask
+from tests.passes.test_random_masks import arguments, named, random_mask
 from tests.spec_strategies import drawn
 from tests.test_random_scores import NAMED, READS, modifier
 
@@ -171,7 +172,7 @@ class Call:
 
     def of_module(self, spec: Spec) -> dict[str, Any]:
         """What the executor takes: arrays, with what the wrapper derives from the arguments, and numbers."""
-        found = derived(spec, self.sizes, self.inputs)
+        found = {**self.inputs, **derive(spec, self.sizes, self.inputs, "cpu", programs=False)}
         blocks = spec.mask.blocks()
         if blocks and blocks.pattern:
             rows, columns = (-(-n // blocks.size) for n in (self.sizes.n_q, self.sizes.n_kv))

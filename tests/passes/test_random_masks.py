@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -32,12 +31,12 @@ from attngen.bounds.ranges import tile_ranges
 from attngen.bounds.tiles import evaluate
 from attngen.build.backward import build_dkdv
 from attngen.build.forward import build_forward
+from attngen.derive import derive
 from attngen.errors import SpecError
 from attngen.ir.expr import clamp, floordiv, mod, select
 from attngen.ir.graph import Kernel, Read
 from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
-from attngen.scores import derive_functions
 from attngen.spec import Spec, make_spec
 from tests import lang_strategies
 from tests.spec_strategies import drawn
@@ -222,22 +221,6 @@ def arguments(chance: random.Random, spec: Spec, of: Sizes) -> dict[str, Any]:
     return found
 
 
-def function(name: str) -> Callable[..., Any]:
-    """A function that a mask or modifier declares; its source is put into modules that import torch."""
-    declared = derive_functions()[name]
-    return FunctionType(declared.__code__, {**declared.__globals__, "torch": torch})
-
-
-def derived(spec: Spec, of: Sizes, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the wrapper computes from the arguments before kernels run."""
-    found = dict(inputs)
-    for d in spec.derived():
-        given = (torch.device("cpu") if x == "device" else inputs[x] if x in inputs else of.of(x) for x in d.sources)
-        made = function(d.function)(*given)
-        found.update(zip(d.names, made if isinstance(made, tuple) else (made,)))
-    return found
-
-
 _NUMPY: dict[Any, Callable[..., Any]] = {
     sympy.Add: lambda *a: reduce(np.add, a),
     sympy.Mul: lambda *a: reduce(np.multiply, a),
@@ -295,7 +278,7 @@ def bounds(masked: Masked, view: View, call: Call) -> np.ndarray:
     values: dict[str, Any] = {"Nq": n["q"], "Nk": n["kv"], "BLOCK_Q": call.block["q"], "BLOCK_KV": call.block["kv"], "group": group}
     values |= {"b": call.b, "h": call.h, "hkv": call.h // group, "g": call.h % group}
     values |= {name: x for name, x in call.inputs.items() if not isinstance(x, torch.Tensor)}
-    tensors = derived(masked.spec, sizes(n), call.inputs)
+    tensors = {**call.inputs, **derive(masked.spec, sizes(n), call.inputs, "cpu")}
     rows = read_values(masked.spec.reads(), tensors, {**values, f"{own}_idx": np.arange(n[own])}, own)
     whole = sympy.Tuple(*view.tiles)
     found = []

@@ -68,7 +68,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
     For the row's own device class, or for another `arch` that takes its rows: a compute capability (86), a HIP architecture.
     """
     device = CLASSES[row.device]
-    element = of_size(module.dtypes, row.elem_bytes)
+    element = "" if kernel.prepares else of_size(module.dtypes, row.elem_bytes)  # one that prepares reads none
     types, dims = [], sizes(module, row)
     described = {}  # tensor -> rows and columns of its tiles
     for op in kernel.ops():

@@ -37,12 +37,15 @@ from attngen.ir.ops import (
     Op,
     Position,
     Reduce,
+    Scan,
     Scatter,
     Seed,
     SoftmaxStep,
     Store,
     Yield,
 )
+
+_TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
 
 
 class KernelContext:
@@ -239,7 +242,7 @@ class KernelContext:
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
         options = ", disable_licm=True" if op.recompute else ""
-        comment = LOOP_COMMENTS["own" if over_tiles and op.cls == "all" else op.cls]
+        comment = self.kernel.block(op.body).about or LOOP_COMMENTS["own" if over_tiles and op.cls == "all" else op.cls]
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
 
     def _read_ahead(self, op: Loop, at: str, stop: str, moved: str, jumps: list[str]) -> list[str]:
@@ -344,7 +347,7 @@ class KernelContext:
 
     def _scatter(self, op: Scatter, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.dst, op.where, dict(op.uses), self.kernel.type_of(op.value).dims)
-        return {"ptr": pointer, "value": self.var(op.value), "check": condition}
+        return {"ptr": pointer, "value": self.var(op.value), "check": condition, "op": op.op}
 
     def _places(self, access: Access, where: Bool, uses: dict[str, str], tile: tuple[str, ...]) -> tuple[str, str]:
         """Address of each element: heads and sequences in 64 bits, offsets in the last dimension in 32; and the condition, if any."""
@@ -394,7 +397,8 @@ class KernelContext:
         return {"learned": learned, "distances": (), "ptr": self._pointer(op.dst, tile), "value": self.var(op.value), "check": check}
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "shape": ", ".join(op.type.dims), "value": self._constant(op.value)}
+        value = self._constant(op.value) if op.type.dtype == "f32" else self.scalar(op.value)
+        return {"var": self.var(op.name), "shape": ", ".join(op.type.dims), "value": value, "of": _TYPES[op.type.dtype]}
 
     def _dot(self, op: Dot, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
@@ -426,6 +430,10 @@ class KernelContext:
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         axis = self.kernel.type_of(op.value).dims.index(op.over)
         return {"var": self.var(op.name), "value": self.var(op.value), "op": op.op, "axis": axis}
+
+    def _scan(self, op: Scan, cls: str) -> dict[str, Any]:
+        axis = self.kernel.type_of(op.value).dims.index(op.over)
+        return {"var": self.var(op.name), "value": self.var(op.value), "axis": axis}
 
     def _barrier(self, op: Barrier, cls: str) -> dict[str, Any]:
         return {}

@@ -10,6 +10,7 @@ from attngen.backends.triton.context import KernelContext
 from attngen.backends.triton.views import KernelView
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
+from attngen.ir.ops import Scan
 
 
 def printed(module: Module) -> Printed:
@@ -41,6 +42,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "kernels": list(views.values()),
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
+        "scans": any(isinstance(op, Scan) for kernel in module.kernels for op in kernel.ops()),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
@@ -49,7 +51,8 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
 
 def _interpreted(module: Module, elem_bytes: int) -> str:
     """The device class whose schedules the interpreter takes: what other NVIDIA GPUs take, or else one that every kernel has."""
-    has = [{(r.device, r.elem_bytes) for r in rows if not isinstance(r, Unfit)} for _, rows in module.schedules]
+    tables = [rows for name, rows in module.schedules if not module.kernel(name).prepares]
+    has = [{(r.device, r.elem_bytes) for r in rows if not isinstance(r, Unfit)} for rows in tables]
     return next((c for c in (FALLBACK_CUDA, *CLASSES) if all((c, elem_bytes) in rows for rows in has)), FALLBACK_CUDA)
 
 

@@ -53,7 +53,7 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     wide = len(accumulators) > 1 or any(columns.get(dims[1], 0) > WIDE for dims in accumulators)
-    return replace(op, recompute=wide or op.cls == "all")
+    return replace(op, recompute=wide or (op.cls == "all" and not kernel.prepares))
 
 
 def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> list[Op]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from attngen.backends.triton.sram import misfit
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, PADDED, Arg, Dot, Load, Store
+from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store
 
 
 def described(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -45,7 +45,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     for op in kernel.ops():
         for t in op.results().values():
-            for name, width in widths.items() if not (isinstance(op, Arg) and op.role in ("in", "out", "inout")) else ():
+            for name, width in widths.items() if not (isinstance(op, Arg) and op.role in TENSORS) else ():
                 wrong = name if width & (width - 1) else PADDED[name]
                 if wrong in t.dims:
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"

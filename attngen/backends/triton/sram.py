@@ -113,6 +113,15 @@ def _reduced(kernel: Kernel, aligned: bool) -> Expr:
     return shared
 
 
+def _exchanged(kernel: Kernel) -> Expr:
+    """Bytes by which the warps of a kernel that prepares exchange elements: a thread loads several side by side, and scans others.
+
+    Where it also reads and writes at places that it computes from data, threads exchange addresses, of 64 bits.
+    """
+    computed = any(isinstance(op, (Gather, Scatter)) and op.uses for op in kernel.ops())
+    return (8 if computed else 4) * symbol("BLOCK_KV")
+
+
 def is_rewritten(kernel: Kernel, op: Load) -> bool:
     """Whether it loads a tile that is stored again: summed in HBM, not a row of statistics."""
     return len(op.type.dims) == 2 and not _in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.rewriting
@@ -168,6 +177,8 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
+    if kernel.prepares:
+        return _exchanged(kernel) if row.num_warps > 1 else sympy.Integer(0)
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
     return sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma)
 

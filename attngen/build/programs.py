@@ -1,0 +1,54 @@
+"""Programs that compute what kernels read of a call's inputs: IR that masks bring along as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+
+from attngen.ir.graph import DEFAULT_BACKEND, Kernel, Module
+from attngen.ir.host import Host
+from attngen.ir.text import parse_programs
+
+
+def add_programs(module: Module) -> Module:
+    """The module with the host programs that its `derive` lines name, and their kernels."""
+    for name in dict.fromkeys(d.program for d in module.derived if d.program):
+        hosts, kernels = program(name)
+        module = replace(module, hosts=module.hosts + hosts, kernels=module.kernels + kernels)
+    return module
+
+
+@cache
+def program(name: str) -> tuple[tuple[Host, ...], tuple[Kernel, ...]]:
+    """The host program of attngen/masks/NAME.ir, and its kernels."""
+    text = resources.files("attngen.masks").joinpath(f"{name}.ir").read_text(encoding="utf-8")
+    return parse_programs(text, f"{name}.ir")
+
+
+@cache
+def alone(name: str) -> Module:
+    """A module that has the program and nothing else, to execute it."""
+    hosts, kernels = program(name)
+    return Module(
+        name=name,
+        version="",
+        spec_hash="",
+        phase="logical",
+        backend=DEFAULT_BACKEND,
+        sharing="mha",
+        head_dim_qk=16,
+        head_dim_v=16,
+        dtypes=(),
+        precision="ieee",
+        mask="",
+        score="",
+        order="q_outer",
+        blocks=None,
+        dropout=False,
+        inputs=(),
+        derived=(),
+        learned=(),
+        kernels=kernels,
+        hosts=hosts,
+    )

@@ -1,0 +1,231 @@
+"""Documents by ids: what the kernels that prepare them give, held against its definition, pair of query and key by pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.derive import executed
+from attngen.errors import VerifyError
+from attngen.ir.text import parse_module, print_module
+from attngen.masks.document import OF_KEY, OF_QUERY, PACKED, Document
+from attngen.parts import Sizes
+from attngen.spec import make_spec
+from attngen.verify import verify
+from tests.helpers import CUDA, built, edit, module_of, target
+
+Plan = dict[str, torch.Tensor]
+SIZES = [(1, 1), (5, 0), (0, 7), (17, 17), (9, 40), (48, 40), (1, 64), (64, 1)]  # queries and keys
+FAR = [-(2**31) + 1, -(2**31) + 9, 2**31 - 1, 2**30 + 5, 0]  # beyond what the tables tell apart
+
+
+def ids_of(kind: str, n: int, seed: int) -> torch.Tensor:
+    """Ids of two sequences, [2, n] int32."""
+    chance = torch.Generator().manual_seed(seed)
+    some = torch.randint(0, 5, (2, n), generator=chance)
+    rising = some.sort(1).values
+    kinds = {
+        "sorted": rising,
+        "in runs": torch.tensor([9, 3, -7, 4, 0])[rising],
+        "any order": some - 2,
+        "one slot": some * n,  # the same number modulo n
+        "far": torch.tensor(FAR)[some],
+    }
+    return kinds[kind].int()
+
+
+def same(ids: torch.Tensor, n_q: int) -> torch.Tensor:
+    """[2, n_q, n]: whether a query, of the last n_q positions, is in the document of a key."""
+    found = torch.zeros(*ids.shape[:1], n_q, ids.shape[1], dtype=torch.bool)
+    for q in range(n_q):
+        if (position := q + ids.shape[1] - n_q) >= 0:
+            found[:, q] = ids == ids[:, position, None]
+    return found
+
+
+def inside(plan: Plan, names: tuple[str, ...], others: int) -> torch.Tensor:
+    """[2, rows, others]: whether another position is between the two bounds of a row."""
+    first, end = (plan[name].cpu()[..., None] for name in names)
+    return (first <= torch.arange(others)) & (end > torch.arange(others))
+
+
+def check(plan: Plan, ids: torch.Tensor, n_q: int) -> None:
+    """What a spec's facts promise: nothing visible is outside of the bounds, and all is visible inside of the inner ones; bounds rise."""
+    n, visible = ids.shape[1], same(ids, n_q)
+    assert torch.equal(plan["document_q"].cpu()[:, :, None] == plan["document_kv"].cpu()[:, None], visible)
+    assert not (visible & ~inside(plan, OF_QUERY[:2], n)).any()
+    assert not (visible & ~inside(plan, OF_KEY[:2], n_q).transpose(1, 2)).any()
+    assert not (inside(plan, OF_QUERY[2:], n) & ~visible).any()
+    assert not (inside(plan, OF_KEY[2:], n_q).transpose(1, 2) & ~visible).any()
+    for name in (*OF_QUERY, *OF_KEY):
+        assert (plan[name].diff(dim=1) >= 0).all(), name
+
+
+def by_executor(mask: Document, ids: torch.Tensor, n_q: int, tile: int) -> Plan:
+    (derived,) = mask.derived()
+    return executed(derived, Sizes(2, 1, 1, n_q, ids.shape[1]), {"document_ids": ids}, tile)
+
+
+@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one slot", "far"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bounds_are_right(size: tuple[int, int], kind: str) -> None:
+    n_q, n = size
+    for seed, tile in enumerate((4, 16, 64, 16, 4, 64)):
+        ids = ids_of(kind, n, seed)
+        check(by_executor(Document(), ids, n_q, tile), ids, n_q)
+
+
+@pytest.mark.parametrize("size", [(17, 17), (9, 40), (48, 40)], ids=str)
+@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order"])
+def test_bounds_are_as_close_as_rising_bounds_can_be(size: tuple[int, int], kind: str) -> None:
+    """From the first key of the documents of this position and later ones to the last key of those of this and earlier ones."""
+    n_q, n = size
+    ids = ids_of(kind, n, 1)
+    rows, pairs = inside(by_executor(Document(), ids, n_q, 16), OF_QUERY[:2], n), same(ids, n)
+    for q in range(max(0, n_q - n), n_q):
+        position = q + n - n_q
+        later, earlier = pairs[:, position:].any(1), pairs[:, : position + 1].any(1)
+        first, last = later.int().argmax(1, keepdim=True), n - 1 - earlier.flip(1).int().argmax(1, keepdim=True)
+        assert torch.equal(rows[:, q], (first <= torch.arange(n)) & (torch.arange(n) <= last))
+
+
+def test_inner_bounds_are_the_run_that_a_query_is_in() -> None:
+    ids = torch.tensor([[4, 4, 7, 7, 7, 4, 2]], dtype=torch.int32)
+    plan = by_executor(Document(), ids, 7, 4)
+    assert plan["document_full_first"].tolist() == [[0, 0, 2, 2, 2, 5, 6]]
+    assert plan["document_full_end"].tolist() == [[2, 2, 5, 5, 5, 6, 7]]
+    assert plan["document_first"].tolist() == [[0, 0, 0, 0, 0, 0, 6]]
+    assert plan["document_end"].tolist() == [[6, 6, 6, 6, 6, 6, 7]]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bounds_of_sorted_ids_are_their_documents(size: tuple[int, int]) -> None:
+    n_q, n = size
+    for seed, tile in enumerate((4, 16, 64)):
+        ids = ids_of("sorted", n, seed)
+        plan = by_executor(Document(sorted=True), ids, n_q, tile)
+        assert torch.equal(inside(plan, PACKED[:2], n), same(ids, n_q))
+        assert torch.equal(inside(plan, PACKED[2:], n_q), same(ids, n_q).transpose(1, 2))
+
+
+# ---------------------------------------------------------------------------------------------- the kernels
+
+
+@pytest.fixture(scope="module")
+def in_order(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    made = make_spec({"name": "in_order", "head_dim": 16, "dtype": "fp16", "mask": {"document": {"sorted": True}}})
+    return module_of(made, tmp_path_factory.mktemp("documents") / "in_order")
+
+
+LONG = [(1000, 1000), (1, 8192), (8200, 8200), (70_000, 70_000)] if CUDA else [(600, 600)]
+
+
+@pytest.mark.parametrize("size", [*SIZES, (130, 129), *LONG], ids=str)
+def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device: str, in_order: ModuleType) -> None:
+    """To the bit, in any order of its threads; ids are rows of a wider tensor."""
+    n_q, n = size
+    for module, mask, kind in ((built("document_gqa"), Document(), "any order"), (in_order, Document(sorted=True), "sorted")):
+        ids = ids_of(kind, n, 3)
+        wide = torch.full((2, n + 3), 99, dtype=torch.int32)
+        wide[:, 1 : n + 1] = ids
+        plan = module.attention.plan(wide.to(device)[:, 1 : n + 1], n_q)._asdict()
+        expected = by_executor(mask, ids, n_q, 4096)
+        assert plan.keys() == expected.keys()
+        for name, x in plan.items():
+            assert x.dtype == torch.int32 and torch.equal(x.cpu(), expected[name]), name
+
+
+@pytest.mark.gpu
+def test_the_kernel_gives_the_same_bits_each_time(device: str) -> None:
+    """Also where thousands of threads enter a document at once."""
+    attention = built("document_gqa").attention
+    for ids in (torch.zeros(8, 30_000), torch.arange(30_000).repeat(8, 1) % 2, torch.randint(-(2**29), 2**29, (8, 30_000))):
+        plans = [torch.stack(attention.plan(ids.int().to(device), 30_000)) for _ in range(20)]
+        assert all(torch.equal(plan, plans[0]) for plan in plans)
+
+
+def test_a_plan_takes_ids_in_int64(device: str) -> None:
+    attention = built("document_gqa").attention
+    ids = ids_of("in runs", 20, 0).to(device)
+    for a, b in zip(attention.plan(ids, 20), attention.plan(ids.long(), 20)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.zeros(2, 8), TypeError, r"document_ids is torch.float32; expected torch.int32 \[any, any\]"),
+        (torch.zeros(8, dtype=torch.int32), ValueError, r"document_ids has shape \[8\]; expected \[any, any\]"),
+        ([[0, 1]], TypeError, "document_ids is a list; expected a dense torch.int32 tensor"),
+    ],
+)
+def test_a_plan_of_something_else_is_refused(ids: Any, error: type[Exception], message: str, device: str) -> None:
+    given = ids.to(device) if isinstance(ids, torch.Tensor) else ids
+    with pytest.raises(error, match=message):
+        built("document_gqa").attention.plan(given, 8)
+
+
+def test_plans_are_traced(device: str) -> None:
+    """An operator stands for the program: its stand-in has the shapes and dtypes of the results."""
+    module = built("document_gqa")
+    ids = ids_of("any order", 12, 0).to(device)
+    torch.library.opcheck(module.DOCUMENTS, (ids, 9))
+
+
+# ---------------------------------------------------------------------------------------------- their IR
+
+# (rule, old text, new text, the reason)
+BROKEN = [
+    ("types", "scan max %start over(BLOCK_KV)", "scan sum %start over(BLOCK_KV)", "`sum` is not a scan; expected max"),
+    (
+        "types",
+        "scan max %start over(BLOCK_KV)",
+        "scan max %start over(BLOCK_Q)",
+        "keeps the type of its value, which has",
+    ),
+    ("types", "op(min)", "op(max)", "`max` is no way to write; expected add, min, put"),
+    ("types", "scatter %FIRST[b, slot] %key", "scatter %DOCUMENT_KV[b, slot] %key", "mins i32 to %DOCUMENT_KV; expected i32, and scratch"),
+    ("signature", "%FIRST = arg scratch", "%FIRST = arg in", "writes %FIRST, which is no tensor of role `out`"),
+    (
+        "types",
+        "%start_init = init 0 : i32[]",
+        "%start_init = init 0.5 : i32[]",
+        "starts at `0.5` as i32; expected a number",
+    ),
+    ("indexing", "where(starts and slot >= 0 and slot < Nk)", "where(starts and slot >= 0)", "may write %FIRST past its end, at `slot`"),
+    ("indexing", "%DOCUMENT_FIRST[b, Nq - kv_idx - 1]", "%DOCUMENT_FIRST[b, max(0, Nq - kv_idx - 1)]", "may put two elements at one place"),
+    ("loops", "loop q ranges(0 .. cdiv(Nq, BLOCK_Q))", "loop q ranges(1 .. cdiv(Nq, BLOCK_Q))", "does not run over all tiles of q"),
+    ("ordered", "    barrier\n    %start_init", "    %start_init", "in @forward takes %AFTER, to which @enter writes, and no barrier is"),
+    ("ordered", "    barrier\n    %entered", "    %entered", "in @enter takes %FIRST, to which @empty_tables writes, and no barrier is"),
+    ("live", "%q_run_start check(kv)", "%run_start check(kv)", "%q_run_start is read by nothing"),
+]
+
+
+@pytest.mark.parametrize(("rule", "old", "new", "reason"), BROKEN)
+def test_a_rule_is_broken_by_its_edit(rule: str, old: str, new: str, reason: str) -> None:
+    head, kernel = print_module(target("document_gqa")).split("\nkernel @document_spans")
+    with pytest.raises(VerifyError) as error:
+        verify(parse_module(f"{head}\nkernel @document_spans{edit(kernel, (old, new))}"))
+    assert (error.value.rule, reason in error.value.reason) == (rule, True), error.value
+
+
+def test_a_program_gives_what_derive_says() -> None:
+    text = print_module(target("document_gqa"))
+    with pytest.raises(VerifyError, match="host-structure.*it gives DOCUMENT_KV, .*; expected DOCUMENT_Q, DOCUMENT_KV, "):
+        verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q, DOCUMENT_KV", "values(DOCUMENT_KV"))))
+    with pytest.raises(
+        VerifyError, match=r"host-arguments.*its result DOCUMENT_Q is i32\[B, Nk\]; expected i32\[B, Nq\], as `derive` says"
+    ):
+        verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q,", "values(DOCUMENT_Q=%DOCUMENT_KV,"))))
+
+
+def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    from attngen.emit.render import render
+
+    made = parse_module(edit(print_module(target("document_gqa")), ("= @documents(", "= @document(")))
+    with pytest.raises(VerifyError, match="is of @document, which is no host program; the host programs are forward, backward, documents"):
+        render(made)
