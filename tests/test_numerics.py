@@ -7,6 +7,7 @@ The same tests run on CUDA and, with smaller shapes, in Triton's interpreter; `a
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 
 from attngen.build import build_module
 from attngen.masks import MAX_OFFSET
+from attngen.policy import SPLIT_KEYS
 from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
@@ -389,11 +391,12 @@ def test_groups_split_among_programs(heads: tuple[int, int], keys: int, splits: 
     """Programs that share a tile of keys, each for some query heads: the fewer keys there are, the more; their sums are the gradients."""
     name = "causal_gqa" if heads[1] > 1 else "causal_mqa"
     module = built(name)
-    monkeypatch.setattr(module, "SPLIT_KEYS", keys)
-    monkeypatch.setattr(module.runtime, "processors", lambda device: 2)
-    assert module.runtime.splits_of(torch.empty(1, heads[0], 40, 8), torch.empty(1, heads[1], 70, 8), keys) == splits
+    room, found = module.runtime.room_for_splits, set()
+    monkeypatch.setattr(module.runtime, "processors", lambda device: Fraction(2 * keys, SPLIT_KEYS))  # as two, of `keys` keys each
+    monkeypatch.setattr(module.runtime, "room_for_splits", lambda x, n: (found.add(n), room(x, n))[1])
     result = run_case(module, spec_of(name), Case(1, *heads, 40, 70), dtypes(name)[0], device)
     assert result.ok, str(result)
+    assert found == {splits}
 
 
 # ------------------------------------------------------------------------------------------------- calls and autograd

@@ -13,7 +13,8 @@ from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.policy import SPLIT_KEYS
+from attngen.ir.numeric import compiled
+from attngen.ir.ops import Map
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
     }
 
 
-def splits(problem: Problem, device: Device) -> int:
-    """How many programs share the query heads of a group on a device, in kernels that own keys. Generated wrappers choose the same."""
-    group, keys = problem.q_heads // problem.kv_heads, problem.batch * problem.kv_heads * problem.n_kv
-    most = min(group, max(1, group * keys // (SPLIT_KEYS * device.sms)))
-    return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
+def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, int]:
+    """The numbers that host programs compute on a device, by name: among how many programs a group of heads is split."""
+    ops = (op for host in module.hosts for op in host.ops())
+    found = {**known, "processors": device.sms}
+    return {op.name: int(compiled(op.expr)(found)) for op in ops if isinstance(op, Map) and not op.type.dims}
 
 
 def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
@@ -107,7 +108,8 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     row = row_for(module, kernel, device, rows)
     if row is None:
         return None
-    numbers = values(module, kernel, row, problem) | {"splits": splits(problem, device)}
+    known = values(module, kernel, row, problem)
+    numbers = known | counts(module, known, device)
     element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
     rate = device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))

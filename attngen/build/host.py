@@ -8,9 +8,9 @@ from typing import Any
 import sympy
 
 from attngen.build.signature import parts_of
-from attngen.ir.expr import symbol
+from attngen.ir.expr import divisor, floordiv, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
-from attngen.ir.host import Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
+from attngen.ir.host import Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.policy import FEW_QUERIES, SPLIT_KEYS
@@ -180,7 +180,7 @@ def _launch_by_owner(b: _Builder, module: Module) -> None:
     owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv"]
     parts: dict[str, str] = {}
     if any(kernel.is_split for kernel in owners):
-        b.add(Splits("splits", SPLIT_KEYS, Type("i32", (), "reg")), "keys")
+        b.add(Map("splits", _splits(), (), Type("i32", (), "reg")), "keys")
         for name in ("dK", "dV"):
             batch, heads, *rest = _type(name).dims
             type_ = Type("T", (batch, heads, "splits", *rest), "hbm")
@@ -192,6 +192,14 @@ def _launch_by_owner(b: _Builder, module: Module) -> None:
         b.branch("Summed", "sums", "keys", where=sympy.Gt(symbol("splits"), 1))
         for name, ref in parts.items():
             b.add(Sum(f"{name}_sum", ref, ("splits",), _type(name), into=name), "sums")
+
+
+def _splits() -> Any:
+    """How many programs share the query heads of a group: 1, unless each multiprocessor would have fewer than SPLIT_KEYS keys, counted over
+    sequences and heads. It divides the group."""
+    batch, heads, keys, group, processors = map(symbol, ("B", "Hkv", "Nk", "group", "processors"))
+    most = floordiv(batch * heads * keys * group, SPLIT_KEYS * processors)  # query heads of one program
+    return sympy.Max(1, floordiv(group, divisor(group, sympy.Min(group, sympy.Max(1, most)))))  # a call may have no heads
 
 
 # ---------------------------------------------------------------------------------------------- gradients of inputs

@@ -18,7 +18,7 @@ from attngen.emit.torch_text import to_torch
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import parse, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
+from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Base, Load, Map, Type, Yield
 
@@ -139,7 +139,8 @@ class HostContext:
         """Statements that define the sizes and strides which the other statements use."""
         wanted = set(self.sizes)
         for name in reversed(_MADE):
-            wanted |= {str(s) for s in parse(_MADE[name]).free_symbols} if name in wanted and name != "Nlse" else set()
+            of_others = name in wanted and "." not in _MADE[name]
+            wanted |= {str(s) for s in parse(_MADE[name]).free_symbols} if of_others else set()
             wanted |= {"Hq", "Hkv"} if name == "group" and name in wanted else set()
         strides = {name: name for name in self.strides}
         if self.given_shapes:
@@ -172,7 +173,7 @@ class HostContext:
     def _python(self, e: Any) -> str:
         """The Python source of an expression of sizes and flags; the sizes are added to `self.sizes`."""
         self.sizes |= {str(s) for s in e.free_symbols} & FOUND.keys()
-        return re.sub(r"(?<=\w)\*(?=\w)", " * ", to_text(e))
+        return re.sub(r"(?<=\w)\*(?=\w)", " * ", to_text(e)).replace("divisor(", "runtime.divisor(")
 
     def _dim(self, dim: str) -> str:
         if dim in _WIDTHS:
@@ -258,9 +259,6 @@ class HostContext:
         condition = [f"({either})" if len(some) > 1 and op.where != sympy.true else either] if some else []
         return {"condition": " and ".join([*condition, *([self._python(op.where)] if op.where != sympy.true else [])])}
 
-    def _splits(self, op: Splits) -> dict[str, Any]:
-        return {"var": variable(op.name), "expr": "runtime.splits_of(q, k, SPLIT_KEYS)"}
-
     def _sum(self, op: Sum) -> dict[str, Any]:
         dims = self.host.type_of(op.value).dims
         gone = [str(dims.index(d)) for d in op.over]
@@ -287,6 +285,8 @@ class HostContext:
         return {"var": variable(op.name), "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})"}
 
     def _map(self, op: Map) -> dict[str, Any]:
+        if not op.type.dims:
+            return {"var": op.name, "expr": self._python(op.expr), "comment": INTEGERS[op.name].about if op.name in INTEGERS else ""}
         return {"var": variable(op.name), "expr": self._elementwise(op.expr, dict(op.uses), op.type)}
 
     def _elementwise(self, e: Any, uses: dict[str, str], type_: Type) -> str:

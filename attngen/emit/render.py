@@ -20,7 +20,7 @@ from attngen.emit import layout
 from attngen.emit.host import HostContext, handle
 from attngen.emit.wrapper import Wrapper, sizes_in
 from attngen.ir.graph import Module
-from attngen.ir.host import Alloc, Splits
+from attngen.ir.host import Alloc
 from attngen.ir.text import print_module
 from attngen.policy import STRIP
 from attngen.runtime import bundle
@@ -83,7 +83,6 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
         "kernel_names": [kernel.name for kernel in module.kernels],
         "programs": hosts,
         "infinite": any(isinstance(op, Alloc) and op.fill == -sympy.oo for host in module.hosts for op in host.ops()),
-        "splits": next((op.least for host in module.hosts for op in host.ops() if isinstance(op, Splits)), 0),
         "strip": STRIP,
         "data_args": "".join(f", {i.name}={i.name}" for i in wrapper.data_inputs) if wrapper.data else "",
         "data_params": "".join(f", {text}" for text in given),

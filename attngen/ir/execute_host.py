@@ -7,6 +7,7 @@ memory as the ops say, so that a view may need a copy as it does on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from attngen.errors import AttngenError
 from attngen.ir.execute import SINGLE, Values, execute_kernel, spread
 from attngen.ir.expr import parse
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Splits, Sum, SumDistances, View
+from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import SIZES
 from attngen.ir.numeric import compiled, names, value
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
@@ -40,7 +41,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given |= {"dO": inputs["grad_out"], "dLSE": inputs["grad_lse"]}
 
     def run(name: str, of_tiles: Mapping[str, int] = tiles) -> Arrays:
-        return execute_host(module, module.host(name), given, of_tiles, dtypes, inputs.get("splits", 1))
+        return execute_host(module, module.host(name), given, of_tiles, dtypes, {"splits": inputs.get("splits", 1)})
 
     given["Nq"] = inputs["q"].shape[2]
     for d in module.derived:
@@ -61,22 +62,22 @@ def execute_host(
     given: Mapping[str, Any],
     tiles: Mapping[str, int],
     dtypes: Mapping[str, Any] = SINGLE,
-    splits: int = 1,
+    chosen: Mapping[str, int] = MappingProxyType({}),
 ) -> Arrays:
     """The results of one host program, by name.
 
-    given: its arguments by their names, and maybe more; tiles: BLOCK_Q and BLOCK_KV of every kernel; dtypes: SINGLE or DOUBLE; splits:
-    among how many programs the heads of a group are split, which depends on the number of multiprocessors on a GPU.
+    given: its arguments by their names, and maybe more; tiles: BLOCK_Q and BLOCK_KV of every kernel; dtypes: SINGLE or DOUBLE; chosen:
+    numbers by name that stand for what the program computes of the number of multiprocessors, which is 1 here.
     """
     values: Values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
     values |= {a.name: int(values[a.name]) for a in host.args if a.name in SIZES}
     values |= _sizes(module, host, values, tiles)
-    return _Run(module, host, tiles, dtypes, splits).block("entry", values)
+    return _Run(module, host, tiles, dtypes, chosen).block("entry", values)
 
 
 def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int]) -> dict[str, int]:
     """Every size by name: those that dimensions of arguments name, and those that follow from others."""
-    sizes = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
+    sizes = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v, "processors": 1}
     sizes |= {name: x for name, x in values.items() if name in SIZES}
     for arg in host.args:
         for dim, length in zip(arg.type.dims, np.shape(values[arg.name]), strict=True):
@@ -99,8 +100,8 @@ class _Run:
     `values` holds, by name, all that a place in the program knows; a branch gets a copy.
     """
 
-    def __init__(self, module: Module, host: Host, tiles: Mapping[str, int], dtypes: Mapping[str, Any], splits: int) -> None:
-        self.module, self.host, self.tiles, self.dtypes, self.splits = module, host, tiles, dtypes, splits
+    def __init__(self, module: Module, host: Host, tiles: Mapping[str, int], dtypes: Mapping[str, Any], chosen: Mapping[str, int]) -> None:
+        self.module, self.host, self.tiles, self.dtypes, self.chosen = module, host, tiles, dtypes, chosen
 
     def block(self, name: str, values: Values) -> Arrays:
         """Run a block's ops; what it yields."""
@@ -161,9 +162,6 @@ class _Run:
 
     # ------------------------------------------------------------------ launches
 
-    def _splits(self, op: Splits, values: Values) -> int:
-        return self.splits
-
     def _launch(self, op: Launch, values: Values) -> None:
         kernel, given = self.module.kernel(op.kernel), dict(op.args)
         known = {**values, **{name: value(e, values) for name, e in op.sizes}}
@@ -186,6 +184,8 @@ class _Run:
     # ------------------------------------------------------------------ arithmetic of tensors
 
     def _map(self, op: Map, values: Values) -> Any:
+        if not op.type.dims:
+            return self.chosen[op.name] if op.name in self.chosen else int(compiled(op.expr)(values))
         uses = dict(op.uses)
         dims = {name: self.host.type_of(uses[name]).dims for name in names(op.expr) if name in uses}
         named = {name: spread(values[uses.get(name, name)], dims.get(name, ()), op.type.dims) for name in names(op.expr)}

@@ -107,6 +107,14 @@ class clamp(sympy.Function):  # noqa: N801
         return all(e.is_integer for e in self.args) or None
 
 
+class divisor(sympy.Function):  # noqa: N801
+    """The greatest divisor of a that is not above b; 1 if b is 0. Host programs have it, kernels do not."""
+
+    nargs = 2
+    is_integer = True
+    is_positive = True
+
+
 class sqrt(sympy.Function):  # noqa: N801
     """The square root of a number that is not negative."""
 
@@ -197,6 +205,7 @@ FUNCTIONS: dict[str, Any] = {
     "tanh": sympy.tanh,
     "sigmoid": sigmoid,
     "sqrt": sqrt,
+    "divisor": divisor,
     "floor": floor,
     "nearest": nearest,
     "trunc": trunc,

@@ -84,14 +84,6 @@ class If(Op):
 
 
 @dataclass(frozen=True)
-class Splits(Op):
-    """The number of programs that share the query heads of a group. It is 1 unless a multiprocessor has fewer than `least` keys."""
-
-    least: int
-    type: Type
-
-
-@dataclass(frozen=True)
 class Sum(Op):
     """Sum over named dimensions. The result has its dimensions in the order of `type`. With `into`, it is written to that tensor."""
 
@@ -160,7 +152,6 @@ HOST_OPS: dict[str, type[Op]] = {
     "copy": Copy,
     "launch": Launch,
     "if": If,
-    "splits": Splits,
     "map": Map,
     "sum": Sum,
     "place": Place,

@@ -51,6 +51,7 @@ INTEGERS = {
     "Nq": Name("queries of a sequence", ("N", "q"), 0, _LONGEST, "n", "q.shape[2]", uses="scalar dim", word="q_len"),
     "Nk": Name("keys of a sequence", ("N", "k"), 0, _LONGEST, "n", "k.shape[2]", uses="scalar dim", word="kv_len"),
     "Gq": Name("queries of a sequence, of all heads of a group", source="group * Nq"),
+    "processors": Name("multiprocessors of the device", None, 1, source="runtime.processors(q.device)"),
     "Nlse": Name("Nq, or 0 if the LSE has no gradient", source="grad_lse.shape[2]", uses="scalar dim"),
     "Tq": Name("blocks along the queries", ("T", "q"), letter="t", source="-(-Nq // BLOCK)", uses="dim"),
     "Tk": Name("blocks along the keys", ("T", "k"), letter="t", source="-(-Nk // BLOCK)", uses="dim"),
@@ -120,7 +121,7 @@ FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 # Names of the generated module's functions, which inputs may not have: arguments, what host programs make, modules.
 WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "need_inputs"}
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "kv_full_rank", "q_full_rank", "count", "blocks", "inputs"}
-WRAPPER |= {"dropout_p", "seed", *DROPOUT_SCALARS, "scale", "return_lse", "shapes", "group", "splits", "queries", "device", "n_q", "n_kv"}
+WRAPPER |= {"dropout_p", "seed", *DROPOUT_SCALARS, "scale", "return_lse", "shapes", "group", "splits", "processors", "queries", "device", "n_q", "n_kv"}
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum", "dq_acc"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 ORDERS = ("q_outer", "kv_outer")  # of loops

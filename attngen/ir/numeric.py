@@ -14,7 +14,7 @@ import numpy as np
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import Expr, cdiv, clamp, exp2, floordiv, log, log2, mod, select, sigmoid, sqrt, to_text
+from attngen.ir.expr import Expr, cdiv, clamp, divisor, exp2, floordiv, log, log2, mod, select, sigmoid, sqrt, to_text
 
 Function = Callable[[Mapping[str, Any]], Any]
 
@@ -52,6 +52,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.tanh: np.tanh,
     sigmoid: lambda x: 1 / (1 + np.exp(-x)),
     sqrt: np.sqrt,
+    divisor: lambda a, b: next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1),
     sympy.Not: np.logical_not,
     sympy.Lt: operator.lt,
     sympy.Le: operator.le,

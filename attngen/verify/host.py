@@ -11,9 +11,9 @@ import sympy
 
 from attngen.ir.expr import Bool, cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Splits, Sum, View
+from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, tensor_dtype
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Op, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Map, Op, Type, Yield
 
 Rule = Callable[[Module, Host], Iterator[str]]
 POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # that are never 0, whatever a call gives
@@ -88,7 +88,8 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
 def _named(op: Op) -> list[str]:
     """The scalars that an op's expressions and dimensions name, without sizes of the call."""
     where = getattr(op, "where", sympy.true)
-    names = {str(s) for e in (where, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
+    number = [op.expr] if isinstance(op, Map) and not op.type.dims else []
+    names = {str(s) for e in (where, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
     return sorted((names - FOUND.keys()) | ({"splits"} & set(getattr(op, "type", Type("")).dims)))
 
 
@@ -217,7 +218,7 @@ class _Writes:
                 return self._launch(op, state)
             case Copy():
                 return state | {op.into} if op.src in state else state
-            case View() | Splits():
+            case View():
                 return state
             case Sum() if op.into:
                 self._read(op.name, op.value, state)
@@ -289,7 +290,7 @@ def read(module: Module, host: Host) -> Iterator[str]:
         if isinstance(op, Launch) and op.kernel in kernels:
             refs |= {arg.name for arg in kernels[op.kernel].args} - dict(op.args).keys()
     for op in host.ops():
-        if isinstance(op, (Alloc, View, Splits, ListBlocks)) and op.name not in refs:
+        if (isinstance(op, (Alloc, View, ListBlocks)) or (isinstance(op, Map) and not op.type.dims)) and op.name not in refs:
             yield f"%{op.name} is read by nothing"
 
 

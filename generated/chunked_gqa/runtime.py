@@ -748,17 +748,11 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
     return dropout_mask
 
 
-# -------------------- The host's part of the backward: into how many programs a group of heads is split, and sums for learned inputs.
+# -------------------- The host's part of the backward: a divisor, by which groups of heads are split, and sums for learned inputs.
 
-def splits_of(q: torch.Tensor, k: torch.Tensor, least: int) -> int:
-    """How many programs share the query heads of a group, for dK and dV. It divides the group; it is 1 unless keys are few.
-
-    `least`: with one program for each group, a multiprocessor should have at least so many keys, counted over sequences and heads.
-    With fewer, groups are split.
-    """
-    group, keys = max(1, q.shape[1] // max(1, k.shape[1])), k.shape[0] * k.shape[1] * k.shape[2]
-    most = min(group, max(1, group * keys // (least * processors(k.device))))  # query heads of one program
-    return next(group // heads for heads in range(most, 0, -1) if group % heads == 0)
+def divisor(a: int, b: int) -> int:
+    """The greatest divisor of a that is not above b; 1 if b is 0."""
+    return next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1)
 
 
 def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:

@@ -26,7 +26,6 @@ HEAD_DIM_V = 128
 SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-SPLIT_KEYS = 512  # keys per multiprocessor, over sequences and heads; with fewer, the query heads of a group are split
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
@@ -130,6 +129,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
+    processors = runtime.processors(q.device)
     Nlse = grad_lse.shape[2]
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
@@ -157,7 +157,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
     if dk.numel():
-        splits = runtime.splits_of(q, k, SPLIT_KEYS)
+        # programs among which the query heads of a group are split
+        splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
         dk_parts = runtime.room_for_splits(dk, splits)
         dv_parts = runtime.room_for_splits(dv, splits)
         DKDV(
@@ -177,5 +178,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
 
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_80348830069d", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_ad735ea21cfa", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -57,6 +57,7 @@ def lowered(text: str, *passes: object, head_dim: int = 16) -> Module:
         ("select(x < 0 or y > 9, 1, 2)", 1),
         ("1/y", 2.0),
         ("y**2 + y**-2", 4.25),
+        ("divisor(12, 5) + divisor(7, 6)", 4 + 1),
         ("exp2(y) + log2(y)", math.sqrt(2) - 1),
         ("exp(y) - tanh(y) + sqrt(y)", math.exp(0.5) - math.tanh(0.5) + 0.5**0.5),
         ("sigmoid(y) + log(y)", 1 / (1 + math.exp(-0.5)) + math.log(0.5)),
