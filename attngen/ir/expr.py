@@ -215,6 +215,12 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True) if least else sympy.Symbol(name, integer=True, nonnegative=True)
 
 
+@cache
+def symbol_names(e: Any) -> tuple[str, ...]:
+    """The names of an expression's symbols, sorted."""
+    return tuple(sorted(s.name for s in e.free_symbols))
+
+
 class _Printer(StrPrinter):
     """Prints what `parse` reads."""
 
@@ -270,6 +276,7 @@ class _Printer(StrPrinter):
         return repr(float(e))
 
 
+@cache
 def to_text(e: Any) -> str:
     """The expression in the IR's grammar."""
     text = str(_Printer().doprint(e))
