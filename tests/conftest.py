@@ -9,9 +9,6 @@ from __future__ import annotations
 import os
 
 import pytest
-
-os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # read when sympy is first imported; 1,000 by default, which one module exceeds
-
 import torch
 
 from attngen.errors import AttngenError
