@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # read when sympy is first imported; 1,000 by default, which one module exceeds
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is first imported; the interpreter's products are small
 
 import torch
 
@@ -21,6 +21,7 @@ from tests.interpreter import lighten
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, in processes that tests start
     lighten()
     torch.set_num_threads(1)  # tensors are small, and the other cores have workers of their own
 try:

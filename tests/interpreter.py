@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 
 def lighten() -> None:
-    """Take two costs out of the interpreter, about half of its time.
+    """Take three costs out of the interpreter, more than half of its time.
 
-    For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode alone. And for
-    each call of a function on the device it looks through all names of Triton's language for those to replace.
+    For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode alone. For each cast
+    it makes a table of all types. And for each call of a function on the device it looks through all names of Triton's language for those
+    to replace.
     """
     from triton.runtime import interpreter
 
@@ -31,4 +32,13 @@ def lighten() -> None:
             if getattr(package, name) is member:
                 interpreter._patch_attr(package, name, member, *others)
 
+    numpy_type = interpreter._get_np_dtype
+    of_number = cache(numpy_type)
+
+    @wraps(numpy_type)
+    def get_np_dtype(type_: Any) -> Any:
+        """NumPy's type for the elements of a tensor of Triton's type. Types of pointers cannot be looked up."""
+        return numpy_type(type_) if type_.scalar.is_ptr() else of_number(type_.scalar)
+
     interpreter._patch_builtin = patch_builtin
+    interpreter._get_np_dtype = get_np_dtype

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import Expr
+from attngen.ir.expr import Expr, symbol_names
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
-from attngen.ir.numeric import compiled, names
+from attngen.ir.numeric import compiled
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -223,7 +223,7 @@ class _Launch:
         if e.is_Symbol:  # most are: an index, a size
             ref = renamed.get(e.name, e.name)
             return spread(values[ref], self.dims.get(ref, ()), dims)
-        for name in names(e):
+        for name in symbol_names(e):
             ref = renamed.get(name, name)
             named[name] = spread(values[ref], self.dims.get(ref, ()), dims)
         return compiled(e)(named)

@@ -14,11 +14,11 @@ import numpy as np
 
 from attngen.errors import AttngenError
 from attngen.ir.execute import SINGLE, Values, execute_kernel, spread
-from attngen.ir.expr import parse
+from attngen.ir.expr import parse, symbol_names
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import SIZES
-from attngen.ir.numeric import compiled, names, value
+from attngen.ir.numeric import compiled, value
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
 from attngen.policy import STRIP
 
@@ -187,8 +187,8 @@ class _Run:
         if not op.type.dims:
             return self.chosen[op.name] if op.name in self.chosen else int(compiled(op.expr)(values))
         uses = dict(op.uses)
-        dims = {name: self.host.type_of(uses[name]).dims for name in names(op.expr) if name in uses}
-        named = {name: spread(values[uses.get(name, name)], dims.get(name, ()), op.type.dims) for name in names(op.expr)}
+        dims = {name: self.host.type_of(uses[name]).dims for name in symbol_names(op.expr) if name in uses}
+        named = {name: spread(values[uses.get(name, name)], dims.get(name, ()), op.type.dims) for name in symbol_names(op.expr)}
         return np.asarray(compiled(op.expr)(named), self.dtypes[op.type.dtype])
 
     def _sum(self, op: Sum, values: Values) -> np.ndarray:

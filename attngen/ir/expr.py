@@ -11,7 +11,9 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import sympy
+from sympy.core.cache import cacheit
 from sympy.core.function import Application
+from sympy.functions.elementary.miscellaneous import MinMaxBase
 from sympy.logic.boolalg import Boolean
 from sympy.printing.str import StrPrinter
 
@@ -20,6 +22,10 @@ from attngen.ir.names import INTEGERS
 
 Expr: TypeAlias = Any  # a sympy expression; sympy has no types of its own
 Bool: TypeAlias = Any  # a sympy boolean
+
+
+# Sympy compares the arguments of each new Min and Max in pairs. That is most of the work of building bounds, and the pairs recur.
+MinMaxBase._is_connected = classmethod(cacheit(MinMaxBase._is_connected.__func__))
 
 
 class floordiv(sympy.Function):  # noqa: N801 - printed by its name
@@ -224,6 +230,12 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True) if least else sympy.Symbol(name, integer=True, nonnegative=True)
 
 
+@cache
+def symbol_names(e: Any) -> tuple[str, ...]:
+    """The names of an expression's symbols, sorted."""
+    return tuple(sorted(s.name for s in e.free_symbols))
+
+
 class _Printer(StrPrinter):
     """Prints what `parse` reads."""
 
@@ -279,6 +291,7 @@ class _Printer(StrPrinter):
         return repr(float(e))
 
 
+@cache
 def to_text(e: Any) -> str:
     """The expression in the IR's grammar."""
     text = str(_Printer().doprint(e))

@@ -148,8 +148,8 @@ class Kernel:
 
     def scalars_of(self, op: Op) -> set[str]:
         """The scalars that an op's expressions name though they are not operands: bounds of loops do."""
-        named = {str(s) for e in op.expressions() for s in e.free_symbols}
-        return (named & self.graph.nodes.keys()) - {symbol for symbol, _ in getattr(op, "uses", ())} - self.variables
+        named = op.symbols - {symbol for symbol, _ in getattr(op, "uses", ())} - self.variables
+        return {name for name in named if name in self.graph}
 
     def around(self, block: str) -> list[Loop]:
         """The loops around a block, from the innermost out. If several loops share a body, the first of them."""

@@ -89,12 +89,6 @@ def _constant(value: Any) -> Function:
     return lambda values: value
 
 
-@cache
-def names(e: Expr) -> tuple[str, ...]:
-    """The names of the expression's symbols."""
-    return tuple(sorted(s.name for s in e.free_symbols))
-
-
 def value(e: Expr, values: Mapping[str, Any]) -> Any:
     """The value of the expression for these values of its symbols, by name."""
     return compiled(e)(values)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import sympy
 
-from attngen.ir.expr import Bool, Expr, cdiv, symbol
+from attngen.ir.expr import Bool, Expr, cdiv, symbol, symbol_names
 
 TENSORS = ("in", "out", "inout", "scratch")  # roles of a kernel's arguments that lie in device memory
 DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T` depends on the module
@@ -59,7 +60,7 @@ class Access:
     index: tuple[Expr, ...]
 
     def axes(self) -> tuple[str, ...]:
-        return tuple(str(i) for i in self.index if str(i) in AXIS_DIM)
+        return tuple(i.name for i in self.index if i.is_Symbol and i.name in AXIS_DIM)
 
 
 Uses = tuple[tuple[str, str], ...]  # (symbol in the expression, value that it stands for)
@@ -107,10 +108,15 @@ class Op:
                 elif value is not None:
                     yield from (ref for _, ref in value)
 
-    def expressions(self) -> Iterator[Any]:
+    @cached_property
+    def expressions(self) -> tuple[Any, ...]:
         """Every expression in its fields: indices, conditions, bounds, numbers."""
-        for f in fields(self):
-            yield from _expressions_in(getattr(self, f.name))
+        return tuple(e for f in fields(self) for e in _expressions_in(getattr(self, f.name)))
+
+    @cached_property
+    def symbols(self) -> frozenset[str]:
+        """The names of the symbols in its expressions."""
+        return frozenset(name for e in self.expressions for name in symbol_names(e))
 
     def results(self) -> dict[str, Type]:
         """Result types by field; the key is empty for ops with one result."""

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import last_row
-from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, to_text
+from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import AXES
@@ -138,7 +138,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         for symbol_name, ref in getattr(op, "uses", ()):
             if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
                 yield f"%{op.name} takes `{symbol_name}` for %{ref}; a scalar has one name in all expressions"
-        for e in op.expressions():
+        for e in op.expressions:
             yield from _unknown(f"%{op.name}", e, known | {s for s, _ in getattr(op, "uses", ())})
             for division in e.atoms(floordiv, cdiv, mod):
                 if not (division.args[1].is_positive or str(division.args[1]) in divisors):
@@ -160,9 +160,9 @@ def _facts_rows(kernel: Kernel, op: Mask) -> set[str]:
 
 
 def _unknown(where: str, e: Any, known: set[str]) -> Iterator[str]:
-    for s in sorted(map(str, getattr(e, "free_symbols", ()))):
-        if s not in known:
-            yield f"{where}: `{to_text(e)}` has `{s}`, which is no operand, scalar or position"
+    for name in symbol_names(e):
+        if name not in known:
+            yield f"{where}: `{to_text(e)}` has `{name}`, which is no operand, scalar or position"
 
 
 def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import REAL, TO_INTEGER, cdiv, floordiv, mod, select, symbol, to_text
+from attngen.ir.expr import REAL, TO_INTEGER, cdiv, floordiv, mod, select, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
@@ -42,8 +43,8 @@ POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"
 def types(module: Module, kernel: Kernel) -> Iterator[str]:
     """Dimensions agree by name: contractions, broadcasts, accesses. Element types are what is loaded, stored and computed."""
     for op in kernel.ops():
-        for e in op.expressions():
-            if any(_is_condition(arg) for sub in sympy.preorder_traversal(e) for arg in _numbers_in(sub)):
+        for e in op.expressions:
+            if _computes_with_a_condition(e):
                 yield f"%{op.name}: `{to_text(e)}` computes with a condition"
         errors = _ERRORS.get(type(op))
         yield from (f"%{op.name}: {reason}" for reason in errors(kernel, op)) if errors else ()
@@ -66,7 +67,7 @@ def _dot_errors(kernel: Kernel, op: Dot) -> Iterator[str]:
 
 def _mask_errors(kernel: Kernel, op: Mask) -> Iterator[str]:
     of = kernel.type_of
-    yield from (f"`{to_text(e)}` is no condition" for e in op.expressions() if not isinstance(e, Boolean))
+    yield from (f"`{to_text(e)}` is no condition" for e in op.expressions if not isinstance(e, Boolean))
     yield from _uses_errors(kernel, op)
     if of(op.value) != op.type:
         yield "a masked value keeps its type"
@@ -202,15 +203,15 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
 
 
 def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
-    text, value = to_text(op.expr), op.type.dtype
+    value = op.type.dtype
     for ref in (r for _, r in op.uses if kernel.type_of(r).dtype == "ptr"):
         yield f"%{ref} is a pointer"
     dims = {d for _, ref in op.uses for d in kernel.type_of(ref).dims}
-    dims |= {AXIS_DIM[a] for a in ("q", "kv") if symbol(f"{a}_idx") in op.expr.free_symbols}
+    dims |= {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in op.symbols}
     if dims != set(op.type.dims):
         yield f"the expression is of [{', '.join(sorted(dims))}], the value of [{', '.join(op.type.dims)}]"
     if _is_condition(op.expr) != (value == "b1"):
-        yield f"`{text}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
+        yield f"`{to_text(op.expr)}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
     if value == "T" and not op.type.dims:
         yield "a value of no dimensions is of T; expected f32 or i32"
     for division in op.expr.atoms(floordiv, cdiv, mod):
@@ -218,7 +219,7 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
             yield f"`{to_text(division)}` divides what is no integer"
     whole = is_integral(kernel, op.expr, dict(op.uses))
     if op.expr.free_symbols and whole != (value == "i32") and (value == "i32" or not dims):
-        yield f"`{text}` is {'an integer' if whole else 'no integer'}, the value {value}"
+        yield f"`{to_text(op.expr)}` is {'an integer' if whole else 'no integer'}, the value {value}"
     yield from _uses_errors(kernel, op)
 
 
@@ -239,6 +240,11 @@ def _is_condition(e: Any) -> bool:
     return isinstance(e, Boolean) and not e.is_Symbol
 
 
+@cache
+def _computes_with_a_condition(e: Any) -> bool:
+    return any(_is_condition(arg) for sub in sympy.preorder_traversal(e) for arg in _numbers_in(sub))
+
+
 def _numbers_in(e: Any) -> tuple[Any, ...]:
     """The arguments of an expression that must be numbers."""
     if isinstance(e, (sympy.And, sympy.Or, sympy.Not)):
@@ -248,11 +254,17 @@ def _numbers_in(e: Any) -> tuple[Any, ...]:
 
 def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
+    names, whole = _integers_of(e)
+    refs = {uses.get(name, name) for name in names} - POSITIONS - kernel.variables
+    return whole and all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
+
+
+@cache
+def _integers_of(e: Any) -> tuple[tuple[str, ...], bool]:
+    """The names that must stand for integers if an expression is to be one, and whether all else in it is made of integers."""
     e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # they give integers, whatever their arguments are
-    refs = {uses.get(str(s), str(s)) for s in e.free_symbols} - POSITIONS - kernel.variables
-    whole = all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
     divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow)) or not all(n.is_Integer for n in e.atoms(sympy.Rational))
-    return whole and not divided and not e.has(*REAL, sympy.Float, sympy.oo)
+    return symbol_names(e), not divided and not e.has(*REAL, sympy.Float, sympy.oo)
 
 
 # What each kind of op asks of its types, besides what holds for all.

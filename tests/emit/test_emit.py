@@ -19,7 +19,7 @@ from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.verify import verify
-from tests.helpers import ROOT, SPECS, edit, target
+from tests.helpers import ROOT, SPECS, edit, lowered, target
 
 GENERATED = ROOT / "generated"
 
@@ -39,14 +39,31 @@ def between(text, start, end):
     return text.split(start, 1)[1].split(end, 1)[0]
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_text_alone_gives_what_build_gives(name):
-    assert emit(print_module(target(name))) == render(target(name))
+@pytest.fixture(scope="module", params=SPECS)
+def steps(request):
+    """A spec's modules by pass. Pytest runs the tests of one spec together, so that each spec is lowered once."""
+    return lowered(request.param)
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_committed_modules_are_what_the_specs_give(name):
-    assert read_module(GENERATED / name) == keep(target(name), render(target(name)), GENERATED / name)
+@pytest.fixture(scope="module")
+def files(steps):
+    """The files of the spec's last module."""
+    return render(steps["legalize-triton"])
+
+
+def test_every_step_prints_what_parses(steps):
+    for step, module in steps.items():
+        text = print_module(module)
+        assert print_module(parse_module(text)) == text, step
+
+
+def test_text_alone_gives_what_build_gives(steps, files):
+    assert emit(print_module(steps["legalize-triton"])) == files
+
+
+def test_committed_modules_are_what_the_specs_give(steps, files):
+    module = steps["legalize-triton"]
+    assert read_module(GENERATED / module.name) == keep(module, files, GENERATED / module.name)
 
 
 def test_there_is_no_module_without_a_spec():
