@@ -24,8 +24,10 @@ Expr: TypeAlias = Any  # a sympy expression; sympy has no types of its own
 Bool: TypeAlias = Any  # a sympy boolean
 
 
-# Sympy compares the arguments of each new Min and Max in pairs. That is most of the work of building bounds, and the pairs recur.
-MinMaxBase._is_connected = classmethod(cacheit(MinMaxBase._is_connected.__func__))
+# Sympy compares the arguments of each new Min and Max in pairs. That is most of the work of building bounds, and the pairs recur. The
+# method is not public: a version without it is slower.
+if hasattr(MinMaxBase, "_is_connected"):
+    MinMaxBase._is_connected = classmethod(cacheit(MinMaxBase._is_connected.__func__))
 
 
 class floordiv(sympy.Function):  # noqa: N801 - printed by its name
