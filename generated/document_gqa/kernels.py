@@ -105,28 +105,28 @@ SCHEDULES = {
     "document_spans": {
         ("sm80", 4): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 1, "num_stages": 1}),
-            (512, {"BLOCK_Q": 512, "BLOCK_KV": 512, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 2048, "BLOCK_KV": 2048, "num_warps": 16, "num_stages": 1}),
+            (256, {"BLOCK_Q": 256, "BLOCK_KV": 256, "num_warps": 2, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1024, "BLOCK_KV": 1024, "num_warps": 8, "num_stages": 1}),
         ),
         ("sm90", 4): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 1, "num_stages": 1}),
-            (512, {"BLOCK_Q": 512, "BLOCK_KV": 512, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 2048, "BLOCK_KV": 2048, "num_warps": 16, "num_stages": 1}),
+            (256, {"BLOCK_Q": 256, "BLOCK_KV": 256, "num_warps": 2, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1024, "BLOCK_KV": 1024, "num_warps": 8, "num_stages": 1}),
         ),
         ("sm100", 4): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 1, "num_stages": 1}),
-            (512, {"BLOCK_Q": 512, "BLOCK_KV": 512, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 2048, "BLOCK_KV": 2048, "num_warps": 16, "num_stages": 1}),
+            (256, {"BLOCK_Q": 256, "BLOCK_KV": 256, "num_warps": 2, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1024, "BLOCK_KV": 1024, "num_warps": 8, "num_stages": 1}),
         ),
         ("gfx942", 4): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 1, "num_stages": 1}),
-            (512, {"BLOCK_Q": 512, "BLOCK_KV": 512, "num_warps": 2, "num_stages": 1}),
-            (None, {"BLOCK_Q": 2048, "BLOCK_KV": 2048, "num_warps": 8, "num_stages": 1}),
+            (256, {"BLOCK_Q": 256, "BLOCK_KV": 256, "num_warps": 1, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1024, "BLOCK_KV": 1024, "num_warps": 4, "num_stages": 1}),
         ),
         ("any", 4): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 1, "num_stages": 1}),
-            (512, {"BLOCK_Q": 512, "BLOCK_KV": 512, "num_warps": 4, "num_stages": 1}),
-            (None, {"BLOCK_Q": 2048, "BLOCK_KV": 2048, "num_warps": 16, "num_stages": 1}),
+            (256, {"BLOCK_Q": 256, "BLOCK_KV": 256, "num_warps": 2, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1024, "BLOCK_KV": 1024, "num_warps": 8, "num_stages": 1}),
         ),
     },
 }

@@ -178,7 +178,8 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
     if kernel.prepares:
-        return _exchanged(kernel) if row.num_warps > 1 else sympy.Integer(0)
+        each = row.block_kv // (row.num_warps * CLASSES[row.device].threads_per_warp)
+        return _exchanged(kernel) if each > 2 else sympy.Integer(0)  # one or two are loaded as they are scanned
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
     return sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma)
 
