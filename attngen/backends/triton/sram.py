@@ -11,7 +11,7 @@ import sympy
 from attngen.bounds.sizes import ELEM, STAGES, elements, sizes, tile_bytes
 from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
-from attngen.ir.expr import Expr, cdiv, symbol
+from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import STATISTICS
 from attngen.ir.ops import (
@@ -86,6 +86,10 @@ def sram_formula(
     for dot in kernel.dots:  # an operand that is made on chip, and turned; in fp32 if it is moved before it is cast
         turned = not isinstance(kernel.op(dot.a), Load) and kernel.type_of(dot.a).dims[0] == dot.over
         scratch += 4 * elements(kernel.type_of(dot.a)) if turned else 0
+        rows, operand = symbol(dot.type.dims[0]), kernel.op(dot.b)
+        if rewrites and from_shared and not device.keeps_reused and _in_sram(operand) and dot.type.dims[0] != AXIS_DIM[kernel.own_axis]:
+            # with too few rows for the large instruction, a smaller one takes the operand in another layout
+            scratch += select(rows < device.matrix_rows, tile_bytes(operand.type), sympy.Integer(0))
     if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
