@@ -139,6 +139,14 @@ def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device:
             assert x.dtype == torch.int32 and torch.equal(x.cpu(), expected[name]), name
 
 
+@pytest.mark.parametrize("kind", ["far", "one slot"])
+def test_the_kernel_is_right_where_ids_share_a_slot(kind: str, device: str) -> None:
+    """Where the kernel's integers wrap, too, which the executor's do not."""
+    ids = ids_of(kind, 100, 2)
+    for n_q in (100, 90, 110):
+        check(built("document_gqa").attention.plan(ids.to(device), n_q)._asdict(), ids, n_q)
+
+
 @pytest.mark.gpu
 def test_the_kernel_gives_the_same_bits_each_time(device: str) -> None:
     """Also where thousands of threads enter a document at once."""
@@ -201,6 +209,22 @@ BROKEN = [
     ("loops", "loop q ranges(0 .. cdiv(Nq, BLOCK_Q))", "loop q ranges(1 .. cdiv(Nq, BLOCK_Q))", "does not run over all tiles of q"),
     ("ordered", "    barrier\n    %start_init", "    %start_init", "in @forward takes %AFTER, to which @enter writes, and no barrier is"),
     ("ordered", "    barrier\n    %entered", "    %entered", "in @enter takes %FIRST, to which @empty_tables writes, and no barrier is"),
+    ("indexing", "gather %AFTER[b, place]", "gather %AFTER[0, place]", "takes elements of %AFTER that other programs take; expected"),
+    ("indexing", "scatter %DOCUMENT_Q[b, -Nk", "scatter %DOCUMENT_Q[0, -Nk", "takes elements of %DOCUMENT_Q that other programs take"),
+    ("indexing", "scatter %FIRST[b, slot]", "scatter %FIRST[0, slot]", "takes elements of %FIRST that other programs take; expected"),
+    (
+        "ordered",
+        "    %starts = map",
+        "    %seen = gather %FIRST[b, slot] uses(slot=%slot) where(slot >= 0 and slot < Nk) : i32[BLOCK_KV] @reg\n    %starts = map",
+        "in @enter reads %FIRST, to which other turns of the loop write",
+    ),
+    (
+        "ordered",
+        "    scatter %DOCUMENT_END[b, -Nk",
+        "    scatter %DOCUMENT_Q[b, -Nk + Nq + kv_idx] %run_start where(-Nk + Nq + kv_idx >= 0 and -Nk + Nq + kv_idx < Nq) op(put)\n"
+        "    scatter %DOCUMENT_END[b, -Nk",
+        "@forward writes elements of %DOCUMENT_Q twice, in no fixed order",
+    ),
     ("live", "%q_run_start check(kv)", "%run_start check(kv)", "%q_run_start is read by nothing"),
 ]
 

@@ -81,6 +81,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         if isinstance(op, Scatter) and op.op == "put":
             yield from _put_twice(kernel, op)
         if isinstance(op, (Gather, Scatter)):
+            yield from _another_programs(kernel, op)
+        if isinstance(op, (Gather, Scatter)):
             yield from _outside(kernel, op, letters, heads)
     queries = [op.src.index[1] for op in kernel.ops() if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1]
     for op in kernel.ops():
@@ -108,12 +110,20 @@ def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], head
 
 def _put_twice(kernel: Kernel, op: Scatter) -> Iterator[str]:
     """Elements that more than one thread may put: the last index has to step by one along the tile, the others to be a program's own."""
-    *own, last = op.dst.index
     (dim,) = kernel.type_of(op.value).dims
-    steps = {sympy.diff(last, symbol(f"{axis}_idx")) for axis, of in AXIS_DIM.items() if of == dim}
-    places = {axis.var for axis in kernel.grid}
-    if steps.isdisjoint({1, -1}) or op.uses or not all(str(e) in places for e in own):
-        yield f"%{op.name} may put two elements at one place; expected the last index to step by one along {dim}, and others of the grid"
+    steps = {sympy.diff(op.dst.index[-1], symbol(f"{axis}_idx")) for axis, of in AXIS_DIM.items() if of == dim}
+    if steps.isdisjoint({1, -1}) or op.uses:
+        yield f"%{op.name} may put two elements at one place; expected the last index to step by one along {dim}"
+
+
+def _another_programs(kernel: Kernel, op: Gather | Scatter) -> Iterator[str]:
+    """Elements of another program, where a program has its own: of scratch memory, and of what is put."""
+    access = op.src if isinstance(op, Gather) else op.dst
+    tensor = kernel.op(access.tensor)
+    owned = (isinstance(tensor, Arg) and tensor.role == "scratch") or (isinstance(op, Scatter) and op.op == "put")
+    places = [axis.var for axis in kernel.grid]
+    if owned and sorted(map(str, access.index[:-1])) != sorted(places):
+        yield f"%{op.name} takes elements of %{access.tensor} that other programs take; expected [{', '.join(places)}, ...]"
 
 
 def names(module: Module, kernel: Kernel) -> Iterator[str]:

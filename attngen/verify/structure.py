@@ -30,6 +30,7 @@ from attngen.ir.ops import (
     Load,
     Loop,
     Mask,
+    Op,
     Scatter,
     Store,
     Type,
@@ -258,24 +259,32 @@ def _crossing(kernel: Kernel) -> Iterator[str]:
     written: dict[str, str] = {}  # tensor -> the block that wrote to it since the last barrier
     filled: set[str] = set()
     for op in kernel.block("entry").ops if shared else ():
-        if isinstance(op, Barrier):
-            written = {}
+        written = {} if isinstance(op, Barrier) else written
         block = op.body if isinstance(op, Loop) else "entry"
-        for access in kernel.block(block).ops if isinstance(op, Loop) else (op,):
-            if not isinstance(access, (Gather, Scatter, Store)):
-                continue
-            place, reads = (access.src, True) if isinstance(access, Gather) else (access.dst, False)
-            source = kernel.op(place.tensor)
-            tensor = source.src.tensor if isinstance(source, Base) else source.name
-            if tensor not in shared:
-                continue
+        accesses = [(tensor, access) for tensor, access in _accesses(kernel, (op,)) if tensor in shared]
+        of_turns = {tensor for tensor, access in accesses if isinstance(op, Loop) and not isinstance(access, Gather)}
+        for tensor, access in accesses:
+            reads = isinstance(access, Gather)
             if tensor in written and (reads or written[tensor] != block):
                 yield f"%{access.name} in @{block} takes %{tensor}, to which @{written[tensor]} writes, and no barrier is between them"
+            elif reads and tensor in of_turns:
+                yield f"%{access.name} in @{block} reads %{tensor}, to which other turns of the loop write"
             if reads and tensor not in filled:
                 yield f"%{access.name} reads %{tensor}, which nothing has filled"
-            if not reads:
-                written[tensor] = block
-                filled.add(tensor)
+        once = [tensor for tensor, access in accesses if isinstance(access, Store) or (isinstance(access, Scatter) and access.op == "put")]
+        yield from (f"@{block} writes elements of %{tensor} twice, in no fixed order" for tensor in set(once) if once.count(tensor) > 1)
+        written |= {tensor: block for tensor, access in accesses if not isinstance(access, Gather)}
+        filled |= written.keys()
+
+
+def _accesses(kernel: Kernel, ops: Iterable[Op]) -> Iterator[tuple[str, Gather | Scatter | Store]]:
+    """(tensor, op) for each op that writes, or gathers, here and in the loops inside."""
+    for op in ops:
+        if isinstance(op, Loop):
+            yield from _accesses(kernel, kernel.block(op.body).ops)
+        elif isinstance(op, (Gather, Scatter, Store)):
+            source = kernel.op(op.src.tensor if isinstance(op, Gather) else op.dst.tensor)
+            yield (source.src.tensor if isinstance(source, Base) else source.name), op
 
 
 def _fields(types: dict[str, Type]) -> str:
