@@ -33,7 +33,7 @@ PACKED = 16  # rows of the smallest range for which tiles of packed queries are 
 # ---------------------------------------------------------------- kernels that prepare what others read
 
 # Positions that a program takes at a time, for sequences of up to so many (the last: of any number), and how many of them each thread
-# has. A turn takes about the same time however many it has, since its steps wait for each other (docs/perf-log.md, section 22).
+# has. What a position takes hardly depends on this; these spill under no supported Triton (docs/perf-log.md, section 22).
 WALKED, WALKED_EACH = (64, 256, 1024), 4
 MOST_THREADS = 1024  # of a program, on all devices
 
