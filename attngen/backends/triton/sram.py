@@ -11,7 +11,7 @@ import sympy
 from attngen.bounds.sizes import ELEM, STAGES, elements, sizes, tile_bytes
 from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
-from attngen.ir.expr import Expr, cdiv, select, symbol
+from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import STATISTICS
 from attngen.ir.ops import (
@@ -86,10 +86,6 @@ def sram_formula(
     for dot in kernel.dots:  # an operand that is made on chip, and turned; in fp32 if it is moved before it is cast
         turned = not isinstance(kernel.op(dot.a), Load) and kernel.type_of(dot.a).dims[0] == dot.over
         scratch += 4 * elements(kernel.type_of(dot.a)) if turned else 0
-        rows, operand = symbol(dot.type.dims[0]), kernel.op(dot.b)
-        if rewrites and from_shared and not device.keeps_reused and _in_sram(operand) and dot.type.dims[0] != AXIS_DIM[kernel.own_axis]:
-            # with too few rows for the large instruction, a smaller one takes the operand in another layout
-            scratch += select(rows < device.matrix_rows, tile_bytes(operand.type), sympy.Integer(0))
     if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
@@ -124,6 +120,18 @@ def _exchanged(kernel: Kernel) -> Expr:
     """
     computed = any(isinstance(op, (Gather, Scatter)) and op.uses for op in kernel.ops())
     return (8 if computed else 4) * symbol("BLOCK_KV")
+
+
+def _few_rows(kernel: Kernel, row: Row) -> bool:
+    """Whether tiles that are rewritten have fewer rows than the matrix instruction that reads its operands from shared memory."""
+    device = CLASSES[row.device]
+    return bool(kernel.rewriting) and device.reads_shared and not device.keeps_reused and row.block_q < device.matrix_rows
+
+
+def _turned(kernel: Kernel) -> Expr:
+    """Bytes of the operands that a smaller instruction takes in another layout, where rows of queries are few."""
+    sums = (kernel.op(dot.b) for dot in kernel.dots if dot.type.dims[0] != AXIS_DIM[kernel.own_axis])
+    return sympy.Add(*(tile_bytes(op.type) for op in sums if _in_sram(op)))
 
 
 def is_rewritten(kernel: Kernel, op: Load) -> bool:
@@ -185,7 +193,8 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
         each = row.block_kv // (row.num_warps * CLASSES[row.device].threads_per_warp)
         return _exchanged(kernel) if each > 2 else sympy.Integer(0)  # one or two are loaded as they are scanned
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
-    return sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma)
+    formula = sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma)
+    return formula + _turned(kernel) if on_units and _few_rows(kernel, row) else formula
 
 
 def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
