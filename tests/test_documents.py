@@ -14,6 +14,7 @@ from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
 from attngen.masks.document import OF_KEY, OF_QUERY, PACKED, Document
 from attngen.parts import Sizes
+from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, target
@@ -245,6 +246,11 @@ def test_a_program_gives_what_derive_says() -> None:
         VerifyError, match=r"host-arguments.*its result DOCUMENT_Q is i32\[B, Nk\]; expected i32\[B, Nq\], as `derive` says"
     ):
         verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q,", "values(DOCUMENT_Q=%DOCUMENT_KV,"))))
+
+
+def test_a_parameter_may_have_the_name_of_a_programs_value() -> None:
+    mask = {"all_of": ["document", {"expr": "kv_idx >= first", "params": {"first": {"scalar": "int"}}}]}
+    lower(make_spec({"name": "named", "head_dim": 16, "mask": mask}))
 
 
 def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -80,8 +80,9 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         have, (dtype, dims) = host.type_of(ref), made[name.lower()]
         if (have.dtype, have.dims) != (dtype, dims):
             yield f"its result {name} is {have.dtype}[{', '.join(have.dims)}]; expected {dtype}[{', '.join(dims)}], as `derive` says"
+    own = {arg.name.lower() for arg in host.args} if made else given.keys()  # the variables of a program that `derive` names
     for op in host.ops():
-        if not isinstance(op, (Arg, If, Launch, Copy, Yield)) and op.name.lower() in given.keys() - made.keys():
+        if not isinstance(op, (Arg, If, Launch, Copy, Yield)) and op.name.lower() in (given.keys() & own) - made.keys():
             yield f"%{op.name} and the input `{op.name.lower()}` are one variable in Python; expected another name for one of them"
 
 
