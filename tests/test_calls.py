@@ -75,7 +75,7 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
      r"key_padding has shape \[2, 40\]; expected \[2, 50\]"),
     ("padding_mha", lambda a: {"key_padding": a["key_padding"].to("meta")}, ValueError, r"key_padding is on meta and q on"),
     ("causal_padding_gqa", lambda a: {"kv_lengths": a["kv_lengths"].short()}, TypeError,
-     r"kv_lengths is torch.int16; expected torch.int32 \[2\]: number of keys"),
+     r"kv_lengths is torch.int16; expected torch.int32 or torch.int64 \[2\]: number of keys"),
     ("causal_padding_gqa", lambda a: {"kv_lengths": a["kv_lengths"][:1]}, ValueError, r"kv_lengths has shape \[1\]; expected \[2\]"),
     ("causal_mqa", lambda a: {"scale": "0.1"}, TypeError, r"scale is a str; expected a number, or None for 1/sqrt\(64\)"),
     ("causal_mqa", lambda a: {"scale": torch.tensor(0.1)}, TypeError, r"scale is a Tensor; expected a number, or None"),
@@ -121,18 +121,20 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused() -> None:
     """In a process of its own, because Triton reads TRITON_INTERPRET when it is imported."""
     code = """
 import torch
-from generated.causal_mqa import attention
+from generated import causal_mqa, document_gqa
 q, k = torch.zeros(1, 2, 8, 64, dtype=torch.float16), torch.zeros(1, 1, 8, 64, dtype=torch.float16)
-try:
-    attention(q, k, k)
-except ValueError as error:
-    print(error)
+for call in (lambda: causal_mqa.attention(q, k, k), lambda: document_gqa.attention.plan(torch.zeros(1, 8, dtype=torch.int32), 8)):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.stdout == (
-        "attention: q is on cpu; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before Triton is imported, "
+    refusal = (
+        "attention: {} is on cpu; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before Triton is imported, "
         "to run on the CPU in Triton's interpreter\n"
-    ), done.stderr
+    )
+    assert done.stdout == refusal.format("q") + refusal.format("document_ids"), done.stderr
 
 
 def test_what_is_odd_but_right_is_accepted(device: str) -> None:

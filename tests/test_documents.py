@@ -81,17 +81,20 @@ def test_bounds_are_right(size: tuple[int, int], kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [(17, 17), (9, 40), (48, 40)], ids=str)
-@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order"])
+@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one slot"])
 def test_bounds_are_as_close_as_rising_bounds_can_be(size: tuple[int, int], kind: str) -> None:
     """From the first key of the documents of this position and later ones to the last key of those of this and earlier ones."""
     n_q, n = size
     ids = ids_of(kind, n, 1)
-    rows, pairs = inside(by_executor(Document(), ids, n_q, 16), OF_QUERY[:2], n), same(ids, n)
-    for q in range(max(0, n_q - n), n_q):
-        position = q + n - n_q
+    plan, pairs = by_executor(Document(), ids, n_q, 16), same(ids, n)
+    of_queries, of_keys = inside(plan, OF_QUERY[:2], n), inside(plan, OF_KEY[:2], n_q)
+    for position in range(n):
         later, earlier = pairs[:, position:].any(1), pairs[:, : position + 1].any(1)
         first, last = later.int().argmax(1, keepdim=True), n - 1 - earlier.flip(1).int().argmax(1, keepdim=True)
-        assert torch.equal(rows[:, q], (first <= torch.arange(n)) & (torch.arange(n) <= last))
+        keys, queries = torch.arange(n), torch.arange(n_q) + n - n_q
+        assert torch.equal(of_keys[:, position], (first <= queries) & (queries <= last))
+        if position + n_q - n >= 0:
+            assert torch.equal(of_queries[:, position + n_q - n], (first <= keys) & (keys <= last))
 
 
 def test_inner_bounds_are_the_run_that_a_query_is_in() -> None:
@@ -101,6 +104,11 @@ def test_inner_bounds_are_the_run_that_a_query_is_in() -> None:
     assert plan["document_full_end"].tolist() == [[2, 2, 5, 5, 5, 6, 7]]
     assert plan["document_first"].tolist() == [[0, 0, 0, 0, 0, 0, 6]]
     assert plan["document_end"].tolist() == [[6, 6, 6, 6, 6, 6, 7]]
+    for name in ("first", "end"):
+        assert torch.equal(plan[f"document_q_full_{name}"], plan[f"document_full_{name}"])
+    fewer = by_executor(Document(), ids, 4, 4)  # queries are the last four positions
+    assert fewer["document_q_full_first"].tolist() == [[0, 0, 0, 0, 0, 2, 3]]
+    assert fewer["document_q_full_end"].tolist() == [[0, 0, 2, 2, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -129,7 +137,8 @@ LONG = [(1000, 1000), (1, 8192), (8200, 8200), (70_000, 70_000)] if CUDA else [(
 def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device: str, in_order: ModuleType) -> None:
     """To the bit, in any order of its threads; ids are rows of a wider tensor."""
     n_q, n = size
-    for module, mask, kind in ((built("document_gqa"), Document(), "any order"), (in_order, Document(sorted=True), "sorted")):
+    of = built("document_gqa"), Document()
+    for module, mask, kind in ((*of, "any order"), (*of, "far"), (*of, "one slot"), (in_order, Document(sorted=True), "sorted")):
         ids = ids_of(kind, n, 3)
         wide = torch.full((2, n + 3), 99, dtype=torch.int32)
         wide[:, 1 : n + 1] = ids
@@ -142,7 +151,6 @@ def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device:
 
 @pytest.mark.parametrize("kind", ["far", "one slot"])
 def test_the_kernel_is_right_where_ids_share_a_slot(kind: str, device: str) -> None:
-    """Where the kernel's integers wrap, too, which the executor's do not."""
     ids = ids_of(kind, 100, 2)
     for n_q in (100, 90, 110):
         check(built("document_gqa").attention.plan(ids.to(device), n_q)._asdict(), ids, n_q)
@@ -167,7 +175,7 @@ def test_a_plan_takes_ids_in_int64(device: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        (torch.zeros(2, 8), TypeError, r"document_ids is torch.float32; expected torch.int32 \[any, any\]"),
+        (torch.zeros(2, 8), TypeError, r"document_ids is torch.float32; expected torch.int32 or torch.int64 \[any, any\]"),
         (torch.zeros(8, dtype=torch.int32), ValueError, r"document_ids has shape \[8\]; expected \[any, any\]"),
         ([[0, 1]], TypeError, "document_ids is a list; expected a dense torch.int32 tensor"),
     ],
@@ -189,44 +197,89 @@ def test_plans_are_traced(device: str) -> None:
 
 # (rule, old text, new text, the reason)
 BROKEN = [
-    ("types", "scan max %start over(BLOCK_KV)", "scan sum %start over(BLOCK_KV)", "`sum` is not a scan; expected max"),
-    (
-        "types",
-        "scan max %start over(BLOCK_KV)",
-        "scan max %start over(BLOCK_Q)",
-        "keeps the type of its value, which has",
-    ),
+    ("types", "scan max %start over(BLOCK_KV)", "scan sum %start over(BLOCK_KV)", "`sum` of i32 is not a scan; expected max of f32 or i32"),
+    ("types", "%end_here = scan max %end over(BLOCK_KV) : i32", "%end_here = scan max %end over(BLOCK_KV) : b1", "keeps the type of its"),
+    ("types", "scan max %start over(BLOCK_KV)", "scan max %start over(BLOCK_Q)", "keeps the type of its value, which has"),
     ("types", "op(min)", "op(max)", "`max` is no way to write; expected add, min, put"),
-    ("types", "scatter %FIRST[b, slot] %key", "scatter %DOCUMENT_KV[b, slot] %key", "mins i32 to %DOCUMENT_KV; expected i32, and scratch"),
-    ("signature", "%FIRST = arg scratch", "%FIRST = arg in", "writes %FIRST, which is no tensor of role `out`"),
     (
         "types",
-        "%start_init = init 0 : i32[]",
-        "%start_init = init 0.5 : i32[]",
-        "starts at `0.5` as i32; expected a number",
+        "scatter %LEFT[b, side, last_slot]",
+        "scatter %DOCUMENT_KV[b, last_slot]",
+        "%DOCUMENT_KV by `min`; expected i32",
     ),
-    ("indexing", "where(starts and slot >= 0 and slot < Nk)", "where(starts and slot >= 0)", "may write %FIRST past its end, at `slot`"),
-    ("indexing", "%DOCUMENT_FIRST[b, Nq - kv_idx - 1]", "%DOCUMENT_FIRST[b, max(0, Nq - kv_idx - 1)]", "may put two elements at one place"),
+    ("types", "%start_init = init 0 : i32[]", "%start_init = init 0.5 : i32[]", "starts at `0.5` as i32; expected a number"),
+    ("types", "%start_init = init 0 : i32[]", "%start_init = init 2147483648 : i32[]", "or a whole one of 32 bits as i32"),
+    ("signature", "%LEFT = arg scratch", "%LEFT = arg in", "writes %LEFT, which is no tensor of role `out`"),
     ("loops", "loop q ranges(0 .. cdiv(Nq, BLOCK_Q))", "loop q ranges(1 .. cdiv(Nq, BLOCK_Q))", "does not run over all tiles of q"),
-    ("ordered", "    barrier\n    %start_init", "    %start_init", "in @forward takes %AFTER, to which @enter writes, and no barrier is"),
-    ("ordered", "    barrier\n    %entered", "    %entered", "in @enter takes %FIRST, to which @empty_tables writes, and no barrier is"),
-    ("indexing", "gather %AFTER[b, place]", "gather %AFTER[0, place]", "takes elements of %AFTER that other programs take; expected"),
+    # places
+    ("indexing", "where(ends and last_slot >= 0 and last_slot < Nk)", "where(ends and last_slot >= 0)", "may write %LEFT past its end"),
+    ("indexing", "%DOCUMENT_FIRST[b, Nq - kv_idx - 1]", "%DOCUMENT_FIRST[b, max(0, Nq - kv_idx - 1)]", "may put two"),
+    (
+        "indexing",
+        "[b, Nq - kv_idx - 1] %met where(",
+        "[b, Nq - 2*kv_idx] %met where(Nq - 2*kv_idx < Nq and ",
+        "may put two",
+    ),
+    (
+        "indexing",
+        "[b, Nq - kv_idx - 1] %met where(Nq - kv_idx - 1",
+        "[b, Nq - kv_idx - kv_start] %met where(Nq - kv_idx - kv_start",
+        "may put two",
+    ),
+    (
+        "indexing",
+        "gather %LEFT[b, side, slot]",
+        "gather %LEFT[0, side, slot]",
+        "%LEFT that other programs take; expected [side, b",
+    ),
+    (
+        "indexing",
+        "gather %LEFT[b, side, slot]",
+        "gather %LEFT[b, 1, slot]",
+        "%LEFT that other programs take; expected [side, b",
+    ),
+    (
+        "indexing",
+        "scatter %LEFT[b, side, last",
+        "scatter %LEFT[0, side, last",
+        "%LEFT that other programs take; expected [side, b",
+    ),
     ("indexing", "scatter %DOCUMENT_Q[b, -Nk", "scatter %DOCUMENT_Q[0, -Nk", "takes elements of %DOCUMENT_Q that other programs take"),
-    ("indexing", "scatter %FIRST[b, slot]", "scatter %FIRST[0, slot]", "takes elements of %FIRST that other programs take; expected"),
+    (
+        "indexing",
+        "%document where(kv_idx < Nk and side < 1)",
+        "%document where(kv_idx < Nk)",
+        "%DOCUMENT_KV that other programs",
+    ),
+    (
+        "indexing",
+        "%nowhere where(side > 0 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
+        "%nowhere where(side < 1 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
+        "takes elements of %DOCUMENT_FIRST that other programs take",
+    ),
+    # turns of the threads
+    ("ordered", "    barrier\n    %start_init", "    %start_init", "in @walk takes %LEFT, to which @enter writes, and no barrier is"),
+    ("ordered", "    barrier\n    %entered", "    %entered", "in @enter takes %LEFT, to which @empty_tables writes, and no barrier is"),
     (
         "ordered",
-        "    %starts = map",
-        "    %seen = gather %FIRST[b, slot] uses(slot=%slot) where(slot >= 0 and slot < Nk) : i32[BLOCK_KV] @reg\n    %starts = map",
-        "in @enter reads %FIRST, to which other turns of the loop write",
+        "    %ends = map",
+        "    %seen = gather %LEFT[b, side, last_key] uses(last_key=%last_key) where(last_key >= 0 and last_key < Nk) : i32[BLOCK_KV] @reg\n"
+        "    %ends = map",
+        "in @enter reads %LEFT, to which other turns of the loop write",
     ),
     (
         "ordered",
         "    scatter %DOCUMENT_END[b, -Nk",
-        "    scatter %DOCUMENT_Q[b, -Nk + Nq + kv_idx] %run_start where(-Nk + Nq + kv_idx >= 0 and -Nk + Nq + kv_idx < Nq) op(put)\n"
+        "    scatter %DOCUMENT_Q[b, -Nk + Nq + kv_idx] %run where(-Nk + Nq + kv_idx >= 0 and side < 1 and -Nk + Nq + kv_idx < Nq) op(put)\n"
         "    scatter %DOCUMENT_END[b, -Nk",
-        "@forward writes elements of %DOCUMENT_Q twice, in no fixed order",
+        "@walk writes elements of %DOCUMENT_Q twice, in no fixed order",
     ),
-    ("live", "%q_run_start check(kv)", "%run_start check(kv)", "%q_run_start is read by nothing"),
+    (
+        "ordered",
+        "store %LEFT_TOO_head[kv] %none check(kv)",
+        "scatter %LEFT_TOO[b, side, kv_idx] %none where(kv_idx < Nk) op(put)",
+        "%left_too reads %LEFT_TOO, which nothing has filled",
+    ),
 ]
 
 
@@ -246,6 +299,35 @@ def test_a_program_gives_what_derive_says() -> None:
         VerifyError, match=r"host-arguments.*its result DOCUMENT_Q is i32\[B, Nk\]; expected i32\[B, Nq\], as `derive` says"
     ):
         verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q,", "values(DOCUMENT_Q=%DOCUMENT_KV,"))))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (
+            "= @documents(document_ids, Nq)",
+            "= @documents(Nq, document_ids)",
+            "gives @documents Nq, document_ids; expected",
+        ),
+        (
+            "= @documents(document_ids, Nq)",
+            "= @documents(document_ids, Nk)",
+            "gives @documents document_ids, Nk; expected",
+        ),
+        (
+            "launch @document_spans",
+            "launch @document_spans args(LEFT_TOO=%LEFT)",
+            "%LEFT is given for %LEFT, which is written",
+        ),
+        ("grid(side in 2, b in B)", "grid(side in 2, b in Nq)", "its grid has b in Nq; expected some of"),
+    ],
+)
+def test_what_a_program_is_given_is_what_it_takes(old: str, new: str, reason: str) -> None:
+    from attngen.emit.render import render
+
+    with pytest.raises(VerifyError) as error:
+        render(verify(parse_module(edit(print_module(target("document_gqa")), (old, new)))))
+    assert reason in error.value.reason
 
 
 def test_a_parameter_may_have_the_name_of_a_programs_value() -> None:

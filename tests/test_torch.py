@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attngen.testing import Case, heads_for, load_module
 from tests.conftest import CUDA
-from tests.helpers import FEW, KINDS, ROOT, SPECS, built
+from tests.helpers import FEW, KINDS, ROOT, SPECS, built, target
 from tests.helpers import spec as spec_of
 from tests.test_numerics import problem, small
 
@@ -50,14 +50,18 @@ class Record(TorchDispatchMode):
     + [(n, "bhnd") for n in ("dense_bias_dropout_mha", "relative_bias_mha") if n not in KINDS],  # learned inputs of several dimensions
 )
 def test_opcheck(name: str, layout: str, device: str) -> None:
-    """Schema, autograd registration, fake implementation and AOT dispatch of both operators, with every set of gradients needed."""
+    """Schema, autograd registration, fake implementation and AOT dispatch of all operators, with every set of gradients needed."""
     leaves, inputs, grads = problem(name, Case(1, *heads_for(spec_of(name), 2), 20, 30, layout), device)
     with Record() as record:
         out, lse = built(name).attention(*leaves, **inputs, **options(name), return_lse=True)
         torch.autograd.grad((out, lse), leaves, grads, retain_graph=True)
         torch.autograd.grad(out, leaves[0], grads[0], retain_graph=True)
         torch.autograd.grad(lse, leaves[1:], grads[1])
-    (forward, args), *backward = record.calls
+    programs = [call for call in record.calls if call[0] not in (built(name).FORWARD, built(name).BACKWARD)]
+    assert len(programs) == len([d for d in target(name).derived if d.program])
+    for op, given in programs:  # of what masks read
+        torch.library.opcheck(op, given)
+    (forward, args), *backward = record.calls[len(programs) :]
     assert forward is built(name).FORWARD and [op for op, _ in backward] == [built(name).BACKWARD] * 3
     for x in args[:3]:
         assert x.requires_grad

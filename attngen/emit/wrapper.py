@@ -178,10 +178,11 @@ class Wrapper:
         read = {a.name.lower() for p in self.programs for a in p.host.args}
         given = [i for i in self.module.inputs if i.name in read]
         shapes = [", ".join(["None"] * len(i.shape)) for i in given]
-        return [
+        taken = [
             f'{i.name} = runtime.take_input({i.name}, "{i.name}", {i.name}, {TORCH[i.dtype]}, [{shape}], "{i.help}")'
             for i, shape in zip(given, shapes)
         ]
+        return taken + [f'RULES.check_device("{i.name}", {i.name})' for i in given]
 
     # ------------------------------------------------------------------ operators
 

@@ -217,7 +217,7 @@ class Kernel:
 
     @cached_property
     def prepares(self) -> bool:
-        """Whether it computes, of a call's integers, what other kernels read: it has neither q, k and v nor scores."""
+        """Whether it computes, of a call's integers, what other kernels read: all of its arguments are integers."""
         return all(arg.type.dtype == "i32" for arg in self.args)
 
     @property

@@ -18,7 +18,7 @@ class Name(NamedTuple):
     most: the largest value that it can have in a call. None if no text depends on it.
     letter: how the stride of a dimension of that size is named, as in `stride_q_h`. Without one it is named by its number.
     source: how Python computes it from the tensors of a call and the names before it. Empty if it does not.
-    counts: the size that this axis of a grid, or this loop over heads, counts.
+    counts: the size, or the number, that this axis of a grid or this loop over heads counts.
     word: what specs call it in expressions.
     uses: `scalar`, kernels take it as an argument; `few`, a model has few values of it, and there is a compiled kernel for each; `dim`,
         tensors of kernels have a dimension of that size; `everywhere`, every kernel has it, and none takes it as an argument.
@@ -65,6 +65,7 @@ INTEGERS = {
     "h": Name("number of a query head", ("h", ""), 0, _MOST_HEADS, counts="Hq", word="h"),
     "hkv": Name("number of a K/V head", None, 0, _MOST_HEADS, counts="Hkv", word="hkv"),
     "g": Name("number of a query head in its group", None, 0, _MOST_HEADS, counts="group"),
+    "side": Name("where a walk over a sequence starts: 0, at the first key; 1, at the last", None, 0, 1, counts="2"),
     # Positions.
     "q_idx": Name("number of a query", ("q", ""), 0, _LONGEST, uses="everywhere", word="q_idx"),
     "kv_idx": Name("number of a key", ("k", ""), 0, _LONGEST, uses="everywhere", word="kv_idx"),
@@ -80,7 +81,7 @@ INTEGERS = {
     "elem": Name("bytes of an element of q, k and v", ("elem", ""), 1),
     "stages": Name("tiles in flight along a loop", ("stages", ""), 1),
 }
-AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids, and loops over heads: the size that each counts
+AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids, and loops over heads: what each counts
 SIZES = tuple(name for name, n in INTEGERS.items() if n.is_("scalar"))  # scalars that the tensors' shapes give
 DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # of tensors, besides head dimensions
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program

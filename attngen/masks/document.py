@@ -82,7 +82,7 @@ class Document(Mask):
         if self.packed:
             help = "where each document starts, and the end of the last, among the"
             return tuple(Input(f"cu_seqlens_{x}", "i32", ("*",), f"{help} {what}") for x, what in (("q", "queries"), ("kv", "keys")))
-        return (Input("document_ids", "i32", ("B", "Nk"), "the document of each key; queries are the last Nq positions"),)
+        return (Input("document_ids", "i32", ("B", "Nk"), "the document of each key, above -2**31; queries are the last Nq positions"),)
 
     def derived(self) -> tuple[Derived, ...]:
         q, kv = ("B", "Nq"), ("B", "Nk")

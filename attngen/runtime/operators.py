@@ -40,7 +40,7 @@ def _second_derivatives(*args: Any) -> Any:
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise NotImplementedError(
-        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of q, k and v"
+        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
     )
 
 

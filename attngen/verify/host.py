@@ -13,7 +13,7 @@ from attngen.ir.expr import Bool, cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, tensor_dtype
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Map, Op, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Type, Yield, dimension
 
 Rule = Callable[[Module, Host], Iterator[str]]
 POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # that are never 0, whatever a call gives
@@ -140,6 +140,10 @@ def launches(module: Module, host: Host) -> Iterator[str]:
             yield f"it launches @{op.kernel}; the kernels are {', '.join(kernels)}"
             continue
         kernel, given = kernels[op.kernel], dict(op.args)
+        refs = [given.get(arg.name, arg.name) for arg in kernel.args]
+        for arg, ref in zip(kernel.args, refs):
+            if arg.role in TENSORS[1:] and refs.count(ref) > 1:
+                yield f"launch @{op.kernel}: %{ref} is given for %{arg.name}, which is written, and for another argument"
         for arg in kernel.args:
             yield from (f"launch @{op.kernel}: {reason}" for reason in _argument(host, op, arg, given.pop(arg.name, arg.name)))
         for name in given:
@@ -165,14 +169,14 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     """There is a program for each tile of the kernel's own axis, unless programs walk over tiles; and for each head, split and sequence."""
     own = kernel.own_axis
     tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
-    expected = {own: tiles} | {axis: symbol(size) for axis, size in AXES.items() if INTEGERS[size].is_("dim")}
+    expected = {own: tiles} | {axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")}
     for at, axis in enumerate(kernel.grid):
         if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.walks):
             known = ", ".join(f"{var} in {to_text(e)}" for var, e in expected.items())
             yield f"launch @{op.kernel}: its grid has {axis.var} in {to_text(axis.extent)}; expected some of {known}, tiles first"
     for axis in kernel.grid:
         size = AXES.get(axis.var, "")
-        if size and size not in FOUND and size not in host.by_name:
+        if size and not size.isdigit() and size not in FOUND and size not in host.by_name:
             yield f"launch @{op.kernel}: its grid has {axis.var}, and nothing says how many {size} there are"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import last_row
-from attngen.ir.expr import cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, symbol_names, to_text
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, symbol_names, to_text
+from attngen.ir.graph import GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import AXES
 from attngen.ir.ops import (
@@ -47,6 +47,7 @@ RESERVED |= {
     "LEARN",
     "floor_div",
     "floor_mod",
+    "running_max",
     "store_distances",
     "dropout_keep",
     "philox",
@@ -109,21 +110,36 @@ def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], head
 
 
 def _put_twice(kernel: Kernel, op: Scatter) -> Iterator[str]:
-    """Elements that more than one thread may put: the last index has to step by one along the tile, the others to be a program's own."""
-    (dim,) = kernel.type_of(op.value).dims
-    steps = {sympy.diff(op.dst.index[-1], symbol(f"{axis}_idx")) for axis, of in AXIS_DIM.items() if of == dim}
-    if steps.isdisjoint({1, -1}) or op.uses:
-        yield f"%{op.name} may put two elements at one place; expected the last index to step by one along {dim}"
+    """Elements that more than one thread may put: the last index is a position along the tile, forwards or backwards, less a size."""
+    (dim, *more) = kernel.type_of(op.value).dims or ("",)
+    position = next((symbol(f"{axis}_idx") for axis, of in AXIS_DIM.items() if of == dim), symbol("none"))
+    last = op.dst.index[-1]
+    sizes = {a.name for a in kernel.args if a.role == "scalar"}
+    if more or sympy.diff(last, position) not in (1, -1) or not set(symbol_names(last - position)) <= sizes | {str(position)}:
+        yield f"%{op.name} may put two elements at one place; expected the last index to be a position of its tile, or a size less that"
 
 
 def _another_programs(kernel: Kernel, op: Gather | Scatter) -> Iterator[str]:
-    """Elements of another program, where a program has its own: of scratch memory, and of what is put."""
+    """Elements of another program, where a program has its own: of scratch memory, and of what is put.
+
+    One program alone puts elements where the condition holds for one number of an axis only; the same one at all places of that tensor.
+    """
     access = op.src if isinstance(op, Gather) else op.dst
     tensor = kernel.op(access.tensor)
-    owned = (isinstance(tensor, Arg) and tensor.role == "scratch") or (isinstance(op, Scatter) and op.op == "put")
-    places = [axis.var for axis in kernel.grid]
+    puts = isinstance(op, Scatter) and op.op == "put"
+    owned = puts or (isinstance(tensor, Arg) and tensor.role == "scratch")
+    others = [x for x in kernel.ops() if isinstance(x, Scatter) and x.op == "put" and x.dst.tensor == access.tensor] if puts else []
+    ways = {axis.var: {_only(axis, x.where) for x in others} for axis in kernel.grid}
+    places = [axis for axis, found in ways.items() if len(found) != 1 or None in found]
     if owned and sorted(map(str, access.index[:-1])) != sorted(places):
         yield f"%{op.name} takes elements of %{access.tensor} that other programs take; expected [{', '.join(places)}, ...]"
+
+
+def _only(axis: GridAxis, where: Bool) -> str | None:
+    """Which number of an axis a condition is true for, the `first` or the `last`; None if it may be true for more."""
+    at, last = symbol(axis.var), axis.extent - 1
+    ways = {"first": (at < 1,), "last": (at > last - 1, at >= last)}
+    return next((way for way, said in ways.items() if set(said) & set(conjuncts(where))), None)
 
 
 def names(module: Module, kernel: Kernel) -> Iterator[str]:

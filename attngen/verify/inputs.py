@@ -48,10 +48,13 @@ def _reasons(module: Module) -> Iterator[str]:
         for option in i.options:
             if option not in ("grad", "broadcast") and not option.startswith("least="):
                 yield f"`input {i.name}` has the option `{option}`; expected grad, broadcast or least=n"
-    programs = [host.name for host in module.hosts]
+    programs = {host.name: tuple(a.name.lower() if a.role == "in" else a.name for a in host.args) for host in module.hosts}
     for d in module.derived:
         if d.program and d.program not in programs:
             yield f"`derive {' '.join(d.names)}` is of @{d.program}, which is no host program; the host programs are {', '.join(programs)}"
+        if d.program and d.sources != programs.get(d.program, d.sources):
+            takes = ", ".join(programs[d.program])
+            yield f"`derive {' '.join(d.names)}` gives @{d.program} {', '.join(d.sources)}; expected its arguments, {takes}"
         for source in d.sources:
             if source not in given and source not in SOURCES and not source.isdigit() and not re.fullmatch(BLOCKS, source):
                 yield f"`derive {' '.join(d.names)}` is of `{source}`, which is no input"

@@ -243,7 +243,7 @@ def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
 def ordered(module: Module, kernel: Kernel) -> Iterator[str]:
     """A loop that rewrites tiles comes right after a barrier, so that its loads cannot run ahead of earlier stores.
 
-    Between a loop that writes single elements of a tensor and another one that writes or reads it, there is a barrier, too.
+    Between a loop that writes a tensor and another one that writes or reads it, there is a barrier, too.
     """
     yield from _crossing(kernel)
     for block in kernel.blocks:
@@ -253,9 +253,9 @@ def ordered(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _crossing(kernel: Kernel) -> Iterator[str]:
-    """Reasons about tensors of role `scratch`, and those of which single elements are put: threads write and read each other's elements."""
-    shared = {a.name for a in kernel.args if a.role == "scratch"}
-    shared |= {op.dst.tensor for op in kernel.ops() if isinstance(op, Scatter) and op.op == "put"}
+    """Reasons about tensors of role `scratch`, and others that are written at two places: threads write and read each other's elements."""
+    writes = [tensor for tensor, access in _accesses(kernel, kernel.block("entry").ops) if not isinstance(access, Gather)]
+    shared = {a.name for a in kernel.args if a.role == "scratch" or (a.role == "out" and writes.count(a.name) > 1)}
     written: dict[str, str] = {}  # tensor -> the block that wrote to it since the last barrier
     filled: set[str] = set()
     for op in kernel.block("entry").ops if shared else ():
@@ -274,7 +274,7 @@ def _crossing(kernel: Kernel) -> Iterator[str]:
         once = [tensor for tensor, access in accesses if isinstance(access, Store) or (isinstance(access, Scatter) and access.op == "put")]
         yield from (f"@{block} writes elements of %{tensor} twice, in no fixed order" for tensor in set(once) if once.count(tensor) > 1)
         written |= {tensor: block for tensor, access in accesses if not isinstance(access, Gather)}
-        filled |= written.keys()
+        filled |= {tensor for tensor, access in accesses if isinstance(access, Store)}  # of all tiles
 
 
 def _accesses(kernel: Kernel, ops: Iterable[Op]) -> Iterator[tuple[str, Gather | Scatter | Store]]:

@@ -112,8 +112,9 @@ def _dropout_errors(kernel: Kernel, op: Dropout) -> Iterator[str]:
 
 
 def _init_errors(kernel: Kernel, op: Init) -> Iterator[str]:
-    if not op.value.is_number or not (op.type.dtype == "f32" or (op.type.dtype == "i32" and op.value.is_Integer)):
-        yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32, or a whole one as i32"
+    whole = op.value.is_Integer and -(2**31) <= op.value < 2**31
+    if not op.value.is_number or not (op.type.dtype == "f32" or (op.type.dtype == "i32" and whole)):
+        yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32, or a whole one of 32 bits as i32"
 
 
 def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
@@ -139,8 +140,8 @@ def _reduce_errors(kernel: Kernel, op: Reduce) -> Iterator[str]:
 def _scan_errors(kernel: Kernel, op: Scan) -> Iterator[str]:
     if kernel.type_of(op.value) != op.type or op.over not in op.type.dims:
         yield f"a scan keeps the type of its value, which has the dimension {op.over}"
-    if op.op != "max":
-        yield f"`{op.op}` is not a scan; expected max"
+    if op.op != "max" or op.type.dtype not in ("f32", "i32"):
+        yield f"`{op.op}` of {op.type.dtype} is not a scan; expected max of f32 or i32"
 
 
 def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
@@ -167,7 +168,7 @@ def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
     if not isinstance(target, Arg) or target.role not in roles or {target.type.dtype, of(op.value).dtype} != {dtype}:
         target_of = {"out": "an output", "scratch": "scratch memory"}
         wanted = f"{dtype}, and {' or '.join(target_of[role] for role in roles)} of that"
-        yield f"{op.op}s {of(op.value).dtype} to %{op.dst.tensor}; expected {wanted}"
+        yield f"writes {of(op.value).dtype} to %{op.dst.tensor} by `{op.op}`; expected {wanted}"
     elif len(op.dst.index) != len(target.type.dims):
         yield f"%{op.dst.tensor} has {len(target.type.dims)} dimensions, the access {len(op.dst.index)}"
     if not all(is_integral(kernel, e, dict(op.uses)) for e in op.dst.index):

@@ -60,7 +60,7 @@ def attention(
         q: [B, Hq, Nq, 128], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hkv, Nk, 128], same dtype and device.
         v: [B, Hkv, Nk, 128], same dtype and device.
-        document_ids: torch.int32 [B, Nk], the document of each key; queries are the last Nq positions.
+        document_ids: torch.int32 [B, Nk], the document of each key, above -2**31; queries are the last Nq positions.
         plan: the result of `attention.plan` for document_ids, given in place of it. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
@@ -83,7 +83,7 @@ def attention(
             document_ids,
             torch.int32,
             [B, Nk],
-            "the document of each key; queries are the last Nq positions",
+            "the document of each key, above -2**31; queries are the last Nq positions",
         )
         plan = make_plan(document_ids, Nq)
     elif not isinstance(plan, Plan):
@@ -127,8 +127,9 @@ def make_plan(document_ids: torch.Tensor, n_q: int) -> Plan:
         document_ids,
         torch.int32,
         [None, None],
-        "the document of each key; queries are the last Nq positions",
+        "the document of each key, above -2**31; queries are the last Nq positions",
     )
+    RULES.check_device("document_ids", document_ids)
     return Plan(*DOCUMENTS(document_ids, n_q))
 
 
@@ -236,10 +237,8 @@ def _backward(
 def _documents(document_ids, Nq):
     """Compute what kernels read of document_ids."""
     B, Nk = document_ids.shape
-    first = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
-    first_too = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
-    after = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
-    after_too = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
+    left = runtime.empty(document_ids, (B, 2, Nk), (2 * Nk, Nk, 1), torch.int32)
+    left_too = runtime.empty(document_ids, (B, 2, Nk), (2 * Nk, Nk, 1), torch.int32)
     document_q = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
     document_kv = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
     document_first = runtime.empty(document_ids, (B, Nq), (Nq, 1), torch.int32)
@@ -252,14 +251,14 @@ def _documents(document_ids, Nq):
     document_q_full_end = runtime.empty(document_ids, (B, Nk), (Nk, 1), torch.int32)
     if document_q.numel() or document_kv.numel():
         DOCUMENT_SPANS(
-            document_ids, Nk, B,
+            document_ids, Nk, 2 * B,
             (
-                document_ids, first, first_too, after, after_too, document_q, document_kv, document_first,
-                document_end, document_full_first, document_full_end, document_q_first, document_q_end,
-                document_q_full_first, document_q_full_end,
+                document_ids, left, left_too, document_q, document_kv, document_first, document_end,
+                document_full_first, document_full_end, document_q_first, document_q_end, document_q_full_first,
+                document_q_full_end,
             ),
             (Nq, Nk),
-            (document_ids.stride(0), Nk, Nk, Nk, Nk, Nq, Nk, Nq, Nq, Nq, Nq, Nk, Nk, Nk, Nk),
+            (document_ids.stride(0), 2 * Nk, Nk, 2 * Nk, Nk, Nq, Nk, Nq, Nq, Nq, Nq, Nk, Nk, Nk, Nk),
         )
     return (
         document_q, document_kv, document_first, document_end, document_full_first, document_full_end, document_q_first,
@@ -280,7 +279,7 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_8e0a8504220f", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_c5a50f4e9a4c", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

@@ -699,211 +699,190 @@ def dkdv(
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def document_spans(
-    DOCUMENT_IDS, FIRST, FIRST_TOO, AFTER, AFTER_TOO, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST,
-    DOCUMENT_END, DOCUMENT_FULL_FIRST, DOCUMENT_FULL_END, DOCUMENT_Q_FIRST, DOCUMENT_Q_END,
-    DOCUMENT_Q_FULL_FIRST, DOCUMENT_Q_FULL_END, Nq, Nk, stride_document_ids_b, stride_first_b,
-    stride_first_too_b, stride_after_b, stride_after_too_b, stride_document_q_b,
-    stride_document_kv_b, stride_document_first_b, stride_document_end_b,
-    stride_document_full_first_b, stride_document_full_end_b, stride_document_q_first_b,
-    stride_document_q_end_b, stride_document_q_full_first_b, stride_document_q_full_end_b,
+    DOCUMENT_IDS, LEFT, LEFT_TOO, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END,
+    DOCUMENT_FULL_FIRST, DOCUMENT_FULL_END, DOCUMENT_Q_FIRST, DOCUMENT_Q_END, DOCUMENT_Q_FULL_FIRST,
+    DOCUMENT_Q_FULL_END, Nq, Nk, stride_document_ids_b, stride_left_b, stride_left_1,
+    stride_left_too_b, stride_left_too_1, stride_document_q_b, stride_document_kv_b,
+    stride_document_first_b, stride_document_end_b, stride_document_full_first_b,
+    stride_document_full_end_b, stride_document_q_first_b, stride_document_q_end_b,
+    stride_document_q_full_first_b, stride_document_q_full_end_b,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    # Before all: where the document of each query and key is, from ids in any order. One program per sequence.
+    # Before all: where the document of each query and key is, from ids in any order. Two programs per sequence.
     pid = tl.program_id(0)
-    b = pid
+    side = pid % 2
+    b = pid // 2
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
 
-    FIRST_batch = FIRST + tl.cast(b, tl.int64) * stride_first_b
-    FIRST_TOO_batch = FIRST_TOO + tl.cast(b, tl.int64) * stride_first_too_b
-    AFTER_batch = AFTER + tl.cast(b, tl.int64) * stride_after_b
-    AFTER_TOO_batch = AFTER_TOO + tl.cast(b, tl.int64) * stride_after_too_b
-    DOCUMENT_Q_batch = DOCUMENT_Q + tl.cast(b, tl.int64) * stride_document_q_b
-    DOCUMENT_FIRST_batch = DOCUMENT_FIRST + tl.cast(b, tl.int64) * stride_document_first_b
-    DOCUMENT_END_batch = DOCUMENT_END + tl.cast(b, tl.int64) * stride_document_end_b
-    DOCUMENT_FULL_FIRST_batch = DOCUMENT_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_full_first_b
-    DOCUMENT_FULL_END_batch = DOCUMENT_FULL_END + tl.cast(b, tl.int64) * stride_document_full_end_b
-    DOCUMENT_IDS_batch = DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b
-    DOCUMENT_KV_batch = DOCUMENT_KV + tl.cast(b, tl.int64) * stride_document_kv_b
-    DOCUMENT_Q_FULL_FIRST_batch = DOCUMENT_Q_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_q_full_first_b
-    DOCUMENT_Q_END_batch = DOCUMENT_Q_END + tl.cast(b, tl.int64) * stride_document_q_end_b
-    # empty the tables, in which documents are found by their ids modulo Nk, and modulo Nk - 1
+    LEFT_head = LEFT + tl.cast(b, tl.int64) * stride_left_b + tl.cast(side, tl.int64) * stride_left_1
+    LEFT_TOO_head = LEFT_TOO + tl.cast(b, tl.int64) * stride_left_too_b + tl.cast(side, tl.int64) * stride_left_too_1
+    # empty the tables
     for kv_tile in tl.range(0, tl.cdiv(Nk, BLOCK_KV)):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         none = tl.full([BLOCK_KV], 2147483647, dtype=tl.int32)
-        tl.store(FIRST_batch + kv_start + kv_off, none, mask=kv_idx < Nk)
-        tl.store(FIRST_TOO_batch + kv_start + kv_off, none, mask=kv_idx < Nk)
-        tl.store(AFTER_batch + kv_start + kv_off, none, mask=kv_idx < Nk)
-        tl.store(AFTER_TOO_batch + kv_start + kv_off, none, mask=kv_idx < Nk)
-    # a query before the first key is in no document; others are written again below
+        tl.store(LEFT_head + kv_start + kv_off, none, mask=kv_idx < Nk)
+        tl.store(LEFT_TOO_head + kv_start + kv_off, none, mask=kv_idx < Nk)
+    # a query before the first key is in no document
     for q_tile in tl.range(0, tl.cdiv(Nq, BLOCK_Q)):
         q_start = q_tile * BLOCK_Q
         q_idx = q_start + q_off
         no_document = tl.full([BLOCK_Q], -2147483648, dtype=tl.int32)
         nowhere = tl.full([BLOCK_Q], 0, dtype=tl.int32)
-        tl.store(DOCUMENT_Q_batch + q_start + q_off, no_document, mask=q_idx < Nq)
-        tl.store(DOCUMENT_FIRST_batch + q_start + q_off, nowhere, mask=q_idx < Nq)
-        tl.store(DOCUMENT_END_batch + q_start + q_off, nowhere, mask=q_idx < Nq)
-        tl.store(DOCUMENT_FULL_FIRST_batch + q_start + q_off, nowhere, mask=q_idx < Nq)
-        tl.store(DOCUMENT_FULL_END_batch + q_start + q_off, nowhere, mask=q_idx < Nq)
+        tl.store(
+            DOCUMENT_Q + tl.cast(b, tl.int64) * stride_document_q_b + q_idx,
+            no_document,
+            mask=(q_idx < Nq) & (q_idx < Nq - Nk) & (side < 1),
+        )
+        tl.store(
+            DOCUMENT_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_full_first_b + q_idx,
+            nowhere,
+            mask=(q_idx < Nq) & (q_idx < Nq - Nk) & (side < 1),
+        )
+        tl.store(
+            DOCUMENT_END + tl.cast(b, tl.int64) * stride_document_end_b + q_idx,
+            nowhere,
+            mask=(q_idx < Nq) & (q_idx < Nq - Nk) & (side < 1),
+        )
+        tl.store(
+            DOCUMENT_FULL_END + tl.cast(b, tl.int64) * stride_document_full_end_b + q_idx,
+            nowhere,
+            mask=(side > 0) & (q_idx < Nq) & (q_idx < Nq - Nk),
+        )
+        tl.store(
+            DOCUMENT_FIRST + tl.cast(b, tl.int64) * stride_document_first_b + q_idx,
+            nowhere,
+            mask=(side > 0) & (q_idx < Nq) & (q_idx < Nq - Nk),
+        )
     tl.debug_barrier()  # all threads see what this program has stored so far
-    # enter the first key of each document, and how many keys come after its last one
+    # enter the last key of each document
     for kv_tile in tl.range(0, tl.cdiv(Nk, BLOCK_KV)):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
-        key_id = tl.load(DOCUMENT_IDS_batch + kv_start + kv_off, mask=kv_idx < Nk, other=0.0)
-        id_before = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + kv_idx - 1,
-            mask=(kv_idx - 1 >= 0) & (kv_idx - 1 < Nk),
+        last_key = tl.where(side < 1, kv_idx, Nk - kv_idx - 1)
+        last_document = tl.load(
+            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + last_key,
+            mask=(last_key >= 0) & (last_key < Nk),
             other=0,
         )
-        id_after = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + kv_idx + 1,
-            mask=kv_idx + 1 < Nk,
+        ahead = tl.where(side < 1, kv_idx + 1, Nk - kv_idx - 2)
+        document_ahead = tl.load(
+            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + ahead,
+            mask=(ahead >= 0) & (ahead < Nk),
             other=0,
         )
-        slot = tl.maximum(0, key_id + 1073741824) % tl.maximum(1, Nk)
-        slot_too = tl.maximum(0, key_id + 1073741824) % tl.maximum(1, Nk - 1)
-        starts = ((kv_idx < 1) | (key_id != id_before)) & (kv_idx < Nk)
-        ends = ((kv_idx >= Nk - 1) | (key_id != id_after)) & (kv_idx < Nk)
-        key = kv_idx
-        keys_after = Nk - kv_idx - 1
+        ends = ((kv_idx >= Nk - 1) | (last_document != document_ahead)) & (kv_idx < Nk)
+        rest = Nk - kv_idx - 1
+        last_above = tl.where(last_document < 0, last_document + 1073741824, last_document)
+        last_number = tl.where(last_above < 0, last_above + 1073741824, last_above)
+        last_slot = tl.maximum(0, last_number) % tl.maximum(1, Nk)
+        last_slot_too = tl.maximum(0, last_number) % tl.maximum(1, Nk - 1)
         tl.atomic_min(
-            FIRST + tl.cast(b, tl.int64) * stride_first_b + slot,
-            key,
-            mask=starts & (slot >= 0) & (slot < Nk),
+            LEFT + tl.cast(b, tl.int64) * stride_left_b + tl.cast(side, tl.int64) * stride_left_1 + last_slot,
+            rest,
+            mask=ends & (last_slot >= 0) & (last_slot < Nk),
             sem="relaxed",
         )
         tl.atomic_min(
-            FIRST_TOO + tl.cast(b, tl.int64) * stride_first_too_b + slot_too,
-            key,
-            mask=starts & (slot_too >= 0) & (slot_too < Nk),
-            sem="relaxed",
-        )
-        tl.atomic_min(
-            AFTER + tl.cast(b, tl.int64) * stride_after_b + slot,
-            keys_after,
-            mask=ends & (slot >= 0) & (slot < Nk),
-            sem="relaxed",
-        )
-        tl.atomic_min(
-            AFTER_TOO + tl.cast(b, tl.int64) * stride_after_too_b + slot_too,
-            keys_after,
-            mask=ends & (slot_too >= 0) & (slot_too < Nk),
+            LEFT_TOO + tl.cast(b, tl.int64) * stride_left_too_b + tl.cast(side, tl.int64) * stride_left_too_1 + last_slot_too,
+            rest,
+            mask=ends & (last_slot_too >= 0) & (last_slot_too < Nk),
             sem="relaxed",
         )
     tl.debug_barrier()  # all threads see what this program has stored so far
     start_before = tl.full([], 0, dtype=tl.int32)
     end_before = tl.full([], 0, dtype=tl.int32)
-    # from the first key on: the start of its run of equal ids, the end of the documents so far
+    # find the start of each key's run of equal ids, and the end of the documents met so far
     for kv_tile in tl.range(0, tl.cdiv(Nk, BLOCK_KV)):
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
-        document = tl.load(DOCUMENT_IDS_batch + kv_start + kv_off, mask=kv_idx < Nk, other=0.0)
-        left = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + kv_idx - 1,
-            mask=(kv_idx - 1 >= 0) & (kv_idx - 1 < Nk),
+        key = tl.where(side < 1, kv_idx, Nk - kv_idx - 1)
+        document = tl.load(
+            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + key,
+            mask=(key >= 0) & (key < Nk),
             other=0,
         )
-        place = tl.maximum(0, document + 1073741824) % tl.maximum(1, Nk)
-        place_too = tl.maximum(0, document + 1073741824) % tl.maximum(1, Nk - 1)
-        after = tl.load(
-            AFTER + tl.cast(b, tl.int64) * stride_after_b + place,
-            mask=(place >= 0) & (place < Nk),
+        behind = tl.where(side < 1, kv_idx - 1, Nk - kv_idx)
+        document_behind = tl.load(
+            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + behind,
+            mask=(behind >= 0) & (behind < Nk),
             other=0,
         )
-        after_too = tl.load(
-            AFTER_TOO + tl.cast(b, tl.int64) * stride_after_too_b + place_too,
-            mask=(place_too >= 0) & (place_too < Nk),
-            other=0,
-        )
-        start = tl.where((document == left) & (kv_idx > 0), 0, kv_idx)
+        start = tl.where((document == document_behind) & (kv_idx > 0), 0, kv_idx)
         start_here = tl.associative_scan(start, 0, running_max)
         run_start = tl.maximum(start_before, start_here)
-        end = tl.where(kv_idx < Nk, Nk - tl.maximum(after, after_too), 0)
+        above = tl.where(document < 0, document + 1073741824, document)
+        number = tl.where(above < 0, above + 1073741824, above)
+        slot = tl.maximum(0, number) % tl.maximum(1, Nk)
+        slot_too = tl.maximum(0, number) % tl.maximum(1, Nk - 1)
+        left = tl.load(
+            LEFT + tl.cast(b, tl.int64) * stride_left_b + tl.cast(side, tl.int64) * stride_left_1 + slot,
+            mask=(slot >= 0) & (slot < Nk),
+            other=0,
+        )
+        left_too = tl.load(
+            LEFT_TOO + tl.cast(b, tl.int64) * stride_left_too_b + tl.cast(side, tl.int64) * stride_left_too_1 + slot_too,
+            mask=(slot_too >= 0) & (slot_too < Nk),
+            other=0,
+        )
+        end = tl.where(kv_idx < Nk, Nk - tl.maximum(left, left_too), 0)
         end_here = tl.associative_scan(end, 0, running_max)
         end_so_far = tl.maximum(end_before, end_here)
-        q_run_start = tl.maximum(0, run_start + Nq - Nk)
-        q_end_so_far = tl.maximum(0, end_so_far + Nq - Nk)
-        tl.store(DOCUMENT_KV_batch + kv_start + kv_off, document, mask=kv_idx < Nk)
-        tl.store(DOCUMENT_Q_FULL_FIRST_batch + kv_start + kv_off, q_run_start, mask=kv_idx < Nk)
-        tl.store(DOCUMENT_Q_END_batch + kv_start + kv_off, q_end_so_far, mask=kv_idx < Nk)
+        run = tl.where(side < 1, run_start, Nk - run_start)
+        met = tl.where(side < 1, end_so_far, Nk - end_so_far)
+        q_run = tl.maximum(0, run + Nq - Nk)
+        q_met = tl.maximum(0, met + Nq - Nk)
         tl.store(
             DOCUMENT_Q + tl.cast(b, tl.int64) * stride_document_q_b + kv_idx + Nq - Nk,
             document,
-            mask=(kv_idx + Nq - Nk >= 0) & (kv_idx + Nq - Nk < Nq),
+            mask=(kv_idx + Nq - Nk >= 0) & (side < 1) & (kv_idx + Nq - Nk < Nq),
+        )
+        tl.store(
+            DOCUMENT_KV + tl.cast(b, tl.int64) * stride_document_kv_b + kv_idx,
+            document,
+            mask=(kv_idx < Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_full_first_b + kv_idx + Nq - Nk,
-            run_start,
-            mask=(kv_idx + Nq - Nk >= 0) & (kv_idx + Nq - Nk < Nq),
+            run,
+            mask=(kv_idx + Nq - Nk >= 0) & (side < 1) & (kv_idx + Nq - Nk < Nq),
+        )
+        tl.store(
+            DOCUMENT_FULL_END + tl.cast(b, tl.int64) * stride_document_full_end_b + Nq - kv_idx - 1,
+            run,
+            mask=(Nq - kv_idx - 1 >= 0) & (side > 0) & (kv_idx < Nk),
         )
         tl.store(
             DOCUMENT_END + tl.cast(b, tl.int64) * stride_document_end_b + kv_idx + Nq - Nk,
-            end_so_far,
-            mask=(kv_idx + Nq - Nk >= 0) & (kv_idx + Nq - Nk < Nq),
-        )
-        start_before = tl.max(run_start, 0)
-        end_before = tl.max(end_so_far, 0)
-    stop_before = tl.full([], 0, dtype=tl.int32)
-    rest_before = tl.full([], 0, dtype=tl.int32)
-    # from the last key back (kv_idx: how many come after it): the end of its run, the first key of the documents so far
-    for kv_tile in tl.range(0, tl.cdiv(Nk, BLOCK_KV)):
-        kv_start = kv_tile * BLOCK_KV
-        kv_idx = kv_start + kv_off
-        back = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + Nk - kv_idx - 1,
-            mask=Nk - kv_idx - 1 >= 0,
-            other=0,
-        )
-        right = tl.load(
-            DOCUMENT_IDS + tl.cast(b, tl.int64) * stride_document_ids_b + Nk - kv_idx,
-            mask=(Nk - kv_idx >= 0) & (Nk - kv_idx < Nk),
-            other=0,
-        )
-        back_place = tl.maximum(0, back + 1073741824) % tl.maximum(1, Nk)
-        back_place_too = tl.maximum(0, back + 1073741824) % tl.maximum(1, Nk - 1)
-        first = tl.load(
-            FIRST + tl.cast(b, tl.int64) * stride_first_b + back_place,
-            mask=(back_place >= 0) & (back_place < Nk),
-            other=0,
-        )
-        first_too = tl.load(
-            FIRST_TOO + tl.cast(b, tl.int64) * stride_first_too_b + back_place_too,
-            mask=(back_place_too >= 0) & (back_place_too < Nk),
-            other=0,
-        )
-        stop = tl.where((back == right) & (kv_idx > 0), 0, kv_idx)
-        stop_here = tl.associative_scan(stop, 0, running_max)
-        run_stop = tl.maximum(stop_before, stop_here)
-        rest = tl.where(kv_idx < Nk, Nk - tl.maximum(first, first_too), 0)
-        rest_here = tl.associative_scan(rest, 0, running_max)
-        rest_so_far = tl.maximum(rest_before, rest_here)
-        run_end = Nk - run_stop
-        first_so_far = Nk - rest_so_far
-        q_run_end = tl.maximum(0, Nq - run_stop)
-        q_first_so_far = tl.maximum(0, Nq - rest_so_far)
-        tl.store(
-            DOCUMENT_FULL_END + tl.cast(b, tl.int64) * stride_document_full_end_b + Nq - kv_idx - 1,
-            run_end,
-            mask=(Nq - kv_idx - 1 >= 0) & (kv_idx < Nk),
+            met,
+            mask=(kv_idx + Nq - Nk >= 0) & (side < 1) & (kv_idx + Nq - Nk < Nq),
         )
         tl.store(
             DOCUMENT_FIRST + tl.cast(b, tl.int64) * stride_document_first_b + Nq - kv_idx - 1,
-            first_so_far,
-            mask=(Nq - kv_idx - 1 >= 0) & (kv_idx < Nk),
+            met,
+            mask=(Nq - kv_idx - 1 >= 0) & (side > 0) & (kv_idx < Nk),
+        )
+        tl.store(
+            DOCUMENT_Q_FULL_FIRST + tl.cast(b, tl.int64) * stride_document_q_full_first_b + kv_idx,
+            q_run,
+            mask=(kv_idx < Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_Q_FULL_END + tl.cast(b, tl.int64) * stride_document_q_full_end_b + Nk - kv_idx - 1,
-            q_run_end,
-            mask=Nk - kv_idx - 1 >= 0,
+            q_run,
+            mask=(Nk - kv_idx - 1 >= 0) & (side > 0),
+        )
+        tl.store(
+            DOCUMENT_Q_END + tl.cast(b, tl.int64) * stride_document_q_end_b + kv_idx,
+            q_met,
+            mask=(kv_idx < Nk) & (side < 1),
         )
         tl.store(
             DOCUMENT_Q_FIRST + tl.cast(b, tl.int64) * stride_document_q_first_b + Nk - kv_idx - 1,
-            q_first_so_far,
-            mask=Nk - kv_idx - 1 >= 0,
+            q_met,
+            mask=(Nk - kv_idx - 1 >= 0) & (side > 0),
         )
-        stop_before = tl.max(run_stop, 0)
-        rest_before = tl.max(rest_so_far, 0)
+        start_before = tl.max(run_start, 0)
+        end_before = tl.max(end_so_far, 0)

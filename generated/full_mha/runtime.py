@@ -310,9 +310,13 @@ class Rules:
         if (hq != hk) if self.sharing == "mha" else hk != 1 if self.sharing == "mqa" else (hq % hk if hk else hq):
             expected = f"{_HEADS[self.sharing]} (the spec says {self.sharing})"
             raise ValueError(f"attention: q has {hq} heads and k {hk}; expected {expected}")
-        if q.device.type not in self.devices:
+        self.check_device("q", q)
+
+    def check_device(self, name: str, x: torch.Tensor) -> None:
+        """Raise ValueError, in one sentence, if kernels cannot run where a tensor is."""
+        if x.device.type not in self.devices:
             raise ValueError(
-                f"attention: q is on {q.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
+                f"attention: {name} is on {x.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
                 "Triton is imported, to run on the CPU in Triton's interpreter"
             )
 
@@ -367,7 +371,8 @@ def check_input(
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
         raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}")
     if x.dtype != dtype and x.dtype not in more:
-        raise TypeError(f"attention: {name} is {x.dtype}; expected {dtype} {_shape_text(shape)}: {meaning}")
+        known = " or ".join(map(str, dict.fromkeys((dtype, *more))))
+        raise TypeError(f"attention: {name} is {x.dtype}; expected {known} {_shape_text(shape)}: {meaning}")
     fits = (n is None or m in (n if isinstance(n, tuple) else (n,)) for m, n in zip(x.shape, shape))
     if x.dim() != len(shape) or not all(fits):
         raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {_shape_text(shape)}: {meaning}")
@@ -819,7 +824,7 @@ def _second_derivatives(*args: Any) -> Any:
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise NotImplementedError(
-        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of q, k and v"
+        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
     )
 
 

@@ -493,7 +493,7 @@ SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(
 @pytest.mark.parametrize(
     "rule, old, new, reason",
     [
-        ("types", SCATTER, SCATTER.replace("%ds", "%bucket"), "adds i32 to %dTABLE; expected f32, and an output of that"),
+        ("types", SCATTER, SCATTER.replace("%ds", "%bucket"), "writes i32 to %dTABLE by `add`; expected f32, and an output of that"),
         ("types", SCATTER, SCATTER.replace("h, ", ""), "%dTABLE has 2 dimensions, the access 1"),
         ("types", SCATTER, SCATTER.replace("[h,", "[delta,"), "is indexed by what is no integer"),
         ("types", SCATTER, SCATTER.replace("%ds", "%delta"), "%bucket of [BLOCK_Q, BLOCK_KV] does not broadcast to [BLOCK_Q]"),
