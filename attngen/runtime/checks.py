@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attngen.runtime.memory import MAX_ROW_STRIDE
-from attngen.runtime.private import autocast_is_on, dispatch_modes, is_tracing, transforms_are_active
+from attngen.runtime.private import autocast_is_on, current_device, dispatch_modes, is_tracing, transforms_are_active
 
 MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -70,7 +70,8 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors that are valid and readable in place, else None: the fast way to what `check` says in sentences."""
+        """The shapes of plain tensors that are valid, readable in place and on the current device, else None: the fast way to what `check`
+        says in sentences."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
@@ -84,7 +85,7 @@ class Rules:
             and v.shape == (b, hk, nk, self.width_v)
             and q3 == k3 == v3 == 1
             and q.dtype in self.dtypes
-            and (q.is_cuda or q.device.type in self.devices)
+            and (q.get_device() == current_device() if q.is_cuda else q.device.type in self.devices)
             and nq <= MAX_ROWS
             and nk <= MAX_ROWS
             and (q2 <= MAX_ROW_STRIDE or nq <= 1)

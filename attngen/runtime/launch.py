@@ -56,8 +56,8 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
     Raises ValueError where no tile fits the device."""
-    on_device = x.device.type == "cuda" or not x.is_floating_point()
-    elem_bytes = x.element_size() if on_device else kernels.INTERPRETED_BYTES
+    interpreted = x.device.type != "cuda" and x.is_floating_point()  # in the schedules of one element size, whatever its dtype
+    elem_bytes = kernels.INTERPRETED_BYTES if interpreted else x.element_size()
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
         raise ValueError(f"attention: {found}")

@@ -54,7 +54,9 @@ def empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     if not x.is_contiguous():
         return empty(x, *rows_layout(x, width), x.dtype)
     b, h, n, _ = x.shape
-    return empty(x, (b, h, n, width), (h * n * width, n * width, width, 1), x.dtype)
+    of_head = n * width
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), x.dtype)
+    return made
 
 
 def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:

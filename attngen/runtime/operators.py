@@ -68,7 +68,7 @@ class Operators:
         self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
         self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
         self.host_forward, self.host_backward = forward, backward
-        self.run_forward, self.run_backward = on_its_device(forward), on_its_device(self._backward)
+        self.run_backward = on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
@@ -96,8 +96,9 @@ class Operators:
         return op
 
     def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place: no dispatcher is needed."""
-        q, k, v, *_ = args
+        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place, on the current device: no
+        dispatcher is needed."""
+        q, k, v = args[:3]
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
         wanted = (
@@ -106,7 +107,7 @@ class Operators:
         if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
             results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        return self.run_forward(*args, shapes)
+        return self.host_forward(*args, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the operator. Triton's interpreter cannot multiply bf16, so there it gets fp32."""
@@ -213,7 +214,7 @@ def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
             if shapes:
-                out, lse = operators.run_forward(*args, shapes)
+                out, lse = operators.host_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:

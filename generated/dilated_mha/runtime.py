@@ -158,7 +158,9 @@ def empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     if not x.is_contiguous():
         return empty(x, *rows_layout(x, width), x.dtype)
     b, h, n, _ = x.shape
-    return empty(x, (b, h, n, width), (h * n * width, n * width, width, 1), x.dtype)
+    of_head = n * width
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), x.dtype)
+    return made
 
 
 def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -266,7 +268,8 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors that are valid and readable in place, else None: the fast way to what `check` says in sentences."""
+        """The shapes of plain tensors that are valid, readable in place and on the current device, else None: the fast way to what `check`
+        says in sentences."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
@@ -280,7 +283,7 @@ class Rules:
             and v.shape == (b, hk, nk, self.width_v)
             and q3 == k3 == v3 == 1
             and q.dtype in self.dtypes
-            and (q.is_cuda or q.device.type in self.devices)
+            and (q.get_device() == current_device() if q.is_cuda else q.device.type in self.devices)
             and nq <= MAX_ROWS
             and nk <= MAX_ROWS
             and (q2 <= MAX_ROW_STRIDE or nq <= 1)
@@ -452,8 +455,8 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
     Raises ValueError where no tile fits the device."""
-    on_device = x.device.type == "cuda" or not x.is_floating_point()
-    elem_bytes = x.element_size() if on_device else kernels.INTERPRETED_BYTES
+    interpreted = x.device.type != "cuda" and x.is_floating_point()  # in the schedules of one element size, whatever its dtype
+    elem_bytes = kernels.INTERPRETED_BYTES if interpreted else x.element_size()
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
         raise ValueError(f"attention: {found}")
@@ -852,7 +855,7 @@ class Operators:
         self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
         self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
         self.host_forward, self.host_backward = forward, backward
-        self.run_forward, self.run_backward = on_its_device(forward), on_its_device(self._backward)
+        self.run_backward = on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
@@ -880,8 +883,9 @@ class Operators:
         return op
 
     def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place: no dispatcher is needed."""
-        q, k, v, *_ = args
+        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place, on the current device: no
+        dispatcher is needed."""
+        q, k, v = args[:3]
         if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
             return self._through_dispatcher(*args)
         wanted = (
@@ -890,7 +894,7 @@ class Operators:
         if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
             results = self.apply(shapes, return_lse, *args)
             return results if return_lse else (results, None)
-        return self.run_forward(*args, shapes)
+        return self.host_forward(*args, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the operator. Triton's interpreter cannot multiply bf16, so there it gets fp32."""
@@ -997,7 +1001,7 @@ def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
             if shapes:
-                out, lse = operators.run_forward(*args, shapes)
+                out, lse = operators.host_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:
