@@ -9,6 +9,7 @@ TRITON_INTERPRET decides when triton is imported: set it before this file is.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +23,7 @@ from types import ModuleType
 import torch
 import triton
 
+from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
@@ -66,11 +68,14 @@ def run(work: Sequence[Job], device: str, seed: int, workers: int) -> list[Table
 def processes(workers: int) -> ProcessPoolExecutor:
     """Processes that take turns at large cases."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, context, _take_turns, (context.Lock(),))
+    return ProcessPoolExecutor(workers, context, _start, (context.Lock(),))
 
 
-def _take_turns(lock: Lock) -> None:
+def _start(lock: Lock) -> None:
+    """Start a process: it takes turns, and its interpreter, if it needs that, is fast."""
     _turns.append(lock)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        lighten()
 
 
 def run_job(job: Job, device: str, seed: int) -> Table:

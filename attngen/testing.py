@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from attngen.errors import AttngenError
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes
@@ -106,14 +103,6 @@ def load_module(folder: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def check_interpreter() -> None:
-    """Triton's interpreter before 3.7 fails inside with numpy 2.4: AttngenError, with what to install, where these meet."""
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if os.environ.get("TRITON_INTERPRET") == "1" and triton < (3, 7) and numpy >= (2, 4):
-        found = f"the interpreter of Triton {version('triton')} does not work with numpy {version('numpy')}"
-        raise AttngenError(f"{found}; expected numpy below 2.4: pip install 'numpy<2.4'")
 
 
 def result_names(spec: Spec) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is first i
 import torch
 
 from attngen.errors import AttngenError
-from attngen.testing import check_interpreter
-from tests.interpreter import lighten
+from attngen.interpreter import check_interpreter, lighten
 
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not CUDA:

@@ -1,4 +1,4 @@
-"""What tests/interpreter.py takes out of Triton's interpreter changes no result."""
+"""What attngen/interpreter.py takes out of Triton's interpreter changes no result."""
 
 from __future__ import annotations
 

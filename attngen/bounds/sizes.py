@@ -23,6 +23,7 @@ def elem_sizes(module: Module, kernel: Kernel | None = None) -> tuple[int, ...]:
     return tuple(sorted({ELEMENTS[d].bytes for d in module.dtypes}))
 
 
+@cache
 def tile_width(head_dim: int) -> int:
     """The width of a head dimension on chip, in elements: padded to a power of two."""
     return 1 << (head_dim - 1).bit_length()

@@ -99,7 +99,7 @@ def _compiled(e: Expr) -> tuple[list[str], Any]:
 def evaluate(e: Expr, values: dict[str, Any]) -> Any:
     """The number that an expression of the IR gives for these values of its symbols."""
     names, function = _compiled(e)
-    return function(*(values[n] for n in names))
+    return function(*map(values.__getitem__, names))
 
 
 @cache

@@ -53,10 +53,16 @@ def _interpret_without_cuda() -> bool:
     """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before triton is imported."""
     import torch
 
+    from attngen.interpreter import check_interpreter, lighten
+
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["TRITON_INTERPRET"] = "1"
+        torch.set_num_threads(1)  # tensors are small
         warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+    check_interpreter()
+    if not cuda:
+        lighten()
     return cuda
 
 
@@ -72,9 +78,7 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
             write_module(files, Path(folder) / module.name)
         cuda = _interpret_without_cuda()
         from attngen import sweep
-        from attngen.testing import check_interpreter
 
-        check_interpreter()
         device = "cuda" if cuda else "cpu"
         found = sweep.run(sweep.jobs(loaded, Path(folder), device), device, seed, jobs)
     write_file(report, sweep.page(found, device))
@@ -95,9 +99,8 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         import torch
 
         cuda = _interpret_without_cuda()
-        from attngen.testing import check_interpreter, cli_cases, load_module, result_names, run_case
+        from attngen.testing import cli_cases, load_module, result_names, run_case
 
-        check_interpreter()
         write_module(render(module), Path(folder) / loaded.name)
         generated = load_module(Path(folder) / loaded.name)
         print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")

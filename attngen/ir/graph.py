@@ -243,9 +243,9 @@ class Kernel:
         return self.own if self.own in found else next(iter(found), "")
 
     def rewrite(self, change: Callable[[str, Op], Iterable[Op]]) -> Kernel:
-        """A kernel with every op replaced by those that change(block name, op) gives."""
-        blocks = (replace(b, ops=tuple(n for op in b.ops for n in change(b.name, op))) for b in self.blocks)
-        return replace(self, blocks=tuple(blocks))
+        """A kernel with every op replaced by those that change(block name, op) gives; itself, if these are the same."""
+        blocks = tuple(replace(b, ops=tuple(n for op in b.ops for n in change(b.name, op))) for b in self.blocks)
+        return self if blocks == self.blocks else replace(self, blocks=blocks)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ A backend gives the rules of what its compiler asks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from attngen.backends import BACKENDS
 from attngen.backends.base import Rule
 from attngen.errors import VerifyError
-from attngen.ir.graph import PHASES, Module
+from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.text import print_module
 from attngen.verify import host
 from attngen.verify.indexing import bounds_checked, indexing, names
@@ -62,15 +65,31 @@ def rules(backend: str) -> dict[str, dict[str, Rule]]:
     }
 
 
+# Of each verified kernel: what the rules read besides it, and the names of those that hold.
+_HELD: WeakKeyDictionary[Kernel, tuple[dict[str, Any], set[str]]] = WeakKeyDictionary()
+
+
+def _broken(module: Module, kernel: Kernel) -> Iterator[tuple[str, str]]:
+    """(rule, reason) for each thing that breaks a rule. A pass leaves most kernels as they are: what holds for one is not tried again."""
+    read = {**vars(module), "phase": "", "hosts": (), "kernels": [k.name for k in module.kernels]}
+    read["schedules"] = dict(module.schedules).get(kernel.name)
+    before, held = _HELD.get(kernel, (read, set()))
+    held = held if before == read else set()
+    wanted = rules(module.backend)[module.phase]
+    for name, rule in wanted.items():
+        if name not in held:
+            yield from ((name, reason) for reason in rule(module, kernel))
+    _HELD[kernel] = read, held | wanted.keys()
+
+
 def verify(module: Module) -> Module:
     """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's text."""
     try:
         if module.phase not in PHASES:
             raise VerifyError("phase", f"`{module.phase}` is not a phase; expected one of {', '.join(PHASES)}", "")
         for kernel in module.kernels:
-            for name, rule in rules(module.backend)[module.phase].items():
-                for reason in rule(module, kernel):
-                    raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
+            for name, reason in _broken(module, kernel):
+                raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
         for name, reason in host.reasons(module):
             raise VerifyError(name, reason, "")
     except VerifyError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -530,6 +531,20 @@ def test_keys_past_the_end_are_hidden_where_programs_sum_over_their_own():
     made = unverified(edit(WALKS, ("where(kv_idx < Nk)", "where(kv_idx < Nk + 5)")))
     (said,) = RULES["target"]["ends-hidden"](made, made.kernels[0])
     assert said.startswith("no mask in @step hides the keys from Nk on")
+
+
+def test_what_held_for_a_kernel_is_tried_again_in_another_module():
+    """Or under another schedule: rules read these, too."""
+    made = verify(parse_module(print_module(target("causal_gqa"))))
+    assert verify(made) is made
+    for other, rule in (
+        (replace(made, meaning=target("window_gqa").meaning), "mask"),
+        (replace(made, sharing="mha"), "signature"),
+        (replace(made, schedules=()), "scheduled-everywhere"),
+    ):
+        with pytest.raises(VerifyError) as error:
+            verify(other)
+        assert error.value.rule in (rule, "indexing"), error.value
 
 
 def test_every_rule_of_every_phase_is_broken_above():

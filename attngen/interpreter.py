@@ -1,22 +1,36 @@
-"""Triton's interpreter without what it computes and throws away; results are the same to the bit (tests/test_interpreter.py)."""
+"""Triton's interpreter, which runs kernels where there is no GPU: whether it works here, and how it gets faster."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import replace
 from functools import cache, wraps
+from importlib.metadata import version
 from typing import Any
+
+from attngen.errors import AttngenError
+
+
+def check_interpreter() -> None:
+    """Triton's interpreter before 3.7 fails inside with numpy 2.4: AttngenError, with what to install, where these meet."""
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if os.environ.get("TRITON_INTERPRET") == "1" and triton < (3, 7) and numpy >= (2, 4):
+        found = f"the interpreter of Triton {version('triton')} does not work with numpy {version('numpy')}"
+        raise AttngenError(f"{found}; expected numpy below 2.4: pip install 'numpy<2.4'")
 
 
 def lighten() -> None:
-    """Take three costs out of the interpreter, more than half of its time.
+    """Take three costs out of the interpreter, more than half of its time; results are the same to the bit.
 
     For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode alone. For each cast
     it makes a table of all types. And for each call of a function on the device it looks through all names of Triton's language for those
-    to replace.
+    to replace. A version of Triton that has other parts is left as it is.
     """
     from triton.runtime import interpreter
 
+    if not all(hasattr(interpreter, name) for name in ("interpreter_builder", "_patch_builtin", "_patch_attr", "_get_np_dtype")):
+        return
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
