@@ -5,21 +5,24 @@ from __future__ import annotations
 from attngen import __version__
 from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, learned
 from attngen.build.blocks import build_blocks
-from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end, packs
+from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.build.host import build_hosts
+from attngen.build.packed import PACKED
 from attngen.build.programs import add_programs
 from attngen.build.semantics import listed_blocks, meaning
 from attngen.errors import BuildError
 from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Module
 from attngen.spec import Spec
 
+WAYS = (PACKED,)  # to compute the forward, beside that of all calls, in the order in which a call tries them
+
 
 def build_module(spec: Spec) -> Module:
     """The logical module of a spec: its kernels, and the host programs that launch them.
 
     In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of the backward; also
-    `packed`, the forward of few queries, if heads share keys, and `blocks` if data says which blocks of scores count. In FlashAttention-1's
-    order (`kv_outer`), programs walk over the key tiles of a head, and further kernels finish what these have rewritten.
+    those of WAYS that apply, and `blocks` if data says which blocks of scores count. In FlashAttention-1's order (`kv_outer`), programs
+    walk over the key tiles of a head, and further kernels finish what these have rewritten.
 
     Raises BuildError where the spec asks for something that has no kernels.
     """
@@ -30,7 +33,8 @@ def build_module(spec: Spec) -> Module:
         "kv_outer": (build_forward_by_key, build_forward_end, build_delta, build_dkdv, build_dq_end),
     }
     kernels = tuple(build(spec) for build in builders[spec.schedule.order])
-    kernels += (build_forward(spec, "packed"),) if packs(spec) else ()
+    ways = [way for way in WAYS if way.applies(spec)]
+    kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))
     module = Module(
         name=spec.name,
         version=__version__,
@@ -53,7 +57,7 @@ def build_module(spec: Spec) -> Module:
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
     )
-    return add_programs(build_hosts(module))
+    return add_programs(build_hosts(module, ways))
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:

@@ -11,18 +11,54 @@ import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, derivative, modified, singular, varies
+from attngen.build.signature import Signature
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
-from attngen.ir.heads import SHARINGS, query_heads
+from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import Access, Gather, Store, Type, Yield
+from attngen.ir.shares import part
 from attngen.parts import KV, NATURAL, Q
 from attngen.spec import Spec
+
+_ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
+DELTA = Signature(
+    "delta",
+    "q",
+    ("O", "dO", "LSE", "dLSE"),
+    ("DELTA", "LSE2"),
+    about=f"Before dK and dV, where no dQ is wanted: {_ROWS}",
+)
+DKDV = Signature(
+    "dkdv",
+    "kv",
+    ("Q", "K", "V", "dO", "LSE2", "DELTA"),
+    ("dK", "dV"),
+    about="Backward, dK and dV: one program per key tile, over query tiles; scores are transposed.",
+)
+DQ = Signature(
+    "dq",
+    "q",
+    ("Q", "K", "V", "O", "dO", "LSE", "dLSE"),
+    ("dQ", "DELTA", "LSE2"),
+    about="Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.",
+)
+# With keys in the outer loop.
+DELTA_BY_KEY = DELTA._replace(about=f"Before the backward: {_ROWS}")
+BWD = Signature(
+    "bwd",
+    "kv",
+    ("Q", "K", "V", "dO", "LSE2", "DELTA"),
+    ("dK", "dV"),
+    ("DQ_ACC",),
+    about="Backward: one program per head, over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.",
+)
+DQ_END = Signature("dq_end", "q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type.")
 
 
 def build_delta(spec: Spec) -> Kernel:
     """Delta and LSE2 of each query. Launched if `dq` is not, or does not exist: q needs no gradient, or keys are the outer loop."""
-    b = KernelBuilder(spec, "delta")
+    b = KernelBuilder(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA)
     b.tensors()
     for name in ("Hq", "Nq", "Nlse", *(("keep_scale",) if spec.dropout else ())):
         b.scalar(name)
@@ -182,8 +218,9 @@ def build_dkdv(spec: Spec) -> Kernel:
     to it and writes it back for each of them. dQ starts as 0 and stays in fp32 until `dq_end`.
     """
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
+    signature = BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
     factor = derivative(modified(spec), S)
-    b = KernelBuilder(spec, "bwd" if walks else "dkdv", [factor])
+    b = KernelBuilder(spec, signature, [factor])
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -235,7 +272,8 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], shar
     if not shared:
         b.loop("total", "q", q_tiles, "step", home, **starts)
         return
-    first, end = query_heads(b.is_split)
+    heads = sympy.Integer(0), symbol("group")
+    first, end = part(*heads, b.shares) if b.shares else heads
     b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
     b.carried("group", **starts)
     b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
@@ -244,7 +282,7 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], shar
 
 def _store_key_gradients(b: KernelBuilder, kv: Any, home: str) -> None:
     """dK and dV, with the factors left to the end, of the program's key head, and of its split of the group."""
-    own = ("b", kv, *(["split"] if b.is_split else []), "kv")
+    own = ("b", kv, *([b.shares.var] if b.shares else []), "kv")
     _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", block=home)
     b.store("dK", (*own, "d_qk"), "dk_out", home)
     _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
@@ -253,7 +291,7 @@ def _store_key_gradients(b: KernelBuilder, kv: Any, home: str) -> None:
 
 def build_dq_end(spec: Spec) -> Kernel:
     """dQ in the element type, from the sums of `bwd`."""
-    b = KernelBuilder(spec, "dq_end")
+    b = KernelBuilder(spec, DQ_END)
     b.tensors()
     for name in ("scale", "Hq", "Nq"):
         b.scalar(name)
@@ -272,7 +310,7 @@ def build_dq(spec: Spec) -> Kernel:
     gradients = tuple(x for x in learned(spec) if x.by != "row")
     reads = {_parts(read): read for read in spec.reads()}
     slopes = [derivative(modified(spec), by) for by in (S, *(symbol(reads[x.parts].name) for x in gradients))]
-    b = KernelBuilder(spec, "dq", [*slopes, *(e for x in gradients if x.by == "element" for e in reads[x.parts].index)])
+    b = KernelBuilder(spec, DQ, [*slopes, *(e for x in gradients if x.by == "element" for e in reads[x.parts].index)])
     b.tensors(gradients)
     b.scalar("scale")
     b.sizes()

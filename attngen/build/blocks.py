@@ -5,16 +5,19 @@ from __future__ import annotations
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds
+from attngen.build.signature import Signature
 from attngen.ir.expr import cdiv, floordiv, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, Access, Base, Init, Type, Yield
 from attngen.policy import LISTED, STRIP
 from attngen.spec import Spec
 
+BLOCKS = Signature("blocks", "q", (), ("COUNT",), about="Before all: how many pairs the mask leaves visible, of each strip of a block.")
+
 
 def build_blocks(spec: Spec) -> Kernel:
     """The number of visible pairs in each strip of a block: scores of 0 are masked, and those above -inf are counted."""
-    b = KernelBuilder(spec, "blocks")
+    b = KernelBuilder(spec, BLOCKS)
     b.tensors()
     b.sizes()
     b.reads()

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
-from attngen.build.signature import BESIDE, ROWS, Signature, grid, parts_of, signature_of, tensor_args
+from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read, input_tensors
@@ -39,6 +39,7 @@ from attngen.ir.ops import (
     Type,
     dimension,
 )
+from attngen.ir.shares import sharing
 from attngen.parts import NATURAL
 from attngen.spec import Spec
 
@@ -50,28 +51,26 @@ AXIS_OF = {dim: axis for axis, dim in AXIS_DIM.items()}
 class KernelBuilder:
     """Collects the ops of one kernel, giving each value its type."""
 
-    def __init__(self, spec: Spec, name: str, wants: Iterable[Any] = ()) -> None:
+    def __init__(self, spec: Spec, signature: Signature, wants: Iterable[Any] = ()) -> None:
         """`wants`: what the kernel computes besides the score. Together with score and mask it decides which inputs are read."""
-        self.spec, self.name = spec, name
-        self.signature = signature_of(name, spec.schedule.order)
-        own = self.signature.own
+        self.spec, self.signature = spec, signature
+        own = signature.own
         self.own_axis, self.loop_axis = own, "kv" if own == "q" else "q"
-        by_query = own == "q" or name == "fwd"  # rows of scores are queries
-        self.score_dims = ("BLOCK_Q", "BLOCK_KV") if by_query else ("BLOCK_KV", "BLOCK_Q")
+        self.score_dims = ("BLOCK_KV", "BLOCK_Q") if signature.transposed else ("BLOCK_Q", "BLOCK_KV")
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
-        self.grid = grid(self.signature, spec.heads.sharing)
-        self.is_split = self.signature.is_split(spec.heads.sharing)
-        self.heads = _heads(spec, self.signature)
+        self.grid = grid(signature, spec.heads.sharing)
+        self.shares = next(iter(sharing(self.grid)), None)  # the axis whose programs share a loop
+        self.heads = _heads(spec, signature)
         self.score = modified(spec)
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
         self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
         along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
         self.where = spec.mask.expression() if own == "q" else spec.mask.by_key()
-        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)] if name not in ROWS else []
+        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)] if signature.masks else []
         self.facts = tuple(_usable(fact, along) for fact in facts)
-        of_scores = () if name in BESIDE else (self.score, *wants)
-        of_mask = () if name in ROWS else (self.where, *(e for f in self.facts for e in f))
+        of_scores = (self.score, *wants) if signature.scores else ()
+        of_mask = (self.where, *(e for f in self.facts for e in f)) if signature.masks else ()
         needed = {str(s) for s in _symbols((*of_mask, *of_scores))}
         for read in reversed(spec.reads()):
             needed |= {str(s) for s in _symbols(read.index)} if read.name in needed else set()
@@ -88,7 +87,7 @@ class KernelBuilder:
         """Declare all tensors that the kernel reads and writes, also for mask and modifiers."""
         read = {read.tensor: self.tensor_types[read.tensor] for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
-        for arg in tensor_args(self.name, self.signature, self.spec.heads.sharing, read, listed_blocks(self.spec), self.spec.dropout, outs):
+        for arg in tensor_args(self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
 
     def scalar(self, name: str) -> None:
@@ -97,13 +96,13 @@ class KernelBuilder:
     def sizes(self) -> None:
         """Declare scalars: the sizes of every kernel, those that indexing by head needs, and the numbers of mask and modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
-        packs, sharing = self.signature.packs, SHARINGS[self.spec.heads.sharing]
+        packs, heads = self.signature.packs, SHARINGS[self.spec.heads.sharing]
         names += ["queries"] if packs else []
         named = _symbols((self.where, *([self.score] if packs else []), *(e for read in self.needed for e in read.index)))
-        shared = sharing.counts_group and ((not packs and self.name not in BESIDE) or symbol("h" if packs else "hkv") in named)
-        if shared or (sharing.is_shared and not sharing.counts_group and self.signature.by_key_head and not packs):
+        shared = heads.counts_group and ((not packs and self.signature.scores) or symbol("h" if packs else "hkv") in named)
+        if shared or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs):
             names.append("group")
-        names += ["splits"] if self.is_split else []
+        names += [str(self.shares.extent)] if self.shares else []
         places = (self._inside(read) for read in self.needed)
         bounds = {str(s) for at, where in places for s in _symbols((*at, where))} & {"B", "Hq", "Hkv"}
         for name in dict.fromkeys((*names, *sorted(bounds), "Nq", "Nk", *self.needed_numbers)):
@@ -275,7 +274,7 @@ class KernelBuilder:
 
     def kernel(self) -> Kernel:
         blocks = tuple(Block(n, tuple(ops)) for n, ops in self.ops.items())
-        return Kernel(self.name, self.grid, blocks, self.own_axis, self.signature.packs, self.signature.about)
+        return Kernel(self.signature.name, self.grid, blocks, self.own_axis, self.signature.packs, self.signature.about)
 
 
 def _symbols(expressions: Iterable[Any]) -> set[Any]:

@@ -7,36 +7,43 @@ from typing import Any
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.build.semantics import S, listed_blocks, unbounded, varies
+from attngen.build.semantics import S, unbounded
+from attngen.build.signature import Signature
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
-from attngen.ir.graph import Kernel, input_tensors
-from attngen.ir.heads import SHARINGS
+from attngen.ir.graph import Kernel
 from attngen.ir.ops import SoftmaxStep, Type, Yield
-from attngen.parts import NATURAL, Q
 from attngen.spec import Spec
 
+FWD = Signature("fwd", "q", ("Q", "K", "V"), ("O", "LSE"), about="Forward: online softmax over key tiles, one program per query tile.")
+# With keys in the outer loop.
+FWD_BY_KEY = Signature(
+    "fwd",
+    "kv",
+    ("Q", "K", "V"),
+    rewrites=("O_ACC", "ROW_MAX", "ROW_SUM"),
+    about="Forward: one program per head, over key tiles, and for each over query tiles, whose sums it rewrites in HBM.",
+)
+FWD_END = Signature(
+    "fwd_end",
+    "q",
+    ("O_ACC", "ROW_MAX", "ROW_SUM"),
+    ("O", "LSE"),
+    about="After the forward: outputs in the element type, divided by their sums, and the LSE.",
+)
 
-def packs(spec: Spec) -> bool:
-    """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
-    shared = SHARINGS[spec.heads.sharing].is_shared
-    alone = not shared or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
-    own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
-    return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
 
-
-def build_forward(spec: Spec, name: str = "fwd") -> Kernel:
+def build_forward(spec: Spec, signature: Signature = FWD) -> Kernel:
     """FlashAttention-2 (Dao 2023), Algorithm 1: one program per query tile, online softmax over key tiles.
 
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
 
-    `packed` does the same for calls with few queries. A tile has the queries of all heads that share a K/V head. Otherwise most of a tile
-    would be empty, and each head would read the same keys again.
+    If the signature packs heads, a tile has the queries of all heads that share a K/V head.
     """
     sink = next((s.sink() for s in spec.score if s.sink() is not None), None)
-    b = KernelBuilder(spec, name, [] if sink is None else [sink])
+    b = KernelBuilder(spec, signature, [] if sink is None else [sink])
     kv = b.heads[symbol("hkv")]
-    own = "h" if name == "fwd" else kv
+    own = kv if signature.packs else "h"
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -98,7 +105,7 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     A query tile's accumulator, maximum and sum are read from HBM and written back in each turn. They start as 0, -inf and 0, stay in
     fp32, and the accumulator unnormalised until `fwd_end`, as in FlashAttention-2: the element type would round it in every turn.
     """
-    b = KernelBuilder(spec, "fwd")
+    b = KernelBuilder(spec, FWD_BY_KEY)
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -136,7 +143,7 @@ def build_forward_by_key(spec: Spec) -> Kernel:
 
 def build_forward_end(spec: Spec) -> Kernel:
     """After `fwd` has seen all keys, finish each row: O = acc / sum, and its LSE."""
-    b = KernelBuilder(spec, "fwd_end")
+    b = KernelBuilder(spec, FWD_END)
     b.tensors()
     for name in ("scale", "Hq", "Nq"):
         b.scalar(name)

@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 
 from attngen.build.signature import parts_of
-from attngen.ir.expr import divisor, floordiv, symbol
+from attngen.ir.expr import Bool, divisor, floordiv, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
-from attngen.ir.host import Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
+from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
-from attngen.policy import FEW_QUERIES, SPLIT_KEYS
+from attngen.ir.shares import sharing
+from attngen.policy import SPLIT_KEYS
+from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
 _ROWS = ("B", "Hq", "Nq")
 
 
-def build_hosts(module: Module) -> Module:
-    """The module with the host programs that launch its kernels."""
+class Way(NamedTuple):
+    """A way to compute the forward that some calls take, with kernels of its own.
+
+    applies: whether modules of a spec have it, and `kernels`: those that they have for it.
+    where: the condition under which a call takes it. `name` is that of the `if`, `then` and `orelse` are those of its blocks.
+    launch: adds the ops of the block `then`, which compute %O and %LSE.
+    """
+
+    name: str
+    where: Bool
+    then: str
+    orelse: str
+    applies: Callable[[Spec], bool]
+    kernels: Callable[[Spec], tuple[Kernel, ...]]
+    launch: Callable[[HostBuilder, str], None]
+
+
+def build_hosts(module: Module, ways: Iterable[Way]) -> Module:
+    """The module with the host programs that launch its kernels. A call takes the first of the `ways` that is for it."""
     data = module.blocks is not None and module.blocks.data
-    programs = [_forward(module), _backward(module)]
+    programs = [_forward(module, ways), _backward(module)]
     if module.blocks:
         programs += [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
     return replace(module, hosts=tuple(programs))
 
 
-class _Builder:
+class HostBuilder:
     """Collects the ops of one host program."""
 
     def __init__(self, name: str) -> None:
@@ -41,10 +61,10 @@ class _Builder:
 
     def tensor(self, name: str) -> str:
         """An argument of a known name and shape."""
-        return self.add(Arg(name, "in", _type(name)))
+        return self.add(Arg(name, "in", known_type(name)))
 
     def alloc(self, name: str, block: str = "entry", type_: Type | None = None, **options: Any) -> str:
-        return self.add(Alloc(name, type_ or _type(name), **options), block)
+        return self.add(Alloc(name, type_ or known_type(name), **options), block)
 
     def launch(self, kernel: str, block: str, args: Uses = (), **sizes: Any) -> None:
         given = tuple((size, sympy.sympify(value)) for size, value in sizes.items())
@@ -63,12 +83,12 @@ class _Builder:
         return Host(self.name, tuple(Block(name, tuple(ops)) for name, ops in self.blocks.items()))
 
 
-def _type(name: str) -> Type:
+def known_type(name: str) -> Type:
     """The type of a tensor that has one in every module."""
     return Type(tensor_dtype(name), SHAPES.get(name) or SHAPES[name.removeprefix("d")], "hbm")
 
 
-def _operands(b: _Builder, module: Module, direction: str) -> None:
+def _operands(b: HostBuilder, module: Module, direction: str) -> None:
     """The arguments after q, k and v: what mask, modifiers and dropout read, block lists and numbers.
 
     Lists that are the same for all sequences or heads are repeated for these.
@@ -90,9 +110,9 @@ def _operands(b: _Builder, module: Module, direction: str) -> None:
         b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))
 
 
-def _forward(module: Module) -> Host:
-    """The output and the LSE. If queries are few, the kernel `packed` computes them, for all heads of a group together."""
-    b = _Builder("forward")
+def _forward(module: Module, ways: Iterable[Way]) -> Host:
+    """The output and the LSE."""
+    b = HostBuilder("forward")
     for name in ("Q", "K", "V"):
         b.tensor(name)
     _operands(b, module, "forward")
@@ -100,36 +120,25 @@ def _forward(module: Module) -> Host:
     b.alloc("LSE")
     b.branch("Launched", "launches", of=("O",))
     b.give(O="O", LSE="LSE")
+    block = "launches"
+    for way in ways:
+        b.branch(way.name, way.then, block, where=way.where, orelse=way.orelse)
+        way.launch(b, way.then)
+        block = way.orelse
     if module.order == "kv_outer":
-        b.alloc("O_ACC", "launches", fill=sympy.Integer(0))
-        b.alloc("ROW_MAX", "launches", fill=-sympy.oo)
-        b.alloc("ROW_SUM", "launches", fill=sympy.Integer(0))
-        b.launch("fwd", "launches")
-        b.launch("fwd_end", "launches")
-    elif not any(kernel.packs for kernel in module.kernels):
-        b.launch("fwd", "launches")
+        b.alloc("O_ACC", block, fill=sympy.Integer(0))
+        b.alloc("ROW_MAX", block, fill=-sympy.oo)
+        b.alloc("ROW_SUM", block, fill=sympy.Integer(0))
+        b.launch("fwd", block)
+        b.launch("fwd_end", block)
     else:
-        few = sympy.And(sympy.Lt(symbol("Nq"), FEW_QUERIES), sympy.Lt(symbol("Hkv"), symbol("Hq")))
-        b.branch("By_size", "few_queries", "launches", where=few, orelse="many_queries")
-        _launch_packed(b)
-        b.launch("fwd", "many_queries")
+        b.launch("fwd", block)
     return b.host()
-
-
-def _launch_packed(b: _Builder) -> None:
-    """Launch `packed` on views whose rows are the queries of all heads of a group."""
-    names = {"Q": "Q_rows", "O": "O_rows", "LSE": "LSE_rows"}
-    for name, rows in names.items():
-        batch, _, _, *columns = _type(name).dims
-        type_ = Type(_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
-        b.add(View(rows, name, "group", type_, fresh=name != "Q"), "few_queries")
-    b.launch("packed", "few_queries", tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
-    b.add(Copy("copy_0", "O_rows", "O"), "few_queries")
 
 
 def _backward(module: Module) -> Host:
     """The gradients of q, k, v and learned inputs. A gradient that is not needed has no elements."""
-    b = _Builder("backward")
+    b = HostBuilder("backward")
     for name in ("dO", "dLSE", "Q", "K", "V", "O", "LSE"):
         b.tensor(name)
     _operands(b, module, "backward")
@@ -152,14 +161,14 @@ def _backward(module: Module) -> Host:
         b.branch("Needed", "both", where=NEED_KV, orelse="neither")
         b.give("both", dK="dK", dV="dV")
         for name in ("K", "V"):
-            b.alloc(f"no_d{name}", "neither", _type(f"d{name}"), like=name, where=sympy.false)
+            b.alloc(f"no_d{name}", "neither", known_type(f"d{name}"), like=name, where=sympy.false)
         b.give("neither", dK="no_dK", dV="no_dV")
         results |= {"dK": "Needed.dK", "dV": "Needed.dV"}
     b.give(**results, **_learned(b, module))
     return b.host()
 
 
-def _launch_by_key(b: _Builder, module: Module) -> None:
+def _launch_by_key(b: HostBuilder, module: Module) -> None:
     """FlashAttention-1's order: one kernel walks over the keys and rewrites sums of dQ."""
     b.branch("By_rows", "statistics", of=("O",))
     b.launch("delta", "statistics")
@@ -170,7 +179,7 @@ def _launch_by_key(b: _Builder, module: Module) -> None:
     b.launch("dq_end", "queries")
 
 
-def _launch_by_owner(b: _Builder, module: Module) -> None:
+def _launch_by_owner(b: HostBuilder, module: Module) -> None:
     """First the kernel that owns queries, which also computes what the others need of each query; then the kernels that own keys."""
     b.branch("By_query", "queries", of=("dQ",), orelse="statistics")
     b.launch("dq", "queries")
@@ -179,10 +188,10 @@ def _launch_by_owner(b: _Builder, module: Module) -> None:
     b.branch("By_key", "keys", of=("dK",))
     owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv"]
     parts: dict[str, str] = {}
-    if any(kernel.is_split for kernel in owners):
+    if any(sharing(kernel.grid) for kernel in owners):
         b.add(Map("splits", _splits(), (), Type("i32", (), "reg")), "keys")
         for name in ("dK", "dV"):
-            batch, heads, *rest = _type(name).dims
+            batch, heads, *rest = known_type(name).dims
             type_ = Type("T", (batch, heads, "splits", *rest), "hbm")
             parts[name] = b.alloc(f"{name}_parts", "keys", type_, where=sympy.Gt(symbol("splits"), 1), otherwise=name)
     for kernel in owners:
@@ -191,7 +200,7 @@ def _launch_by_owner(b: _Builder, module: Module) -> None:
     if parts:
         b.branch("Summed", "sums", "keys", where=sympy.Gt(symbol("splits"), 1))
         for name, ref in parts.items():
-            b.add(Sum(f"{name}_sum", ref, ("splits",), _type(name), into=name), "sums")
+            b.add(Sum(f"{name}_sum", ref, ("splits",), known_type(name), into=name), "sums")
 
 
 def _splits() -> Any:
@@ -205,7 +214,7 @@ def _splits() -> Any:
 # ---------------------------------------------------------------------------------------------- gradients of inputs
 
 
-def _learned(b: _Builder, module: Module) -> dict[str, str]:
+def _learned(b: HostBuilder, module: Module) -> dict[str, str]:
     """The gradients of inputs, summed from the parts that kernels have written; without elements if they are not needed."""
     learned = [i for i in module.inputs if i.grad]
     if not learned:
@@ -219,7 +228,7 @@ def _learned(b: _Builder, module: Module) -> dict[str, str]:
     return {name: f"Learned.{name}" for name in found}
 
 
-def _gradient(b: _Builder, module: Module, i: Input) -> str:
+def _gradient(b: HostBuilder, module: Module, i: Input) -> str:
     terms = [_term(b, module, i, x, at) for at, x in enumerate(x for x in module.learned if x.input == i.name)]
     if len(terms) == 1:
         return terms[0]
@@ -227,7 +236,7 @@ def _gradient(b: _Builder, module: Module, i: Input) -> str:
     return b.add(Map(f"d_{i.name}", sympy.Add(*map(symbol, terms)), tuple((t, t) for t in terms), type_), "gradients")
 
 
-def _term(b: _Builder, module: Module, i: Input, x: Learned, at: int) -> str:
+def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
     """The part of an input's gradient that comes from one of its reads."""
     name, tensor = f"{x.parts}_{at}", i.name.upper()
     kept = {"keep_scale": "keep_scale"} if module.dropout else {}
@@ -250,7 +259,7 @@ def _term(b: _Builder, module: Module, i: Input, x: Learned, at: int) -> str:
 _DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
 
 
-def _sum_of_places(b: _Builder, i: Input, x: Learned, name: str) -> str:
+def _sum_of_places(b: HostBuilder, i: Input, x: Learned, name: str) -> str:
     """Parts by query or by score, summed to the place at which the input is read."""
     dtype = i.dtype if x.by == "score" else "f32"
     value, dims = x.parts, ["B", "Hq", "Nq", *(["Nk"] if x.by == "score" else [])]
@@ -273,7 +282,7 @@ def _sum_of_places(b: _Builder, i: Input, x: Learned, name: str) -> str:
 def _count(module: Module, blocks: Blocks) -> Host:
     """The number of visible pairs in each strip of a block. If the mask is the same for all sequences, or all heads, it is counted once."""
     kernel = module.kernel("blocks")
-    b = _Builder("count")
+    b = HostBuilder("count")
     for name in ("Q", "K"):
         b.tensor(name)
     for arg in kernel.args:
@@ -283,7 +292,7 @@ def _count(module: Module, blocks: Blocks) -> Host:
         if not i.shape and any(a.name == i.name for a in kernel.args):
             b.add(Arg(i.name, "scalar", Type(i.dtype, (), "reg")))
     one = {size: sympy.Integer(1) for size, letter in (("B", "b"), ("Hq", "h")) if not _depends(kernel, letter)}
-    dims = tuple("1" if d in one else d for d in _type("COUNT").dims)
+    dims = tuple("1" if d in one else d for d in known_type("COUNT").dims)
     b.alloc("COUNT", type_=Type("f32", dims, "hbm"), fill=sympy.Integer(0))
     b.branch("Launched", "launches", of=("COUNT",))
     b.launch("blocks", "launches", **one)
@@ -310,7 +319,7 @@ def _depends(kernel: Kernel, letter: str) -> bool:
 
 def _lists(blocks: Blocks, data: bool) -> Host:
     """The lists of blocks, made from the result of @count or from a mask of blocks."""
-    b = _Builder("lists")
+    b = HostBuilder("lists")
     mask, full = "BLOCK_MASK", None
     if data:
         for name in ("Q", "K"):

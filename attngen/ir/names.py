@@ -84,6 +84,7 @@ INTEGERS = {
 AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids, and loops over heads: what each counts
 SIZES = tuple(name for name, n in INTEGERS.items() if n.is_("scalar"))  # scalars that the tensors' shapes give
 DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # of tensors, besides head dimensions
+SHARES = {axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source}  # of grids, see ir/shares.py
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program
 
 SHAPES = {

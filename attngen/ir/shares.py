@@ -1,0 +1,54 @@
+"""Shares: programs along one axis of the grid that share what a loop runs over, each a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+
+from attngen.ir.expr import Expr, floordiv, symbol
+from attngen.ir.graph import GridAxis, Kernel
+from attngen.ir.names import SHARES
+from attngen.ir.ops import Loop
+
+Range = tuple[Expr, Expr]
+
+
+def sharing(grid: Iterable[GridAxis]) -> tuple[GridAxis, ...]:
+    """The axes of a grid whose programs share what a loop runs over."""
+    return tuple(axis for axis in grid if axis.var in SHARES)
+
+
+def part(lo: Expr, hi: Expr, axis: GridAxis) -> Range:
+    """What one program has of the range lo .. hi, which the programs along an axis share.
+
+    If lo <= hi, together they have each number of it once. Their parts differ in length by one at most.
+    """
+    scaled = (hi - lo) * symbol(axis.var)
+    return lo + floordiv(scaled, axis.extent), lo + floordiv(scaled + hi - lo, axis.extent)
+
+
+def whole(lo: Expr, hi: Expr, axis: GridAxis) -> Range | None:
+    """The range that programs along an axis share if one of them has lo .. hi; None if that is no `part`."""
+    number = symbol(axis.var)
+    start, past = lo.xreplace({number: sympy.Integer(0)}), lo.xreplace({number: axis.extent})  # where a program after the last would start
+    end = past.replace(lambda e: isinstance(e, floordiv) and e.args[1] == axis.extent, lambda e: e.args[0] / axis.extent)
+    return (start, end) if part(start, end, axis) == (lo, hi) else None
+
+
+def shared(kernel: Kernel, loop: Loop) -> list[tuple[GridAxis | None, Range]]:
+    """Each range of a loop, with named scalars written out: the axis whose programs share it, and what they have of it together.
+
+    A range that no programs share has no axis, and is that of each program.
+    """
+    found: list[tuple[GridAxis | None, Range]] = []
+    for lo, hi in loop.ranges:
+        own = kernel.resolve(lo), kernel.resolve(hi)
+        wholes = ((axis, whole(*own, axis)) for axis in sharing(kernel.grid))
+        found.append(next(((axis, all_) for axis, all_ in wholes if all_ and all_ != own), (None, own)))
+    return found
+
+
+def ranges(kernel: Kernel, loop: Loop) -> list[Range]:
+    """The ranges of a loop with named scalars written out; of those that programs share, what these have together."""
+    return [pair for _, pair in shared(kernel, loop)]
