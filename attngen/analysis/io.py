@@ -19,6 +19,7 @@ from attngen.bounds.tiles import extent, heads, own_tiles
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Arg, Base, Load, Op, Scatter, Store, Type
+from attngen.ir.shares import sharing
 
 CACHE = sympy.Symbol("cache", positive=True)  # bytes of the last-level cache, the one before device memory
 IN_FLIGHT = sympy.Symbol("in_flight", positive=True)  # programs that the chip runs at one time
@@ -66,9 +67,9 @@ def _walked(kernel: Kernel) -> set[str]:
 
 
 def _heads(kernel: Kernel) -> Expr:
-    """Heads whose tiles programs own: query heads, or key heads, counted `splits` times if several programs share the group of each."""
-    shared = "group" in {b.name for b in kernel.blocks}
-    return heads(kernel) / symbol("group") * (symbol("splits") if kernel.is_split else 1) if shared else heads(kernel)
+    """Heads whose tiles programs own: query heads, or key heads; each is counted once for each of the programs that share what it takes."""
+    owned = heads(kernel) / symbol("group") if "group" in {b.name for b in kernel.blocks} else heads(kernel)
+    return owned * sympy.Mul(*(axis.extent for axis in sharing(kernel.grid)))
 
 
 def l2_bytes(kernel: Kernel) -> Traffic:

@@ -13,6 +13,7 @@ from attngen.bounds.ranges import rows_of
 from attngen.ir.expr import Expr, cdiv, floordiv, mod, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask
+from attngen.ir.shares import ranges, shared
 
 NO_BOUND = 2**30
 POSITION = sympy.Symbol("i", integer=True, nonnegative=True)  # index of the program's own tile
@@ -25,15 +26,15 @@ def tile_loops(kernel: Kernel) -> list[Loop]:
 
 @cache
 def visited(kernel: Kernel, cls: str | None = None) -> Expr:
-    """Number of tiles that the program at {own}_start visits, in loops of class `cls`, or in all loops over tiles if it is None."""
+    """Number of tiles that the program at {own}_start visits, in loops of class `cls`, or in all loops over tiles if it is None; of
+    programs that share these tiles, how many they visit together."""
     return _turns(kernel, [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)])
 
 
 def _turns(kernel: Kernel, loops: list[Loop]) -> Expr:
-    """The number of turns of loops with one body. Loops with equal ranges count once: each visits its own list of blocks made from data,
-    and no block is in both lists."""
-    ranges = dict.fromkeys((kernel.resolve(lo), kernel.resolve(hi)) for loop in loops for lo, hi in loop.ranges)
-    return sympy.Add(*(hi - lo for lo, hi in ranges))
+    """The number of turns of loops with one body, in all programs that share these. Loops with equal ranges count once: each visits its own
+    list of blocks made from data, and no block is in both lists."""
+    return sympy.Add(*(hi - lo for lo, hi in dict.fromkeys(pair for loop in loops for pair in ranges(kernel, loop))))
 
 
 def tile_sum(kernel: Kernel) -> Expr:
@@ -50,16 +51,15 @@ def _over_grid(kernel: Kernel, turns: Expr) -> Expr:
 def runs(kernel: Kernel, block: str) -> Expr:
     """How often a block runs in one launch: the number of programs times the turns of the loops around the block.
 
-    The kernel may have any grid and any loops. Turns that depend on the program's own tile are summed over the grid; at most one loop
-    around a block may have such turns.
+    The kernel may have any grid and any loops. Turns that programs share are counted once for all of these. Turns that depend on the
+    program's own tile are summed over the grid; at most one loop around a block may have such turns.
     """
     if block == "entry":
         return sympy.Mul(*(axis.extent for axis in kernel.grid))
     loops = [loop for loop in kernel.loops if loop.body == block]
     turns = _turns(kernel, loops)
     outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
-    if symbol("split") in turns.free_symbols:  # the programs that share a group run over all its heads together
-        return outer / symbol("splits") * symbol("group")
+    outer /= sympy.Mul(*{axis.extent for loop in loops for axis, _ in shared(kernel, loop) if axis})  # these turns are of all together
     if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
         return outer / own_tiles(kernel) * _over_grid(kernel, turns)
     return outer * turns

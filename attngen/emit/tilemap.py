@@ -16,6 +16,7 @@ from attngen.emit.elements import Sample
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Blocks, Kernel, Module, Row
 from attngen.ir.ops import Loop
+from attngen.ir.shares import ranges as shared_ranges
 from attngen.masks import registry
 
 DRAWN_ON = "sm90"  # the device class whose tiles are drawn, if one fits there
@@ -125,8 +126,8 @@ def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem)
 
 
 def _bounds(kernel: Kernel) -> list[Expr]:
-    """The bounds of the loops over tiles, with named scalars written out."""
-    return [kernel.resolve(e) for loop in tile_loops(kernel) for pair in loop.ranges for e in pair]
+    """The bounds of the loops over tiles, with named scalars written out; of loops that programs share, those of all together."""
+    return [e for loop in tile_loops(kernel) for pair in shared_ranges(kernel, loop) for e in pair]
 
 
 def _small(module: Module, kernel: Kernel, row: Row, most: int) -> tuple[int, int, int]:
@@ -147,8 +148,7 @@ def _small(module: Module, kernel: Kernel, row: Row, most: int) -> tuple[int, in
 def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> list[tuple[int, int]]:
     """The ranges of a loop for one program, within `tiles` tiles; raises Unknown, with the reason, if they cannot be told."""
     found = []
-    for pair in loop.ranges:
-        bounds = [kernel.resolve(e) for e in pair]
+    for bounds in shared_ranges(kernel, loop):
         if missing := sorted({str(s) for e in bounds for s in e.free_symbols} - set(values)):
             raise Unknown(f"Its tiles depend on {', '.join(missing)}, which only a call knows.")
         lo, hi = (int(evaluate(e, values)) for e in bounds)

@@ -225,11 +225,6 @@ class Kernel:
         """Whether each program walks over all tiles of its own axis. In other kernels the grid gives each program one tile."""
         return self.grid[0].var not in AXIS_EXTENT
 
-    @property
-    def is_split(self) -> bool:
-        """Whether several programs share a tile of keys, each for some query heads of the group."""
-        return any(axis.var == "split" for axis in self.grid)
-
     @cached_property
     def own_axis(self) -> str:
         """The axis of whose tiles a program owns one, q or kv: from `own`, else from the grid or the loop of class `all`."""

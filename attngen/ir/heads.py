@@ -1,4 +1,4 @@
-"""Head sharing: which K/V head a query head reads, and which query heads a program has that owns keys."""
+"""Head sharing: which K/V head a query head reads."""
 
 from __future__ import annotations
 
@@ -60,9 +60,3 @@ SHARINGS = {
         ),
     )
 }
-
-
-def query_heads(is_split: bool) -> tuple[Expr, Expr]:
-    """First and end of the query heads, by number in their group, of a program that owns a tile of keys: all, or those of its split."""
-    split, splits = map(symbol, ("split", "splits"))
-    return (floordiv(_group * split, splits), floordiv(_group * split + _group, splits)) if is_split else (sympy.Integer(0), _group)

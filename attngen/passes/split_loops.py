@@ -6,8 +6,8 @@ after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %k
          %keys_partial = loop kv ranges(kv_first .. kv_full_first, kv_full_end .. kv_end) body(@step) cls(partial)
 
 Empty tiles are in neither loop. With several runs of tiles, each loop has a range for each run. A range that is provably empty is left
-out, and so is a loop without ranges. Both loops run the same body; what it marks as `partial` applies only in the second. The order of
-tiles does not matter to online softmax or to sums of gradients.
+out, and so is a loop without ranges. Where programs share the loop before, they share each range of those after. Both loops run the same
+body; what it marks as `partial` applies only in the second. The order of tiles does not matter to online softmax or to sums of gradients.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import ClassVar
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Loop, Map, Op, Type
+from attngen.ir.shares import part, shared
 from attngen.passes.base import Pass
 
 
@@ -42,12 +43,14 @@ def _split(kernel: Kernel) -> Kernel:
         loops: list[Op] = [*bounds]
         carry = op.carry
         runs = [ends[i : i + 4] for i in range(0, len(ends), 4)]
+        shared_by = shared(kernel, op)[0][0]
         full = [(b, c) for _, b, c, _ in runs]
         partial = [pair for a, b, c, d in runs for pair in (((a, b), (c, d)) if b != c else ((a, d),))]
         for cls, pairs in (("full", full), ("partial", partial)):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
             if ranges or (cls == "partial" and len(loops) == len(bounds)):  # a body has a loop, though it visit nothing
                 ranges = ranges or tuple(partial[:1])
+                ranges = tuple(part(lo, hi, shared_by) for lo, hi in ranges) if shared_by else ranges
                 loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())
                 loops.append(loop)
                 carry = tuple((f, f"{loop.name}.{f}") for f, _ in carry)

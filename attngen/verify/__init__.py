@@ -19,7 +19,7 @@ from attngen.verify import host
 from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
-from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, signature
+from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, shares, signature
 from attngen.verify.tiles import classified, covers, ends_hidden, extremes, full_is_proven, lists
 from attngen.verify.types import types
 
@@ -29,6 +29,7 @@ _STRUCTURE: dict[str, Rule] = {
     "references": references,
     "order": order,
     "loops": loops,
+    "shares": shares,
     "types": types,
     "indexing": indexing,
     "names": names,

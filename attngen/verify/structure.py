@@ -14,8 +14,8 @@ from attngen.backends import BACKENDS
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, input_tensors
-from attngen.ir.heads import SHARINGS, query_heads
-from attngen.ir.names import DIMS
+from attngen.ir.heads import SHARINGS
+from attngen.ir.names import AXES, DIMS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -35,7 +35,9 @@ from attngen.ir.ops import (
     Store,
     Type,
     Yield,
+    dimension,
 )
+from attngen.ir.shares import ranges, shared, sharing
 
 WIDTHS = {"D_QK", "D_V"}
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
@@ -172,9 +174,9 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
         if loop.var in {other.var for other in kernel.around(kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
-        if loop.var not in AXIS_EXTENT and loop.ranges != (query_heads(kernel.is_split),):
-            first, end = map(to_text, query_heads(kernel.is_split))
-            yield f"%{loop.name} does not run over {first} .. {end}, the program's query heads of its key head"
+        counted = AXES.get(loop.var, "group")
+        if loop.var not in AXIS_EXTENT and ranges(kernel, loop) != [(0, dimension(counted))]:
+            yield f"%{loop.name} does not run over 0 .. {counted}, or over the program's part of it"
         ops = blocks[loop.body].ops
         starts = {f: kernel.type_of(r) for f, r in loop.carry}
         args = {op.name: op.type for op in ops if isinstance(op, Arg)}
@@ -183,6 +185,16 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"@{loop.body} does not end with its one yield"
         elif not (starts == args == {f: kernel.type_of(r) for f, r in yields[0].values}):
             yield f"%{loop.name} carries {_fields(starts)}, @{loop.body} takes {_fields(args)} and yields other types or fields"
+
+
+def shares(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Programs that share have parts of one loop, or of all loops over one body. Of others each of them runs over all."""
+    for axis in sharing(kernel.grid):
+        found = {(loop.body, of) for loop in kernel.loops for of, (lo, hi) in shared(kernel, loop) if lo != hi}
+        bodies = {body for body, of in found if of == axis}
+        if len(bodies) != 1 or any(body in bodies and of != axis for body, of in found):
+            have = ", ".join(f"@{body}" for body in sorted(bodies)) or "no body"
+            yield f"programs along {axis.var} in {to_text(axis.extent)} share loops over {have}; expected parts of all ranges over one body"
 
 
 def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -13,6 +13,7 @@ from attngen.ir.expr import conjuncts, prove_le, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Dot, Load, Map, Mask, Op, Position, Reduce
+from attngen.ir.shares import ranges
 from attngen.policy import STRIP
 
 
@@ -58,21 +59,24 @@ def _reduced(kernel: Kernel, made: str, name: str, kind: str, other: int) -> boo
 
 
 def covers(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Loops over tiles visit, between them and once each, every tile that holds something visible, and none before the first."""
+    """Loops over tiles visit, between them and once each, every tile that holds something visible, and none before the first.
+
+    Programs that share a loop visit its tiles between them. Parts of a range that rises rise, and lie in it.
+    """
     for loop in kernel.loops:
-        for (_, before), (after, _) in zip(loop.ranges, loop.ranges[1:]):
+        found = [*zip(ranges(kernel, loop), loop.ranges)]
+        for ((_, before), (_, end)), ((after, _), (start, _)) in zip(found, found[1:]):
             if not _le(kernel, before, after):
-                yield f"%{loop.name} runs up to {to_text(before)} and then from {to_text(after)}, which is not proven to be further on"
-        for lo, hi in loop.ranges:
+                yield f"%{loop.name} runs up to {to_text(end)} and then from {to_text(start)}, which is not proven to be further on"
+        for (lo, hi), (start, end) in found:
             if not _le(kernel, sympy.Integer(0), lo) or not _le(kernel, lo, hi):
-                yield f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)}, which is not proven to rise from 0 or more"
+                yield f"%{loop.name} runs {to_text(start)} .. {to_text(end)}, which is not proven to rise from 0 or more"
     for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all"):
         runs = _runs(tuple(_known(kernel, e) for e in tile_ranges(kernel, body)))
         mine = [loop for loop in kernel.loops if loop.body == body]
         apart = module.blocks is not None and module.blocks.data and all(loop.listed for loop in mine)  # no block is in two lists
         for loops in [[loop] for loop in mine] if apart else [mine]:
-            ranges = [pair for loop in loops for pair in loop.ranges]
-            pieces = [tuple(_known(kernel, kernel.resolve(e)) for e in pair) for pair in ranges]
+            pieces = [tuple(_known(kernel, e) for e in pair) for loop in loops for pair in ranges(kernel, loop)]
             if not _covered(runs, pieces):
                 have, need = (", ".join(f"{to_text(p[0])} .. {to_text(p[-1])}" for p in some) for some in (pieces, runs))
                 yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
@@ -102,8 +106,8 @@ def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool
 
 
 def _le(kernel: Kernel, a: Any, b: Any) -> bool:
-    """Whether a <= b is proven, with the kernel's named scalars written out, for a program whose tile has a row."""
-    return prove_le(*(_known(kernel, kernel.resolve(e)) for e in (a, b)))
+    """Whether a <= b is proven for a program whose tile has a row."""
+    return prove_le(_known(kernel, a), _known(kernel, b))
 
 
 def _known(kernel: Kernel, e: Any) -> Any:
@@ -141,7 +145,7 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
         if loop.cls != "full" or (data and loop.listed):
             continue
         runs = _runs(tile_ranges(kernel, loop.body))
-        for lo, hi in ((kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges):
+        for lo, hi in ranges(kernel, loop):
             if not any(prove_le(start, lo) and prove_le(hi, end) for _, start, end, _ in runs):
                 proven = ", ".join(f"{to_text(start)} .. {to_text(end)}" for _, start, end, _ in runs)
                 yield (

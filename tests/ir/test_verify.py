@@ -9,7 +9,9 @@ from functools import cache
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.graph import PHASES
+from attngen.ir.expr import symbol, to_text
+from attngen.ir.graph import PHASES, GridAxis
+from attngen.ir.shares import part
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
@@ -17,6 +19,7 @@ from attngen.verify import rules, verify
 from tests.helpers import WALKS, edit, lowered, target, unverified
 
 RULES = rules("triton")
+OF_TILES = " .. ".join(map(to_text, part(symbol("q_full_first"), symbol("q_full_end"), GridAxis("split", symbol("splits")))))
 BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "header": [
         ("causal_gqa", "heads gqa", "heads some", "`heads some`; expected one of mha, mqa, gqa"),
@@ -103,9 +106,18 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "cls(all)", "cls(full)", "class `full`; expected all, as it does not run over tiles"),
         ("causal_gqa", "    yield values(m=%soft.m, l=%l_next, acc=%acc_next)\n", "", "@step does not end with its one yield"),
         ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
-        ("causal_gqa", "ranges((group*split) // splits .. ", "ranges(0 .. ", "does not run over (group*split) // splits .. (group*"),
+        ("causal_gqa", "ranges((group*split) // splits .. ", "ranges(0 .. ", "%total does not run over 0 .. group, or over the"),
         ("causal_fa1", "ranges(0 .. cdiv(Nk, BLOCK_KV))", "ranges(1 .. cdiv(Nk, BLOCK_KV))", "%keys does not run over all tiles of kv"),
         ("causal_gqa", "m=%soft.m, l=%l_next, acc=%acc_next", "m=%soft.m, l=%l_next", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
+    ],
+    "shares": [
+        (
+            "causal_gqa",
+            "(group*split) // splits .. (group*split + group) // splits",
+            "0 .. group",
+            "split in splits share loops over no body",
+        ),
+        ("causal_gqa", "ranges(q_full_first .. q_full_end)", f"ranges({OF_TILES})", "@group, @step; expected parts of all ranges over one"),
     ],
     "types": [
         (
