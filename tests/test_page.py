@@ -306,7 +306,7 @@ def test_the_page_has_the_arguments() -> None:
 
 
 def test_kernels_beside_the_directions_are_explained() -> None:
-    sentence = "@packed takes the place of @fwd in calls of few queries"
+    sentence = "Calls where Hkv &lt; Hq and Nq &lt; 64 launch @packed in place of @fwd. Forward of few queries:"
     assert html("causal_mqa").count(sentence) == 2 and sentence not in html("local_global_dropout_mha")
     files = keep(data(), render(data()), ROOT / "generated" / "none")
     text = page(DATA, "name: data\n", list(stages(DATA)), files, Problem())

@@ -13,6 +13,7 @@ from attngen.bounds.tiles import count_tiles, evaluate
 from attngen.devices import CLASSES, Device
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.names import SHARES
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Map
 
@@ -69,7 +70,7 @@ def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
 
 
 def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
-    """Values for the symbols of one kernel's formulas: sizes, tile sizes and tiles visited. Groups are taken as not split."""
+    """Values for the symbols of one kernel's formulas: sizes, tile sizes and tiles visited. Programs are taken not to share loops."""
     own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
     group, heads = problem.q_heads // problem.kv_heads, problem.q_heads
     if kernel.packs:
@@ -81,7 +82,7 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
         "Hq": problem.q_heads,
         "Hkv": problem.kv_heads,
         "group": group,
-        "splits": 1,
+        **dict.fromkeys(SHARES.values(), 1),
         "queries": problem.n_q,
         "Nq": problem.n_q,
         "Nk": problem.n_kv,

@@ -22,7 +22,7 @@ from attngen.bounds.sizes import elem_sizes, elements
 from attngen.bounds.tiles import NO_BOUND, evaluate, runs, tile_loops, unbounded, visited
 from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.names import DIRECTIONS
+from attngen.ir.names import DIRECTIONS, SHARES
 from attngen.ir.ops import Arg
 
 N, D, M = sympy.symbols("N d M", positive=True)  # rows, head dimension, elements on chip
@@ -30,7 +30,7 @@ SHARE = sympy.Symbol("s", positive=True)  # share of the tiles that are visited
 BETA = sympy.Symbol("beta", positive=True)  # any constant
 B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names for BLOCK_Q and BLOCK_KV
 ONE_HEAD = {
-    **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "splits", "queries")},
+    **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "queries", *SHARES.values())},
     **{symbol(name): N for name in ("Nq", "Nk")},
     **{symbol(name): D for name in ("D_QK", "D_V")},
     symbol("BLOCK_Q"): B_R,

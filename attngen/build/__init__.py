@@ -14,7 +14,7 @@ from attngen.errors import BuildError
 from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Module
 from attngen.spec import Spec
 
-WAYS = (PACKED,)  # to compute the forward, beside that of all calls, in the order in which a call tries them
+WAYS = (PACKED,)  # to compute the forward of some calls: a call takes the first whose condition holds, else @fwd
 
 
 def build_module(spec: Spec) -> Module:

@@ -23,10 +23,10 @@ _ROWS = ("B", "Hq", "Nq")
 
 
 class Way(NamedTuple):
-    """A way to compute the forward that some calls take, with kernels of its own.
+    """A way to compute the forward that some calls take, with kernels of its own. Each is in a file of its own, such as packed.py.
 
-    applies: whether modules of a spec have it, and `kernels`: those that they have for it.
-    where: the condition under which a call takes it. `name` is that of the `if`, `then` and `orelse` are those of its blocks.
+    name: that of the `if` in @forward; `where` is its condition, under which a call takes this way, `then` and `orelse` are its blocks.
+    applies: whether modules of a spec have it; `kernels`: those that they have for it.
     launch: adds the ops of the block `then`, which compute %O and %LSE.
     """
 

@@ -1,4 +1,4 @@
-"""The signatures of kernels: what each reads and writes, the tiles its programs own, its grid."""
+"""What signatures of kernels say: what each reads and writes, the tiles its programs own, its grid. They stand beside their builders."""
 
 from __future__ import annotations
 

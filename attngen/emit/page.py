@@ -29,10 +29,12 @@ from attngen.emit.render import templates_dir
 from attngen.emit.signature import signatures
 from attngen.emit.tilemap import TileMap, chosen, tile_maps
 from attngen.errors import AttngenError
-from attngen.ir.expr import Bool, Expr, symbol
+from attngen.ir.expr import Bool, Expr, symbol, to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.host import If, Launch
 from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Map, Mask, Position
+from attngen.ir.shares import joined
 from attngen.spec import Spec
 
 KV = symbol("kv_idx")
@@ -161,7 +163,8 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
     for loop in tile_loops(kernel):
         parts = []
         for lo, hi in loop.ranges:
-            turns += hi - lo
+            _, (first, end) = joined(kernel.grid, lo, hi)
+            turns += end - first
             parts.append(typeset.between(lo, "j", hi))
         found.append(Formula(f"{loop.cls} tiles", Markup(" and ").join(parts), ""))
     positions = {op.name for op in kernel.ops() if isinstance(op, Position)}
@@ -289,12 +292,11 @@ def _apart(module: Module, kernel: Kernel) -> str:
     """Why the page shows no bytes and time for a kernel: it belongs to no direction. Empty if it belongs to one."""
     if any(kernel in module.kernels_of(direction) for direction in DIRECTIONS):
         return ""
-    if kernel.packs:
-        return (
-            f"@{kernel.name} takes the place of @fwd in calls of few queries, whose time is that of reading the keys: each of its programs "
-            "owns the queries of all heads that share a K/V head, and visits the tiles that @fwd would visit for them. It has no map "
-            "and no point under the roofs."
-        )
+    forward = module.host("forward")
+    launching = {block.name for block in forward.blocks if any(isinstance(op, Launch) and op.kernel == kernel.name for op in block.ops)}
+    if where := next((to_text(op.where) for op in forward.ops() if isinstance(op, If) and op.then in launching), ""):
+        without = "no map and no point" if kernel.packs else "no point"
+        return f"Calls where {where} launch @{kernel.name} in place of @fwd. {kernel.about} It has {without} under the roofs."
     why = "and computes what they read of a call's integers" if kernel.prepares else "to find out what the mask's data hides"
     return f"@{kernel.name} runs once before the others, {why}. It has no point under the roofs."
 

@@ -36,17 +36,18 @@ def whole(lo: Expr, hi: Expr, axis: GridAxis) -> Range | None:
     return (start, end) if part(start, end, axis) == (lo, hi) else None
 
 
-def shared(kernel: Kernel, loop: Loop) -> list[tuple[GridAxis | None, Range]]:
-    """Each range of a loop, with named scalars written out: the axis whose programs share it, and what they have of it together.
+def joined(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis | None, Range]:
+    """The axis whose programs share a range, of which lo .. hi is a part, and the range. If there is none, lo .. hi itself."""
+    for axis in sharing(grid):
+        pair = whole(lo, hi, axis)
+        if pair and pair != (lo, hi):
+            return axis, pair
+    return None, (lo, hi)
 
-    A range that no programs share has no axis, and is that of each program.
-    """
-    found: list[tuple[GridAxis | None, Range]] = []
-    for lo, hi in loop.ranges:
-        own = kernel.resolve(lo), kernel.resolve(hi)
-        wholes = ((axis, whole(*own, axis)) for axis in sharing(kernel.grid))
-        found.append(next(((axis, all_) for axis, all_ in wholes if all_ and all_ != own), (None, own)))
-    return found
+
+def shared(kernel: Kernel, loop: Loop) -> list[tuple[GridAxis | None, Range]]:
+    """What `joined` gives for each range of a loop, with named scalars written out."""
+    return [joined(kernel.grid, kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges]
 
 
 def ranges(kernel: Kernel, loop: Loop) -> list[Range]:

@@ -12,7 +12,7 @@ import sympy
 from attngen.ir.expr import Bool, cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
-from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, tensor_dtype
+from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, SHARES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Type, Yield, dimension
 
 Rule = Callable[[Module, Host], Iterator[str]]
@@ -91,7 +91,7 @@ def _named(op: Op) -> list[str]:
     where = getattr(op, "where", sympy.true)
     number = [op.expr] if isinstance(op, Map) and not op.type.dims else []
     names = {str(s) for e in (where, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
-    return sorted((names - FOUND.keys()) | ({"splits"} & set(getattr(op, "type", Type("")).dims)))
+    return sorted((names - FOUND.keys()) | (set(SHARES.values()) & set(getattr(op, "type", Type("")).dims)))
 
 
 def _yielded(host: Host, block: str) -> dict[str, Type]:

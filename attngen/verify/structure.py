@@ -15,7 +15,7 @@ from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import AXES, DIMS
+from attngen.ir.names import DIMS, SHARES
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -35,7 +35,6 @@ from attngen.ir.ops import (
     Store,
     Type,
     Yield,
-    dimension,
 )
 from attngen.ir.shares import ranges, shared, sharing
 
@@ -166,16 +165,16 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
             expected = "unknown, full or partial, as it runs over tiles" if over_tiles else expected
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
-        if loop.var == kernel.own_axis and not kernel.walks:
-            yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one tile"
+        if loop.var in {axis.var for axis in kernel.grid}:
+            yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one"
         if walks and loop.ranges != ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var]))),):
             yield f"%{loop.name} does not run over all tiles of {loop.var}, which its program owns"
         if over_tiles and kernel.walks and kernel.own_axis not in {other.var for other in kernel.around(loop.body)}:
             yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
         if loop.var in {other.var for other in kernel.around(kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
-        counted = AXES.get(loop.var, "group")
-        if loop.var not in AXIS_EXTENT and ranges(kernel, loop) != [(0, dimension(counted))]:
+        counted = SHARES.get(loop.var, "group")
+        if loop.var not in AXIS_EXTENT and ranges(kernel, loop) != [(0, symbol(counted))]:
             yield f"%{loop.name} does not run over 0 .. {counted}, or over the program's part of it"
         ops = blocks[loop.body].ops
         starts = {f: kernel.type_of(r) for f, r in loop.carry}
