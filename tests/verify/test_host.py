@@ -6,12 +6,15 @@ import re
 
 import pytest
 
+from attngen.build import WAYS
+from attngen.build.host import Way, build_hosts
 from attngen.emit.render import render
 from attngen.errors import VerifyError
+from attngen.ir.expr import symbol
 from attngen.ir.text import parse_module, print_module
 from attngen.verify import verify
 from attngen.verify.host import reasons
-from tests.helpers import SPECS, edit, target
+from tests.helpers import SPECS, edit, lowered, target
 
 # (spec, rule, old text, new text, the reason)
 BROKEN = [
@@ -200,3 +203,21 @@ def test_a_refusal_names_the_program() -> None:
     text = edit(print_module(target("causal_mha")), ("    launch @delta\n", ""))
     with pytest.raises(VerifyError, match="host @backward: @dkdv reads %LSE2, which is not written on every path to it"):
         verify(parse_module(text))
+
+
+def test_a_call_takes_the_first_way_that_is_for_it() -> None:
+    """Each way is a branch of the one before."""
+    few = Way("By_keys", symbol("Nk") < 4, "few", "more", lambda _: True, lambda _: (), lambda b, block: b.launch("fwd", block))
+    text = print_module(verify(build_hosts(lowered("causal_gqa")["build"], (few, *WAYS))))
+    assert (
+        """
+  block @launches
+    %By_keys = if then(@few) where(Nk < 4) orelse(@more)
+  block @few
+    launch @fwd
+  block @more
+    %By_size = if then(@few_queries) where(Hkv < Hq and Nq < 64) orelse(@many_queries)
+  block @few_queries
+"""
+        in text
+    )
