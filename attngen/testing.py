@@ -20,7 +20,7 @@ from attngen.reference import dropout_weight, naive_attention, reference_mask, r
 from attngen.spec import Spec
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, e.torch) for name, e in ELEMENTS.items()}
-KEYS = ("out", "lse", "dq", "dk", "dv")  # results and gradients of every module
+KEYS = ("out", "lse", "dq", "dk", "dv")  # results of every module, and gradients of every one that has a backward
 LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
 TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
 BAR = 2.0  # our error over naive's, at most
@@ -107,7 +107,7 @@ def load_module(folder: Path) -> ModuleType:
 
 def result_names(spec: Spec) -> tuple[str, ...]:
     """The results and gradients of a spec's module: those of every module, and the gradients of learned inputs."""
-    return (*KEYS, *(f"d{i.name}" for i in spec.inputs() if i.grad))
+    return (*(KEYS if spec.trains else KEYS[:2]), *(f"d{i.name}" for i in spec.learned()))
 
 
 def heads_for(spec: Spec, q_heads: int = 4) -> tuple[int, int]:
@@ -215,7 +215,7 @@ def run_case(
     inputs: dict[str, torch.Tensor] | None = None,
     dropout_p: float = DROPOUT_P,
 ) -> Result:
-    """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64.
+    """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64. Without a backward, the results alone.
 
     Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise. Modules with dropout
     drop by SEED, and naive attention what the oracle says that this drops.
@@ -264,8 +264,8 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def _gradients(
     attend: Attend, inputs: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], names: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
-    """The results of `attend` and the gradients of q, k, v and learned inputs, under their names."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    """The results of `attend` and the gradients of q, k, v and learned inputs, under their names; those that have one."""
+    leaves = [x.detach().requires_grad_(len(names) > 2) for x in inputs]
     results = attend(*leaves)
     found: Any = [torch.zeros_like(x) for x in leaves]
     if results[0].requires_grad:  # naive attention over no key at all has no graph

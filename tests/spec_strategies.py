@@ -169,7 +169,7 @@ def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st
         "mask": masks(),
         "score": scores(),
         "dropout": st.sampled_from([False, False, True]),
-        "backward": st.booleans().map(lambda ordered: {"deterministic": ordered}),
+        "backward": st.sampled_from([{"deterministic": True}, {"deterministic": False}, False]),
         "schedule": schedules(),
     }
     free, walking = (st.fixed_dictionaries({**keys, **more, **(replace or {})}) for more in ({}, WALKING))

@@ -66,6 +66,7 @@ def test_each_spec_builds_or_gets_one_sentence() -> None:
         "order": ("kv_outer",),
         "dropout": ("true",),
         "deterministic": ("false",),
+        "backward": ("false",),
     }.items():
         assert [v for v in values if not any(f'"{key}": {v}' in json.dumps(d).replace(f'"{v}"', v) for d in built)] == []
 

@@ -78,6 +78,12 @@ MISTAKES = {
     BASE + "schedule: {block_q: 48}": "line 3: `schedule.block_q` is the number 48; expected `16`, `32`, `64`, `128` or `256`",
     BASE + "schedule: {warps: true}": "line 3: `schedule.warps` is the boolean `true`; expected `1`, `2`, `4`, `8` or `16`",
     BASE + "schedule: {warps: 4.0}": "line 3: `schedule.warps` is the number 4.0; expected `1`, `2`, `4`, `8` or `16`",
+    BASE + "backward: true": "line 3: `backward` is the boolean `true`; expected `false`, for a module without gradients, "
+    "or {deterministic: ...}",
+    BASE + "backward:": "line 3: `backward` is empty; expected `false`, for a module without gradients, or {deterministic: ...}",
+    BASE + "backward: none": "line 3: `backward` is the text `none`; expected `false`, or {deterministic: ...}",
+    BASE + "backward: {deterministic: 0}": "line 3: `backward.deterministic` is the number 0; expected `true` or `false`",
+    BASE + "backward: {determinstic: true}": "line 3: `backward.determinstic` is no known key; did you mean `deterministic`?",
     # keys
     BASE + "hed_dim: 64": "line 3: `hed_dim` is no known key; did you mean `head_dim`?",
     BASE + "zzz: 64": f"line 3: `zzz` is no known key; {KEYS}",
@@ -286,6 +292,13 @@ def test_a_changed_spec_has_another_hash() -> None:
         BASE + "schedule: {block_q: 64}",
     ]
     assert len({parse_spec(t).hash() for t in texts}) == len(texts)
+
+
+def test_no_backward_has_a_hash_of_its_own() -> None:
+    """What specs said before there was `backward: false` keeps its hash."""
+    plain, said, none = (parse_spec(BASE + more) for more in ("", "backward: {}", "backward: false"))
+    assert plain.hash() == said.hash() != none.hash() and "backward" not in plain.canonical()
+    assert make_spec(none.canonical()) == none and not none.trains and plain.trains
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -1,4 +1,7 @@
-"""The closed forms of theory.py, evaluated for one problem: bytes moved, FLOPs and bytes saved, by schedule and device class."""
+"""The closed forms of theory.py, evaluated for one problem: bytes moved, FLOPs and bytes saved, by schedule and device class.
+
+For a module without a backward they are those of the forward, of other algorithms too.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Moved:
     cls: str
     tiles: tuple[tuple[int, int], ...]
     forward: float
-    backward: float
+    backward: float = 0.0
 
     @property
     def total(self) -> float:
@@ -56,17 +59,17 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
     """
     numbers = textbook_values(module, problem, ONE)
     heads = problem.batch * problem.q_heads
-    yield Moved("standard", "", (), *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in DIRECTIONS))
+    yield Moved("standard", "", (), *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in module.directions))
     for cls in CLASSES:
         numbers = textbook_values(module, problem, tile := flash1_tile(module, cls))
-        flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in DIRECTIONS)
+        flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in module.directions)
         yield Moved("FlashAttention-1", cls, (tile,), *flash1)
-        rows = [row_of(module, kernel, cls, problem.n_q) for d in DIRECTIONS for kernel in module.kernels_of(d) if kernel.loops]
+        rows = [row_of(module, kernel, cls, problem.n_q) for d in module.directions for kernel in module.kernels_of(d) if kernel.loops]
         tiles = tuple((row.block_q, row.block_kv) for row in rows if row)
         if len(tiles) < len(rows):  # no tile fits
             continue
-        yield Moved("ours", cls, tiles, *(emitted_bytes(module, d, cls, problem) for d in DIRECTIONS))
-        yield Moved(f"ours, s = 1/{SPARSE}", cls, tiles, *(emitted_bytes(module, d, cls, problem, 1 / SPARSE) for d in DIRECTIONS))
+        yield Moved("ours", cls, tiles, *(emitted_bytes(module, d, cls, problem) for d in module.directions))
+        yield Moved(f"ours, s = 1/{SPARSE}", cls, tiles, *(emitted_bytes(module, d, cls, problem, 1 / SPARSE) for d in module.directions))
 
 
 def done(module: Module, problem: Problem) -> Iterator[Done]:
@@ -76,17 +79,17 @@ def done(module: Module, problem: Problem) -> Iterator[Done]:
     """
     numbers = textbook_values(module, problem, ONE)
     for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
-        forward, backward = (kernels(name, direction) for direction in DIRECTIONS)
+        forward, backward = (kernels(name, direction) if direction in module.directions else () for direction in DIRECTIONS)
         work = [sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in (forward, backward)]
         yield Done(shown, work[0], work[1], *_kept(forward, backward, numbers))
     forward, backward = (module.kernels_of(direction) for direction in DIRECTIONS)
     kept, saved = _kept(forward, backward, numbers)
     of = {kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in module.kernels if kernel.loops}
-    last = [next(k.name for k in reversed(some) if k.loops) for some in (forward, backward)]
-    useful = [_value(useful_flops(module, direction), of[name]) for direction, name in zip(DIRECTIONS, last)]
+    last = {d: next(k.name for k in reversed(module.kernels_of(d)) if k.loops) for d in module.directions}
+    useful = {d: _value(useful_flops(module, d), of[name]) for d, name in last.items()}
     run = sum(_value(executed_flops(kernel), of[kernel.name]) for kernel in backward if kernel.loops)
-    yield Done("ours", useful[0], useful[1], kept, saved)
-    yield Done("ours, as run", useful[0], run, kept, saved)
+    yield Done("ours", useful["forward"], useful.get("backward", 0.0), kept, saved)
+    yield Done("ours, as run", useful["forward"], run, kept, saved)
 
 
 def _kept(forward: Iterable[Kernel], backward: Iterable[Kernel], numbers: dict[str, Any]) -> tuple[tuple[str, ...], float]:

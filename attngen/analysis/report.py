@@ -12,7 +12,6 @@ from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.names import DIRECTIONS
 
 UNSAID = {"measured": Row.measured, "backend": Row.backend}  # a row leaves out these fields where they have these values
 
@@ -24,7 +23,7 @@ def report(module: Module) -> dict[str, Any]:
         "attngen": module.version,
         "spec": module.spec_hash,
         "mask": module.mask,
-        "flops": {d: to_text(useful_flops(module, d)) for d in DIRECTIONS},
+        "flops": {d: to_text(useful_flops(module, d)) for d in module.directions},
         "kernels": {kernel.name: _kernel(module, kernel) for kernel in module.kernels},
     }
 

@@ -60,7 +60,7 @@ class Bench:
         self.peers = {name: known[name] for name in job["peers"]}
         self.rounds, self.host, self.masks, self.clock, self.tell = job["rounds"], job["host"], job["masks"], clock, tell
         self.calls: dict[str, Call] = {}  # of the peers that work, those that compile first
-        self.no_backward: set[str] = set()
+        self.no_backward: set[str] = set() if cell.spec.trains else set(self.peers)
 
     def prepare(self) -> None:
         """The first calls of peers that compile."""
@@ -109,7 +109,8 @@ class Bench:
         self.no_backward.add(name)
         with self.step(name, doing, loses=False):
             yield
-            self.no_backward.discard(name)
+            if self.problem.cell.spec.trains:
+                self.no_backward.discard(name)
 
     def first_calls(self, compiles: bool) -> None:
         chosen = [name for name, peer in self.peers.items() if peer.compiles == compiles]
@@ -126,7 +127,7 @@ class Bench:
                 self.clock.wait()
                 self.calls[name] = call
                 self.tell(peer=name, note=call.note, first_fwd_s=time.perf_counter() - started)
-            if out is not None and name in self.calls:
+            if out is not None and name in self.calls and name not in self.no_backward:
                 with self.backward(name, "first backward"):
                     inputs.gradients(out)
                     self.clock.wait()
@@ -144,8 +145,8 @@ class Bench:
         return (out, *inputs.gradients(out))
 
     def memory(self, name: str) -> None:
-        """The peaks of inputs, forward and backward, above what was allocated before."""
-        if name not in self.no_backward:
+        """The peaks of inputs, forward and, if the spec has one, backward, above what was allocated before."""
+        if name not in self.no_backward or not self.problem.cell.spec.trains:
             with self.backward(name, "memory"):
                 allocated, reserved = self.clock.peak_bytes(lambda: self.both(name, self.problem.draw(0)))
                 self.tell(peer=name, allocated_mib=allocated / 2**20, reserved_mib=reserved / 2**20)
@@ -175,7 +176,7 @@ class Bench:
 
     def differences(self, name: str, first: str, found: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]) -> None:
         """Tell how far a peer's results are from the first's: all of them, and the furthest."""
-        labels = (*RESULTS[:4], *(f"d{i.name}" for i in self.problem.cell.spec.inputs() if i.grad))
+        labels = (*RESULTS[:4], *(f"d{i.name}" for i in self.problem.cell.spec.learned()))
         errors = {label: relative_error(x, ref) for label, x, ref in zip(labels, found, reference)}
         numbers = {label: min(error, NAN) if error == error else NAN for label, error in errors.items()}
         worst = max(numbers, key=lambda label: numbers[label])
@@ -249,9 +250,11 @@ class Bench:
         self.timed("whole_fwd", {name: partial(_first, whole, inputs) for name, whole in wholes.items()})
 
     def whole(self, forward: Forward) -> None:
-        """One forward and backward of fresh inputs."""
+        """One forward and backward of fresh inputs; the forward alone if the spec has no backward."""
         inputs = self.problem.draw(0)
-        torch.autograd.grad(forward(inputs), inputs.leaves, inputs.grad)
+        out = forward(inputs)
+        if out.requires_grad:
+            torch.autograd.grad(out, inputs.leaves, inputs.grad)
 
     def eager(self, forward: Forward, sets: list[Inputs]) -> Callable[[int], object]:
         return lambda number: forward(sets[number % len(sets)])

@@ -63,7 +63,7 @@ def _ours(problem: Problem) -> Call:
     from attngen.testing import load_module
 
     attention = load_module(problem.folder).attention
-    learned = [i.name for i in problem.cell.spec.inputs() if i.grad]
+    learned = [i.name for i in problem.cell.spec.learned()]
     p = problem.cell.asked("dropout_p")
     dropout = {"dropout_p": p} if p else {}
 
@@ -169,7 +169,7 @@ def _flex(problem: Problem) -> Call:
     torch._functorch.config.donated_buffer = False  # else no backward can run twice on one graph
     made, c = problem.mods, problem.cell
     options: dict[str, Any] = {"score_mod": made.score, "enable_gqa": c.heads != c.kv_heads}
-    if any(i.grad for i in c.spec.inputs()):
+    if c.spec.learned():
         options["kernel_options"] = {"bwd_num_stages": 2}
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     if made.mask is None:

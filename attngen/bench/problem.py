@@ -17,7 +17,10 @@ from attngen.testing import TORCH_DTYPES, make_workload
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of tensors: q, k, v, what is learned of the spec's inputs, and the gradient of the output."""
+    """One set of tensors: q, k, v, what is learned of the spec's inputs, and the gradient of the output.
+
+    None requires a gradient if the spec has no backward.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -31,7 +34,9 @@ class Inputs:
         return (self.q, self.k, self.v, *self.learned)
 
     def gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The backward of a call on this set; it can run again."""
+        """The backward of a call on this set, which can run again; nothing if the spec has none."""
+        if not self.q.requires_grad:
+            return ()
         return torch.autograd.grad(out, self.leaves, self.grad, retain_graph=True)
 
 
@@ -56,9 +61,8 @@ class Problem:
     def given(self) -> dict[str, Any]:
         """The inputs of mask and modifiers, by name: one for all sets of q, k and v."""
         found = make_workload(self.cell.spec, self.sizes, self.dtype, self.device) | self._asked()
-        for i in self.cell.spec.inputs():
-            if i.grad:
-                found[i.name].requires_grad_()
+        for i in self.cell.spec.learned():
+            found[i.name].requires_grad_()
         return found
 
     def _asked(self) -> dict[str, torch.Tensor]:
@@ -92,9 +96,10 @@ class Problem:
             return torch.randn(c.batch, heads, rows, width, generator=generator, device=self.device, dtype=self.dtype)
 
         q, k, v = normal(c.heads, c.n_q, dim.qk), normal(c.kv_heads, c.n_kv, dim.qk), normal(c.kv_heads, c.n_kv, dim.v)
-        learned = tuple(self.given[i.name] for i in c.spec.inputs() if i.grad)
+        learned = tuple(self.given[i.name] for i in c.spec.learned())
         grad = normal(c.heads, c.n_q, dim.v)
-        return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), learned, grad)
+        q, k, v = (x.requires_grad_(c.spec.trains) for x in (q, k, v))
+        return Inputs(q, k, v, learned, grad)
 
     @property
     def set_bytes(self) -> int:

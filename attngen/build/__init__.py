@@ -22,17 +22,18 @@ def build_module(spec: Spec) -> Module:
 
     In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of the backward; also
     those of WAYS that apply, and `blocks` if data says which blocks of scores count. In FlashAttention-1's order (`kv_outer`), programs
-    walk over the key tiles of a head, and further kernels finish what these have rewritten.
+    walk over the key tiles of a head, and further kernels finish what these have rewritten. Specs with `backward: false` have the kernels
+    of the forward alone.
 
     Raises BuildError where the spec asks for something that has no kernels.
     """
     blocks = listed_blocks(spec)
     _check_tiles(spec, blocks)
-    builders = {
-        "q_outer": (build_forward, build_dq, build_delta, build_dkdv),
-        "kv_outer": (build_forward_by_key, build_forward_end, build_delta, build_dkdv, build_dq_end),
-    }
-    kernels = tuple(build(spec) for build in builders[spec.schedule.order])
+    forward, backward = {
+        "q_outer": ((build_forward,), (build_dq, build_delta, build_dkdv)),
+        "kv_outer": ((build_forward_by_key, build_forward_end), (build_delta, build_dkdv, build_dq_end)),
+    }[spec.schedule.order]
+    kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
     ways = [way for way in WAYS if way.applies(spec)]
     kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))
     module = Module(
@@ -53,11 +54,11 @@ def build_module(spec: Spec) -> Module:
         dropout=spec.dropout,
         inputs=spec.inputs(),
         derived=spec.derived(),
-        learned=learned(spec),
+        learned=learned(spec) if spec.trains else (),
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
     )
-    return add_programs(build_hosts(module, ways))
+    return add_programs(build_hosts(module, ways, spec.trains))
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:

@@ -119,7 +119,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
             steps = f"has `grad: true` for `{read.tensor}`, and the score changes with it in steps alone; expected no `grad`"
             raise BuildError(spec.key_of(read.tensor), steps)
         if not _summed_in_order(index):
-            if spec.backward.deterministic:
+            if spec.backward and spec.backward.deterministic:
                 raise BuildError(spec.key_of(read.tensor), _LEARNED.format(read.tensor, ", ".join(map(to_text, read.index))))
             index = []
         found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))

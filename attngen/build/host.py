@@ -39,10 +39,13 @@ class Way(NamedTuple):
     launch: Callable[[HostBuilder, str], None]
 
 
-def build_hosts(module: Module, ways: Iterable[Way]) -> Module:
-    """The module with the host programs that launch its kernels. A call takes the first of the `ways` that is for it."""
+def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
+    """The module with the host programs that launch its kernels; `trains` says whether those of the backward are among them.
+
+    A call takes the first of the `ways` to compute the forward that is for it.
+    """
     data = module.blocks is not None and module.blocks.data
-    programs = [_forward(module, ways), _backward(module)]
+    programs = [_forward(module, ways), *([_backward(module)] if trains else [])]
     if module.blocks:
         programs += [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
     return replace(module, hosts=tuple(programs))

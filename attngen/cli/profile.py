@@ -49,7 +49,9 @@ def profile(
     lengths, rows = _numbers(seq, "--seq"), _numbers(tiles, "--tiles") if tiles != "none" else []
     if wrong := next((t for t in rows if t not in (16, 32, 64, 128, 256)), None):
         raise typer.BadParameter(f"{wrong} rows; expected 16, 32, 64, 128 or 256", param_hint="--tiles")
-    directions = DIRECTIONS if direction == "both" else (direction,)
+    if direction == "backward" and not loaded.trains:
+        raise AttngenError(f"--direction backward is for modules that have one; {spec} says `backward: false`; expected forward")
+    directions = (DIRECTIONS if loaded.trains else DIRECTIONS[:1]) if direction == "both" else (direction,)
     with err.status("profiling") as status, naming(spec):
         found = run(loaded, spec, Problem(batch, heads, shared), lengths, rows, directions, budget, status.update)
     _show(found)

@@ -19,7 +19,6 @@ from attngen.bounds.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Mask
 
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
@@ -42,7 +41,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
             yield from (_line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
     yield Text("\nFormulas", style="bold")
-    for direction in DIRECTIONS:
+    for direction in module.directions:
         yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
         yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
@@ -113,7 +112,7 @@ def device_table(module: Module, problem: Problem) -> Table:
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True)
     for device in DEVICES.values():
-        for direction in DIRECTIONS:
+        for direction in module.directions:
             for kernel in module.kernels_of(direction):
                 e = estimate(module, kernel, device, problem)
                 if e is None:

@@ -32,7 +32,6 @@ from attngen.errors import AttngenError
 from attngen.ir.expr import Bool, Expr, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import If, Launch
-from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import Map, Mask, Position
 from attngen.ir.shares import joined
 from attngen.spec import Spec
@@ -118,7 +117,7 @@ def _general(logical: Module, module: Module, typeset: MathML) -> list[Group]:
     if module.dropout:
         what.append(Formula("dropout", "of probabilities, by random numbers of (seed, sequence, head, query, key) alone", ""))
     work = []
-    for direction in DIRECTIONS:
+    for direction in module.directions:
         work.append(Formula(f"{direction}, FLOPs", typeset.math(useful_flops(module, direction))))
         work.append(Formula(f"{direction}, bytes of standard attention, a head", typeset.math(standard_bytes(direction))))
     return [Group("What a query sees", what), Group("Work", work)]
@@ -248,7 +247,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
     """Bytes moved on a device, and its roofline."""
     rows, remarks, points, moved = [], [], [], []
     found: list[Estimate] = []
-    for direction in DIRECTIONS:
+    for direction in module.directions:
         mine: list[Estimate] = []
         for kernel in module.kernels_of(direction):
             try:
@@ -290,7 +289,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
 
 def _apart(module: Module, kernel: Kernel) -> str:
     """Why the page shows no bytes and time for a kernel: it belongs to no direction. Empty if it belongs to one."""
-    if any(kernel in module.kernels_of(direction) for direction in DIRECTIONS):
+    if any(kernel in module.kernels_of(direction) for direction in module.directions):
         return ""
     forward = module.host("forward")
     launching = {block.name for block in forward.blocks if any(isinstance(op, Launch) and op.kernel == kernel.name for op in block.ops)}

@@ -96,7 +96,7 @@ def _done(module: Module, problem: Problem, layers: int) -> Table:
             " ".join(row.kept),
             f"{row.saved / 1e9:.4f}",
             f"{layers * row.saved / 1e9:.3f}",
-            f"{row.saved / rows[0].saved:.1e}",
+            f"{row.saved / rows[0].saved:.1e}" if module.trains else "-",
         )
     return table
 

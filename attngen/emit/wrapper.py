@@ -60,8 +60,9 @@ class Wrapper:
 
     @property
     def differentiable(self) -> str:
+        """By what a call can be differentiated, in words."""
         *most, last = ["q", "k", "v", *self.learned]
-        return f"{', '.join(most)} and {last}"
+        return f"differentiable in {', '.join(most)} and {last}" if self.module.trains else "without a backward"
 
     @property
     def sink(self) -> bool:
@@ -87,7 +88,7 @@ class Wrapper:
             return f"{_NUMBERS[i.dtype]}, {i.help}"
         shape = [f"{d} or 1" if i.broadcast and at < 2 else d for at, d in enumerate(i.shape)]
         dtype = {"T": "of the dtype of q,"}.get(i.dtype, TORCH[i.dtype])
-        learned = f", differentiable{', in no fixed order' * (i.name in self.unordered)}" if i.grad else ""
+        learned = f", differentiable{', in no fixed order' * (i.name in self.unordered)}" if i.grad and self.module.trains else ""
         return f"{dtype} [{', '.join(shape)}], {i.help}{learned}"
 
     def given_type(self, i: Input) -> str:

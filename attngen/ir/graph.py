@@ -15,6 +15,7 @@ import sympy
 from attngen.errors import VerifyError
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.host import Host
+from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -435,6 +436,16 @@ class Module:
 
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """`forward`, and `backward` if it has one."""
+        return tuple(d for d in DIRECTIONS if any(host.name == d for host in self.hosts))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward."""
+        return "backward" in self.directions
 
     def kernels_of(self, direction: str) -> tuple[Kernel, ...]:
         """The kernels that most calls of a direction, `forward` or `backward`, launch."""

@@ -87,6 +87,14 @@ def _parse_head_dim(value: Any) -> Any:
     return value if isinstance(value, (dict, HeadDim)) else {"qk": value, "v": value}
 
 
+def _parse_backward(value: Any) -> Any:
+    """`false` is None: no backward. An empty key says nothing, so it is refused as `true` is."""
+    if value is None or value is True:
+        given = "empty" if value is None else "the boolean `true`"
+        raise ValueError(f"is {given}; expected `false`, for a module without gradients, or {{deterministic: ...}}")
+    return None if value is False else value
+
+
 def _parse_dtype(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
 
@@ -123,7 +131,9 @@ class Spec(BaseModel):
         default=(), description="what is done to scores, in order, before the mask"
     )
     dropout: bool = Field(default=False, description="whether calls can drop probabilities: their `dropout_p` and `seed`")
-    backward: Backward = Backward()
+    backward: Annotated[Backward | None, BeforeValidator(_parse_backward)] = Field(
+        default=Backward(), description="how gradients are computed; false builds a module without a backward"
+    )
     schedule: Schedule = Schedule()
 
     @field_validator("name")
@@ -227,6 +237,11 @@ class Spec(BaseModel):
             raise Mistakes((path, f"asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"))
         return self
 
+    @property
+    def trains(self) -> bool:
+        """Whether its module has a backward."""
+        return self.backward is not None
+
     def _parts(self) -> Iterator[tuple[document.Path, Mask | Score]]:
         """The mask and the modifiers, each with the path of its key."""
         yield ("mask",), self.mask
@@ -240,6 +255,10 @@ class Spec(BaseModel):
     def inputs(self) -> tuple[Input, ...]:
         """The run-time inputs of mask and modifiers."""
         return unique(i for part in (self.mask, *self.score) for i in part.inputs())
+
+    def learned(self) -> tuple[Input, ...]:
+        """The inputs that get gradients."""
+        return tuple(i for i in self.inputs() if i.grad and self.trains)
 
     def derived(self) -> tuple[Derived, ...]:
         """What the wrapper computes from them."""
@@ -259,6 +278,7 @@ class Spec(BaseModel):
         if self.schedule.order == "q_outer":
             del plain["schedule"]["order"]
         plain |= {"score": [s.data() for s in self.score]} if self.score else {}
+        plain |= {} if self.trains else {"backward": False}
         return {**plain, "mask": self.mask.data()}
 
     def hash(self) -> str:
@@ -275,6 +295,11 @@ def json_schema() -> dict[str, Any]:
     schema["properties"]["head_dim"] = {
         "description": "width of a head: one number, or one for q and k and one for v",
         "anyOf": [{"type": "integer", "minimum": 16, "maximum": 256, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
+    }
+    schema["properties"]["backward"] = {
+        "description": "how gradients are computed; false builds a module without a backward",
+        "default": {"deterministic": True},
+        "anyOf": [{"const": False}, {"$ref": "#/$defs/Backward"}],
     }
     types = {"enum": list(get_args(Dtype))}
     schema["properties"]["dtype"] = {

@@ -81,6 +81,8 @@ def said_by(node: dict[str, Any]) -> str:
     if "enum" in node:
         words = [f"`{w}`" for w in node["enum"]]
         return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    if "const" in node:
+        return f"`{str(node['const']).lower()}`"
     match node.get("type"):
         case "integer":
             least, most = node.get("minimum"), node.get("maximum")

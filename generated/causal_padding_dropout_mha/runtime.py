@@ -831,6 +831,12 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     )
 
 
+def refuse_gradients(*tensors: Any) -> None:
+    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients of some of these."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+        raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+
+
 def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
     """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
     shape, strides = rows_layout(addressable(x), width)
@@ -841,12 +847,12 @@ class Operators:
     """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module, which run its host programs.
 
     The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse,
-    *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`. They get tensors that kernels can read in place. If another
-    copy of the module has registered NAME, a `_` is added to it.
+    *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`. They get tensors that kernels can read in place. A module whose
+    `backward` is None has no such operator. If another copy of the module has registered NAME, a `_` is added to it.
     """
 
     def __init__(
-        self, name: str, signature: Signature, forward: Callable[..., Results], backward: Callable[..., Results], interpreted: bool
+        self, name: str, signature: Signature, forward: Callable[..., Results], backward: Callable[..., Results] | None, interpreted: bool
     ) -> None:
         self.library = torch.library.Library("attngen", "FRAGMENT")
         while hasattr(torch.ops.attngen, f"{name}_forward"):
@@ -854,7 +860,8 @@ class Operators:
         self.name, self.signature, self.interpreted = name, signature, interpreted
         self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
         self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
-        self.host_forward, self.host_backward = forward, backward
+        self.host_forward: Any = forward
+        self.host_backward: Any = backward
         self.run_backward = on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
@@ -863,7 +870,7 @@ class Operators:
         self.forward = self.define(
             "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, Tensor lse)", self._forward, self._fake_forward
         )
-        self.backward = self.define(
+        self.backward: Any = backward and self.define(
             "backward",
             f"(Tensor grad_out, Tensor? grad_lse, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
             self._backward,
@@ -937,12 +944,19 @@ class Operators:
 
     # ------------------------------------------------------------------ autograd
 
+    def _record(self, *args: Any) -> Any:
+        """A call of the forward operator that autograd sees."""
+        if self.backward is None:
+            refuse_gradients(*args[:3], *(args[i] for i in self.learned))
+        return self.recorded.apply(None, True, *args)
+
     def _register_autograd(self) -> None:
         if below_autograd is None:
-            torch.library.register_autograd(
-                self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
-            )
-            torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
+            if self.backward:
+                torch.library.register_autograd(
+                    self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
+                )
+                torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
             return
 
         class Gradients(torch.autograd.Function):
@@ -955,8 +969,9 @@ class Operators:
             def backward(ctx: Any, *grads: Any) -> Any:
                 _second_derivatives()
 
-        for op, record in ((self.forward, lambda *args: self.recorded.apply(None, True, *args)), (self.backward, Gradients.apply)):
-            self.library.impl(op, _where_recorded(op, record), "Autograd")
+        for op, record in ((self.forward, self._record), (self.backward, Gradients.apply)):
+            if op:
+                self.library.impl(op, _where_recorded(op, record), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
         """Save what the backward needs: q, k, v, the operands and the results."""

@@ -46,6 +46,18 @@ def line(results: Results, peer: str, n: int = 24) -> Line:
     return found
 
 
+def test_a_spec_without_a_backward_has_figures_of_the_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its learned inputs are given as others are, and its peers attend without gradients, too."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    score = {"expr": "s / t[h]", "params": {"t": {"tensor": ["H"], "grad": True}}}
+    spec = make_spec({"name": "forward", "head_dim": 16, "dtype": "fp32", "score": score, "backward": False})
+    found, _ = measured({cell("specs", spec, 24, 24, batch=2, heads=2): ("ours", "naive")}, tmp_path, replace(SETUP, peers_from=REAL))
+    for x in found.lines:
+        assert x.why == "" and {"fwd_ms", "allocated_mib", "first_fwd_s"} <= set(x.figures)
+        assert set(x.figures).isdisjoint(("bwd_ms", "both_ms", "first_s", "dq_differs", "learned_differs"))
+    assert line(found, "naive").figures["out_differs"] < 1e-5
+
+
 def test_lines_come_in_order(results: Results) -> None:
     assert [(x.cell.n_q, x.peer) for x in results.lines] == [
         *((24, peer) for peer in ("ours", "fails", "wrong", "dies", "late", "refuses", "math")),
