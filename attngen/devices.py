@@ -25,7 +25,7 @@ class DeviceClass:
     registers_per_thread: int = 255
     threads_per_warp: int = 32
     matrix_rows: int  # least rows of a matrix instruction's accumulator
-    flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed
+    flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed; of those that it has
     tma: bool = False  # has an engine that copies tiles by descriptors of tensors, made by the host
     reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more

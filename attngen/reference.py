@@ -21,12 +21,14 @@ def naive_attention(
     weight: torch.Tensor | None = None,
     modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
     sink: torch.Tensor | None = None,
+    rounded: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to
     [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight); modify: what
-    is done to the scores before the mask; sink [Hq]: a logit that joins every row. Returns (out [B, Hq, Nq, Dv], natural-log LSE
+    is done to the scores before the mask; sink [Hq]: a logit that joins every row; rounded: the dtype to which weights are rounded
+    before they meet v. Returns (out [B, Hq, Nq, Dv], natural-log LSE
     [B, Hq, Nq]). A row that sees nothing gives zeros and LSE -inf, and zero gradients.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
@@ -47,6 +49,7 @@ def naive_attention(
     lse = torch.logsumexp(scores.masked_fill(empty, 0.0).float() if scores.dtype.itemsize < 4 else scores, -1)
     if not scores.shape[-1]:
         return scores.new_zeros(*scores.shape[:-1], v.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
+    probabilities = probabilities.to(rounded).to(v.dtype) if rounded else probabilities
     return probabilities @ v, lse.masked_fill(empty[..., 0], -torch.inf) if scores.shape[-1] else lse
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attngen.ir.dtypes import ELEMENTS
+from attngen.ir.dtypes import ELEMENTS, result_of
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes
 from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
@@ -217,10 +217,12 @@ def run_case(
 ) -> Result:
     """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64. Without a backward, the results alone.
 
+    Where outputs have a dtype of their own, naive attention computes in that, and rounds its weights to the dtype of q, k and v.
+
     Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise. Modules with dropout
     drop by SEED, and naive attention what the oracle says that this drops.
     """
-    torch_dtype = TORCH_DTYPES[dtype]
+    torch_dtype, out_dtype = getattr(torch, ELEMENTS[dtype].torch), getattr(torch, ELEMENTS[result_of(dtype)].torch)
     q, k, v, drawn = make_inputs(spec, case, torch_dtype, device, seed)
     drawn.update(inputs or {})
     grads = make_gradients(spec, case, torch_dtype, device, seed)
@@ -240,16 +242,18 @@ def run_case(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor | None, *x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         modify, sink = reference_scores(spec.score, q, k, {**drawn, **dict(zip(learned, x))})
-        return naive_attention(q, k, v, mask, factor, weight, modify, sink)
+        return naive_attention(q, k, v, mask, factor, weight, modify, sink, torch_dtype if q.dtype == out_dtype else None)
 
     leaves = (q, k, v, *learned.values())
     names = result_names(spec)
     truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, whole=bool(spec.score))
+
+    wide = (*(x.to(out_dtype) for x in (q, k, v)), *learned.values())
     with _matmul_precision("high" if tf32 else "highest"):
-        naive = _errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), leaves, grads, names), truth)
+        naive = _errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
     found = _errors(_gradients(ours, leaves, grads, names), truth)
     fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
-    stored = {key: x.to(torch.float32 if key in fp32 else torch_dtype) for key, x in truth.items()}
+    stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else torch_dtype) for key, x in truth.items()}
     least = torch.finfo(torch.float16).eps / 4 if tf32 else torch.finfo(torch.float32).eps  # tf32 has as many bits as fp16
     rounding = {key: max(e, least) for key, e in _errors(stored, truth).items()}
     for change in rounded:
@@ -302,7 +306,7 @@ def _exact(
         part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
         out, lse = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
         terms = out.detach() * grad_out
-        delta = (out.detach().to(q.dtype) * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
+        delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
         unit = single * lse.detach().abs().nan_to_num(posinf=0.0)
         upstream = (
             (grad_out, grad_lse),

@@ -93,7 +93,7 @@ class Problem:
         generator = torch.Generator(self.device).manual_seed(number)
 
         def normal(heads: int, rows: int, width: int) -> torch.Tensor:
-            return torch.randn(c.batch, heads, rows, width, generator=generator, device=self.device, dtype=self.dtype)
+            return torch.randn(c.batch, heads, rows, width, generator=generator, device=self.device).to(self.dtype)
 
         q, k, v = normal(c.heads, c.n_q, dim.qk), normal(c.kv_heads, c.n_kv, dim.qk), normal(c.kv_heads, c.n_kv, dim.v)
         learned = tuple(self.given[i.name] for i in c.spec.learned())

@@ -20,7 +20,7 @@ from attngen import __version__
 from attngen.bench.grids import Cell
 from attngen.document import shown
 from attngen.errors import AttngenError
-from attngen.ir.dtypes import ELEMENTS
+from attngen.ir.dtypes import ELEMENTS, result_of
 from attngen.spec import make_spec
 
 DIRECTIONS = ("fwd", "bwd", "both")
@@ -144,10 +144,10 @@ def rates(cell: Cell, machine: dict[str, Any], pairs: int, direction: str, ms: f
     FLOPs are 4 D for each pair of query and key that the mask lets see each other, D the mean of both head dimensions. The roof is the
     larger of the times of this run's bf16 matrix product for these FLOPs, and of its copy for what must be read and written.
     """
-    dim, size = cell.spec.head_dim, ELEMENTS[cell.dtype].bytes
+    dim, size, out_size = cell.spec.head_dim, ELEMENTS[cell.dtype].bytes, ELEMENTS[result_of(cell.dtype)].bytes
     flops = WORK[direction] * 2 * (dim.qk + dim.v) * pairs
     rows_q, rows_kv = cell.batch * cell.heads * cell.n_q, cell.batch * cell.kv_heads * cell.n_kv
-    forward = size * (rows_q + rows_kv) * (dim.qk + dim.v) + 4 * rows_q
+    forward = size * (rows_q * dim.qk + rows_kv * (dim.qk + dim.v)) + out_size * rows_q * dim.v + 4 * rows_q
     backward = size * (rows_q * 2 * (dim.qk + dim.v) + rows_kv * 2 * (dim.qk + dim.v)) + 4 * rows_q
     moved = {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
     roof_ms = max(flops / machine["matmul_tflops"] / 1e9, moved / machine["copy_tb_s"] / 1e9)

@@ -37,11 +37,12 @@ def elements(t: Type) -> Expr:
 
 def tile_bytes(t: Type) -> Expr:
     """Bytes of a value, as a formula in the symbols of `elements` and in `elem`."""
-    return (ELEM if t.dtype == "T" else sympy.Integer(DTYPE_BYTES[t.dtype])) * elements(t)
+    known = ELEM if t.dtype == "T" else sympy.Integer(ELEMENTS[t.dtype].bytes if t.dtype in ELEMENTS else DTYPE_BYTES[t.dtype])
+    return known * elements(t)
 
 
 def mode(module: Module, elem_bytes: int) -> str:
-    """How products of elements with `elem_bytes` bytes are computed: `16-bit`, `tf32` or `ieee`."""
+    """How products of elements with `elem_bytes` bytes are computed: as their row of ELEMENTS says, `tf32` or `ieee`."""
     return ELEMENTS[of_size(ELEMENTS, elem_bytes)].products or module.precision
 
 

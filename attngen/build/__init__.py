@@ -9,6 +9,7 @@ from attngen.build.forward import build_forward, build_forward_by_key, build_for
 from attngen.build.host import build_hosts
 from attngen.build.packed import PACKED
 from attngen.build.programs import add_programs
+from attngen.build.results import with_results
 from attngen.build.semantics import listed_blocks, meaning
 from attngen.errors import BuildError
 from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Module
@@ -58,7 +59,7 @@ def build_module(spec: Spec) -> Module:
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
     )
-    return add_programs(build_hosts(module, ways, spec.trains))
+    return add_programs(with_results(build_hosts(module, ways, spec.trains)))
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:

@@ -224,7 +224,7 @@ class HostContext:
             kernel = next(k.name for k in self.module.kernels if any(a.name == op.name for a in k.args))
             return {"var": var, "expr": f"runtime.distance_parts({kernel.upper()}, q, k, {self._python(op.where)})"}
         if op.like:
-            made = f"runtime.empty_rows({like}, {_WIDTHS[dims[-1]]})"
+            made = f"runtime.empty_rows({like}, {_WIDTHS[dims[-1]]}{'' if op.type.dtype == 'T' else f', {dtype}'})"
         elif set(dims) & {"*"}:
             made = f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
             return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}

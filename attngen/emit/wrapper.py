@@ -10,7 +10,7 @@ from typing import Any
 from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
-from attngen.ir.dtypes import ELEMENTS, TORCH
+from attngen.ir.dtypes import ELEMENTS, TORCH, result_type
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
@@ -53,6 +53,16 @@ class Wrapper:
     @property
     def torch_dtypes(self) -> str:
         return tuple_text([f"torch.{ELEMENTS[d].torch}" for d in self.module.dtypes])
+
+    @property
+    def results(self) -> str:
+        """The IR's type of the output."""
+        return result_type(self.module.dtypes)
+
+    @property
+    def of_results(self) -> str:
+        """The dtype of the output, where it is not that of q."""
+        return f" of {TORCH[self.results]}" if self.results != "T" else ""
 
     @property
     def learned(self) -> list[str]:
@@ -219,7 +229,8 @@ class Wrapper:
         if self.learned:
             args.append(f"learned={tuple_text([str(names.index(name)) for name in self.learned])}")
             args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
-        return args + ([f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else [])
+        args += [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else []
+        return args + ([f"results={TORCH[self.results]}"] if self.results != "T" else [])
 
     # ------------------------------------------------------------------ masks of blocks and of data
 

@@ -1,21 +1,21 @@
-"""One table of the element types that q, k, v and the results can have."""
+"""One table of the element types that q, k and v can have, and of those of their results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
-
-Dtype = Literal["bf16", "fp16", "fp32"]  # as specs name them
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 
 class Element(NamedTuple):
-    """An element type.
+    """An element type. Its key in ELEMENTS is what specs call it, and signatures of kernels that Triton compiles.
 
     bytes: of one element.
     torch: its name in torch.
     products: how products of it are computed. Empty where the module's precision says (`ieee` or `tf32`).
     rate: the peak rate of such products, by its name in devices.py.
     is_interpreted: Triton's interpreter can multiply it.
+    results: the element type of outputs, by its key, of q, k and v of this one. Empty where it is the same.
+    trains: there is a backward in it. One that has other results has none.
     """
 
     bytes: int
@@ -23,6 +23,8 @@ class Element(NamedTuple):
     products: str
     rate: str
     is_interpreted: bool = True
+    results: str = ""
+    trains: bool = True
 
 
 ELEMENTS: dict[str, Element] = {
@@ -31,11 +33,28 @@ ELEMENTS: dict[str, Element] = {
     "fp32": Element(4, "float32", "", "fp32"),
 }
 
+# The types of values in the IR, as generated Python names them. `T` is the element type of q, k and v, and of the results unless the
+# table names another one for these. Kernels call that by its key, and fp32 `f32`.
+TORCH = {"f32": "torch.float32", "i32": "torch.int32", "b1": "torch.bool", "T": "q.dtype"}
+TORCH |= {name: f"torch.{e.torch}" for name, e in ELEMENTS.items() if name != "fp32"}
+
 
 def of_size(dtypes: Iterable[str], elem_bytes: int) -> str:
     """The first of these element types that has so many bytes."""
     return next(d for d in dtypes if ELEMENTS[d].bytes == elem_bytes)
 
 
-# The types of values in the IR, as generated Python names them. `T` is the element type of q, k, v and the results.
-TORCH = {"f32": "torch.float32", "i32": "torch.int32", "b1": "torch.bool", "T": "q.dtype"}
+def result_of(dtype: str) -> str:
+    """The element type of outputs where q, k and v have this one."""
+    return ELEMENTS[dtype].results or dtype
+
+
+def result_type(dtypes: Sequence[str]) -> str:
+    """The IR's type of the outputs of a module for these element types, which agree on it: `T`, or the one that they name."""
+    named = ELEMENTS[dtypes[0]].results if dtypes else ""
+    return {"": "T", "fp32": "f32"}.get(named, named)
+
+
+def agree(dtypes: Iterable[str]) -> bool:
+    """Whether outputs have one type in the IR for all of these element types."""
+    return len({ELEMENTS[d].results for d in dtypes}) <= 1

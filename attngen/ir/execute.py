@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from attngen.errors import AttngenError
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, symbol_names
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
@@ -62,8 +63,14 @@ Values = dict[str, Any]  # by name: the op's value, a number of the call, a size
 Program = Generator[None, None, Values]
 Window = tuple[Any, ...]  # an index of an array: numbers and slices
 
-SINGLE = {"T": np.float32, "f32": np.float32, "i32": np.int64, "i64": np.int64, "b1": np.bool_}  # integers of any size, so that none wraps
-DOUBLE = {**SINGLE, "T": np.float64, "f32": np.float64}
+_FLOATS = ("T", "f32", *ELEMENTS)  # values, and results that have a type of their own
+SINGLE = {
+    **dict.fromkeys(_FLOATS, np.float32),
+    "i32": np.int64,
+    "i64": np.int64,
+    "b1": np.bool_,
+}  # integers of any size, so that none wraps
+DOUBLE = {**SINGLE, **dict.fromkeys(_FLOATS, np.float64)}
 CONSTANTS = {"LOG2E": 1 / math.log(2), "LN2": math.log(2)}
 
 

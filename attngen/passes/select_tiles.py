@@ -19,7 +19,7 @@ from itertools import product
 from typing import ClassVar
 
 from attngen.backends import backend_of
-from attngen.bounds.sizes import elem_sizes
+from attngen.bounds.sizes import elem_sizes, mode
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.devices import CLASSES
 from attngen.errors import FitError
@@ -74,7 +74,9 @@ class SelectTiles(Pass):
             yield from joined([rows[0], *self._measured(module, kernel, *rows[1:])])
 
     def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Row]:
-        """The model's lines, for the fewest rows, for few rows and for any number."""
+        """The model's lines, for the fewest rows, for few rows and for any number. FitError if the device has no such products."""
+        if kernel.dots and (how := mode(module, elem)) not in CLASSES[device].flops_per_cycle:
+            raise FitError(("dtype",), f"on {device} the kernel @{kernel.name} has no {how} products; expected another dtype")
         if not kernel.packs:
             return [self._choose(module, kernel, device, elem, limit) for limit in (*MODELLED, None)]
         least, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))

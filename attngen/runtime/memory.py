@@ -49,13 +49,14 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
     return made
 
 
-def empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """An uninitialised [B, H, N, width] of the dtype of x, laid out as `rows_layout` says."""
+def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
+    dtype = dtype or x.dtype
     if not x.is_contiguous():
-        return empty(x, *rows_layout(x, width), x.dtype)
+        return empty(x, *rows_layout(x, width), dtype)
     b, h, n, _ = x.shape
     of_head = n * width
-    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), x.dtype)
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
     return made
 
 

@@ -7,14 +7,14 @@ import json
 import keyword
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import sympy
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from attngen import document
-from attngen.ir.dtypes import Dtype
+from attngen.ir.dtypes import ELEMENTS, agree
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.masks import Mask, registry
@@ -36,6 +36,13 @@ def _whole(value: Any) -> Any:
     if type(value) is int or value is None:
         return value
     raise PydanticCustomError("whole", "not a whole number")
+
+
+def _known(value: str) -> str:
+    """An element type of the table."""
+    if value in ELEMENTS:
+        return value
+    raise PydanticCustomError("known", "no element type")
 
 
 class Heads(BaseModel):
@@ -120,7 +127,7 @@ class Spec(BaseModel):
     )
     heads: Heads = Heads()
     head_dim: Annotated[HeadDim, BeforeValidator(_parse_head_dim)] = Field(description="one number, or {qk: , v: }")
-    dtype: Annotated[tuple[Dtype, ...], BeforeValidator(_parse_dtype)] = Field(
+    dtype: Annotated[tuple[Annotated[str, AfterValidator(_known)], ...], BeforeValidator(_parse_dtype)] = Field(
         default=("bf16", "fp16"), description="element types the module accepts"
     )
     fp32_precision: Literal["ieee", "tf32"] = Field(default="ieee", description="how fp32 matrix products are computed")
@@ -147,12 +154,21 @@ class Spec(BaseModel):
 
     @field_validator("dtype")
     @classmethod
-    def _distinct(cls, value: tuple[Dtype, ...]) -> tuple[Dtype, ...]:
+    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value:
-            raise ValueError(f"is an empty list; expected at least one of {', '.join(f'`{d}`' for d in get_args(Dtype))}")
+            raise ValueError(f"is an empty list; expected at least one of {', '.join(f'`{d}`' for d in ELEMENTS)}")
         if len(set(value)) != len(value):
             raise ValueError("names an element type twice; expected each once")
-        return tuple(d for d in get_args(Dtype) if d in value)
+        if not agree(value):
+            given = ", ".join(f"`{d}` gives {ELEMENTS[d].results or d}" for d in value)
+            raise ValueError(f"has element types whose results differ in kind: {given}; expected a spec for each kind")
+        return tuple(d for d in ELEMENTS if d in value)
+
+    @model_validator(mode="after")
+    def _trains_if_its_types_do(self) -> Spec:
+        if self.trains and (fixed := next((d for d in self.dtype if not ELEMENTS[d].trains), None)):
+            raise Mistakes((("dtype",), f"names `{fixed}`, in which there is no backward; expected `backward: false` beside it"))
+        return self
 
     @model_validator(mode="after")
     def _tf32_needs_fp32(self) -> Spec:
@@ -301,7 +317,7 @@ def json_schema() -> dict[str, Any]:
         "default": {"deterministic": True},
         "anyOf": [{"const": False}, {"$ref": "#/$defs/Backward"}],
     }
-    types = {"enum": list(get_args(Dtype))}
+    types = {"enum": list(ELEMENTS)}
     schema["properties"]["dtype"] = {
         "description": "element types the module accepts",
         "default": ["bf16", "fp16"],

@@ -143,7 +143,7 @@ class Bench:
         heads = max(1, HIDDEN // spec.head_dim.v)
         shared = SHARINGS[spec.heads.sharing].kv_heads(heads, GROUP)
         shapes = {"q": (heads, spec.head_dim.qk), "k": (shared, spec.head_dim.qk), "v": (shared, spec.head_dim.v)}
-        qkv = {name: torch.randn(batch, h, cell.rows, d, device=self.device, dtype=dtype) for name, (h, d) in shapes.items()}
+        qkv = {name: torch.randn(batch, h, cell.rows, d, device=self.device).to(dtype) for name, (h, d) in shapes.items()}
         sizes = Sizes(batch, heads, shared, cell.rows, cell.rows)
         given = make_workload(spec, sizes, dtype, self.device)
         return Problem({name: x.requires_grad_() for name, x in qkv.items()}, given | (DROPOUT if spec.dropout else {}))

@@ -11,7 +11,7 @@ import networkx as nx
 import sympy
 
 from attngen.backends import BACKENDS
-from attngen.ir.dtypes import ELEMENTS
+from attngen.ir.dtypes import ELEMENTS, agree, result_type
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS
@@ -54,6 +54,8 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
     ):
         if value not in known:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
+    if set(module.dtypes) <= ELEMENTS.keys():
+        yield from _unlike(module)
     if module.blocks and (module.blocks.size & (module.blocks.size - 1) or not 16 <= module.blocks.size <= 4096):
         yield f"`blocks {module.blocks.size}`; expected a power of two from 16 to 4096"
     for what, values in (("dtype", module.dtypes), ("kernel", tuple(k.name for k in module.kernels))):
@@ -66,6 +68,15 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         if set(text) & set('"\\{}'):  # these texts are printed inside strings
             yield f"`{text}` has a quote, a backslash or a brace"
     yield from _unnamed(module)
+
+
+def _unlike(module: Module) -> Iterator[str]:
+    """Outputs have one type for all element types; there is a backward only in those that have one."""
+    if not agree(module.dtypes):
+        yield f"dtype `{' '.join(module.dtypes)}`, whose results differ in kind; expected types that agree on it"
+    yield from (
+        f"dtype `{d}`, and there is a host @backward; expected none" for d in module.dtypes if module.trains and not ELEMENTS[d].trains
+    )
 
 
 def _unnamed(module: Module) -> Iterator[str]:
@@ -102,6 +113,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     for name in blocks:
         if blocks.count(name) > 1 or bodies.count(name) != (name != "entry") or name not in reached:
             yield f"@{name} is not the body of loops of one other block; only @entry is no body"
+    result = result_type(module.dtypes)
+    known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result)))
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
@@ -121,8 +134,10 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             if isinstance(op, Arg) and op.role in TENSORS[1:] and op.name not in written:
                 yield f"nothing is stored to %{op.name}"
             for t in op.results().values():
-                if t.dtype not in ("T", *DTYPE_BYTES):
-                    yield f"%{op.name} is of `{t.dtype}`; expected one of T, {', '.join(DTYPE_BYTES)}"
+                if t.dtype not in known:
+                    yield f"%{op.name} is of `{t.dtype}`; expected one of {', '.join(known)}"
+            if isinstance(op, Arg) and op.name == "O" and op.type.dtype != result:
+                yield f"%O is of `{op.type.dtype}`; expected {result}, as the header's dtype says"
 
 
 def references(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -153,13 +153,14 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
     return made
 
 
-def empty_rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """An uninitialised [B, H, N, width] of the dtype of x, laid out as `rows_layout` says."""
+def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
+    dtype = dtype or x.dtype
     if not x.is_contiguous():
-        return empty(x, *rows_layout(x, width), x.dtype)
+        return empty(x, *rows_layout(x, width), dtype)
     b, h, n, _ = x.shape
     of_head = n * width
-    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), x.dtype)
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
     return made
 
 
@@ -799,6 +800,7 @@ def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
 # -------------------- A module's operators of torch.library: torch traces calls of them, and autograd records them.
 
 Results = tuple[torch.Tensor, ...]
+_OF_NUMPY = (torch.float16, torch.float32)
 
 
 class Signature(NamedTuple):
@@ -808,6 +810,7 @@ class Signature(NamedTuple):
     learned: the positions of those that get gradients.
     summed: the dQ kernel writes parts of such a gradient, so it has to run for it, too.
     unordered: the names of those whose gradients are added up atomically, in no fixed order.
+    results: the dtype of outputs, if it is not that of q.
     """
 
     schema: str
@@ -816,6 +819,7 @@ class Signature(NamedTuple):
     learned: tuple[int, ...] = ()
     summed: bool = False
     unordered: tuple[str, ...] = ()
+    results: torch.dtype | None = None
 
 
 def _second_derivatives(*args: Any) -> Any:
@@ -837,10 +841,10 @@ def refuse_gradients(*tensors: Any) -> None:
         raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
 
 
-def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
     shape, strides = rows_layout(addressable(x), width)
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
 
 class Operators:
@@ -893,7 +897,7 @@ class Operators:
         """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place, on the current device: no
         dispatcher is needed."""
         q, k, v = args[:3]
-        if shapes is None or (self.interpreted and q.dtype == torch.bfloat16):
+        if shapes is None or (self.interpreted and q.dtype not in _OF_NUMPY):
             return self._through_dispatcher(*args)
         wanted = (
             q.requires_grad or k.requires_grad or v.requires_grad or (self.learned and any(args[i].requires_grad for i in self.learned))
@@ -904,12 +908,12 @@ class Operators:
         return self.host_forward(*args, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call the operator. Triton's interpreter cannot multiply bf16, so there it gets fp32."""
+        """Call the operator. Triton's interpreter cannot multiply what NumPy has not, such as bf16, so there it gets fp32."""
         dtype = args[0].dtype
-        if self.interpreted and dtype == torch.bfloat16:
+        if self.interpreted and dtype not in _OF_NUMPY:
             args = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
         out, lse = self.forward(*args)
-        return out.to(dtype), lse
+        return out.to(self.signature.results or dtype), lse
 
     # ------------------------------------------------------------------ what the dispatcher calls
 
@@ -930,7 +934,7 @@ class Operators:
         return self.host_backward(addressable(grad_out), grad_lse, q, k, v, out, lse, *operands)
 
     def _fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
-        return _rows(q, self.signature.widths[1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+        return _rows(q, self.signature.widths[1], self.signature.results), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def _fake_backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
         (q, k, v, _, _, *operands), learned = args, self.signature.learned

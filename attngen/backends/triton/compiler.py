@@ -76,7 +76,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
         if isinstance(op, Load) and isinstance(base, Base):
             described[base.src.tensor] = ", ".join(str(dims[d]) for d in op.type.unpadded)
     for arg in kernel.args:
-        dtype = element if arg.type.dtype == "T" else _TYPES[arg.type.dtype]
+        dtype = element if arg.type.dtype == "T" else _TYPES.get(arg.type.dtype, arg.type.dtype)
         tile = described.get(arg.name) if row.tma else None
         types.append((arg.name, f"tensordesc<{dtype}[1, 1, {tile}]>" if tile else dtype if arg.role == "scalar" else f"*{dtype}"))
     return Job(

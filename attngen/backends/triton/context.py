@@ -13,6 +13,7 @@ import sympy
 
 from attngen.backends.triton.printer import to_triton
 from attngen.backends.triton.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import SIZES, stride_names
@@ -172,8 +173,10 @@ class KernelContext:
                 lines.append(f"{off} = tl.arange(0, {AXIS_DIM[axis]})")
         if "dtype" in used:
             tensors = [a for a in self.kernel.args if a.type.dtype == "T"]
-            tensor = next((a.name for a in tensors if a.role == "out"), tensors[0].name)  # those read may be descriptors
-            lines.append(f"dtype = {tensor}.dtype.element_ty")
+            tensor = next((a.name for a in tensors if a.role == "out"), tensors[0].name)
+            loads = (op for op in self.kernel.ops() if isinstance(op, Load) and op.via)
+            described = any(self.kernel.accessed(op)[0].name == tensor for op in loads)
+            lines.append(f"dtype = {f'{tensor}.dtype if TMA else ' * described}{tensor}.dtype.element_ty")
         if f"{self.kernel.own_axis}_idx" in used and not self.kernel.walks:
             lines.append(f"{self.kernel.own_axis}_idx = {self.kernel.own_axis}_start + {self.kernel.own_axis}_off")
         for axis in ("d_qk", "d_v"):
@@ -409,12 +412,13 @@ class KernelContext:
 
     def _map(self, op: Map, cls: str) -> dict[str, Any]:
         uses = dict(op.uses)
-        casting = op.type.dtype == "T"
+        casting = op.type.dtype == "T" or op.type.dtype in ELEMENTS
         text = self._text(op.expr, uses, op.type.dims, fp32=not casting)
         if op.type.dtype == "i32" and "tl.int64" in text:
             text = f"tl.cast({text}, tl.int32)"
         if casting:
-            text = f"{text}.to(dtype)" if re.fullmatch(r"\w+", text) else f"({text}).to(dtype)"
+            dtype = "dtype" if op.type.dtype == "T" else f"tl.{ELEMENTS[op.type.dtype].torch}"
+            text = f"{text}.to({dtype})" if re.fullmatch(r"\w+", text) else f"({text}).to({dtype})"
         return {"var": self.var(op.name), "expr": text}
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:

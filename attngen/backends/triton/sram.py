@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import sympy
 
-from attngen.bounds.sizes import ELEM, STAGES, elements, sizes, tile_bytes
+from attngen.bounds.sizes import ELEM, STAGES, elements, mode, sizes, tile_bytes
 from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
@@ -210,7 +210,7 @@ def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether products run on the device's own matrix instruction: enough rows, and not full fp32 precision."""
     if not kernel.dots:
         return False
-    return score_tile(module, kernel, row)[0] >= CLASSES[row.device].matrix_rows and (row.elem_bytes == 2 or module.precision == "tf32")
+    return score_tile(module, kernel, row)[0] >= CLASSES[row.device].matrix_rows and mode(module, row.elem_bytes) != "ieee"
 
 
 def score_tile(module: Module, kernel: Kernel, row: Row) -> tuple[int, int]:
@@ -227,7 +227,7 @@ def moved_scores(module: Module, kernel: Kernel, row: Row) -> int:
     """
     if not _moves_scores(module, kernel, row):
         return 0
-    if row.elem_bytes == 2 or CLASSES[row.device].shares_stationary:
+    if row.elem_bytes < 4 or CLASSES[row.device].shares_stationary:
         return 1
     return _ready_scores(kernel)
 
