@@ -34,15 +34,17 @@ help:
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
 	@echo "TORCH_INDEX=URL takes torch from there, as from https://download.pytorch.org/whl/cpu: small, without CUDA's libraries"
 
-# An environment made here, or without torch, gets the pinned versions; another keeps its torch, and gets what is missing.
+# An environment made here, or without torch, gets the pinned versions; another keeps its torch, and gets what is missing. Python's files are
+# compiled afterwards, on all cores.
 $(READY): pyproject.toml requirements-cpu.txt
 	@test -x $(VENV)/bin/python || { echo "making $(VENV)"; $(PYTHON3) -m venv $(VENV) && touch $(VENV)/.attngen-made; }
 	@if test ! -e $(VENV)/.attngen-made && $(PYTHON) -c "import torch" 2>/dev/null; then \
 	  echo "installing what $(VENV) lacks"; $(INSTALL) -e ".[dev]"; \
 	else \
 	  echo "installing torch, triton and the rest into $(VENV) (a minute or two)"; \
-	  $(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url $(TORCH_INDEX) $(TORCH) &&) \
-	  $(INSTALL) -r requirements-cpu.txt && $(INSTALL) --no-deps --no-build-isolation -e .; \
+	  $(if $(TORCH_INDEX),$(INSTALL) --no-compile --no-deps --index-url $(TORCH_INDEX) $(TORCH) &&) \
+	  $(INSTALL) --no-compile -r requirements-cpu.txt && $(INSTALL) --no-deps --no-build-isolation -e . && \
+	  { $(PYTHON) -m compileall -qq -j 0 $(VENV)/lib || true; }; \
 	fi
 	@touch $@
 

@@ -1,7 +1,7 @@
 """A new element type is one row of the table: these tests add some, and build, verify, run and execute modules of them.
 
-`fp16_wide` has outputs of fp32 and `fp32_short` of fp16; neither has a backward. The type of outputs is the only thing about them that no
-committed module has.
+`fp16_wide` has outputs of fp32 and `fp32_short` of fp16; neither has a backward. `fp16_raised` multiplies weights before it casts them. The
+type of outputs and this factor are the only things about them that no committed module has.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ ROWS = {
     "fp16_wide": Element(2, "float16", "16-bit", "fp16", results="fp32", trains=False),
     "fp32_short": Element(4, "float32", "", "fp32", results="fp16", trains=False),
     "bf16_short": Element(2, "bfloat16", "16-bit", "bf16", is_interpreted=False, results="fp16", trains=False),
+    "fp16_raised": Element(2, "float16", "16-bit", "fp16", results="fp32", trains=False, weights=8),
 }
-TORCH = {"fp16_wide": torch.float32, "fp32_short": torch.float16, "bf16_short": torch.float16}  # of outputs
+TORCH = {"fp16_wide": torch.float32, "fp32_short": torch.float16, "bf16_short": torch.float16, "fp16_raised": torch.float32}  # of outputs
 SPECS: dict[str, dict[str, Any]] = {
     "fwd": {"mask": "causal", "score": ["temperature"]},
     "packed": {"heads": {"sharing": "gqa"}, "mask": "causal"},
@@ -72,7 +73,7 @@ def test_the_table_says_what_specs_may_name() -> None:
     assert json_schema()["properties"]["dtype"]["anyOf"][0] == {"enum": ["bf16", "fp16", "fp32", *ROWS]}
     assert make_spec(data("fwd") | {"dtype": ["fp16_wide"]}).dtype == ("fp16_wide",)
     assert all(row.trains for name, row in ELEMENTS.items() if name not in ROWS) and all(
-        not e.trains for e in ELEMENTS.values() if e.results
+        not e.trains for e in ELEMENTS.values() if e.results or e.weights
     )
 
 
@@ -82,11 +83,11 @@ def test_the_table_says_what_specs_may_name() -> None:
         ({"backward": {}}, "spec: `dtype` names `fp16_wide`, in which there is no backward; expected `backward: false` beside it"),
         (
             {"dtype": ["fp16", "fp16_wide"]},
-            "spec: `dtype` has element types whose results differ in kind: `fp16` gives fp16, `fp16_wide` gives fp32; "
+            "spec: `dtype` has element types whose results, or weights, differ in kind: `fp16` gives fp16, `fp16_wide` gives fp32; "
             "expected a spec for each kind",
         ),
-        ({"dtype": "fp16_wid"}, "spec: `dtype` is the text `fp16_wid`; expected `bf16`, `fp16`, `fp32`, `fp16_wide`, `fp32_short` or "
-         "`bf16_short`, or a list of these; did you mean `fp16_wide`?"),
+        ({"dtype": "fp16_wid"}, "spec: `dtype` is the text `fp16_wid`; expected `bf16`, `fp16`, `fp32`, `fp16_wide`, `fp32_short`, "
+         "`bf16_short` or `fp16_raised`, or a list of these; did you mean `fp16_wide`?"),
     ],
 )  # fmt: skip
 def test_a_wrong_spec_gets_one_sentence(change: dict[str, Any], sentence: str) -> None:
@@ -126,7 +127,7 @@ def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) ->
         ("%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : f32",
          "%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : bf16", "%inv_l is of `bf16`; expected one of T, f32"),
         ("dtype fp32_short", "dtype fp32", "%O is of `fp16`; expected one of T, f32"),
-        ("dtype fp32_short", "dtype fp32 fp32_short", "whose results differ in kind; expected types that agree on it"),
+        ("dtype fp32_short", "dtype fp32 fp32_short", "whose results, or weights, differ in kind; expected types that agree on it"),
     ],
 )  # fmt: skip
 def test_another_type_of_outputs_is_refused(old: str, new: str, reason: str) -> None:
@@ -178,7 +179,7 @@ def test_tracers_know_the_type_of_outputs(dtype: str, tmp_path: Path, device: st
 
 
 @pytest.mark.parametrize("name", [n for n in SPECS if n != "dropout"])
-@pytest.mark.parametrize("dtype", ["fp16_wide", "fp32_short"])
+@pytest.mark.parametrize("dtype", ["fp16_wide", "fp32_short", "fp16_raised"])
 def test_the_executor_runs_it(name: str, dtype: str) -> None:
     spec = make_spec(data(name, dtype))
     generator = np.random.default_rng(0)
@@ -241,7 +242,7 @@ def test_the_page_and_the_module_say_it() -> None:
 
 def test_8_bit_operands_are_a_row_and_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
     """The dry run of docs/ir.md, without scales: q, k and v in e4m3, O in bf16. The interpreter computes in fp32 what NumPy has not."""
-    monkeypatch.setitem(ELEMENTS, "fp8e4nv", Element(1, "float8_e4m3fn", "8-bit", "fp8", False, "bf16", trains=False))
+    monkeypatch.setitem(ELEMENTS, "fp8e4nv", Element(1, "float8_e4m3fn", "8-bit", "fp8", False, "bf16", trains=False, weights=8))
     for name in ("sm90", "sm100"):
         monkeypatch.setitem(CLASSES[name].flops_per_cycle, "8-bit", 2 * CLASSES[name].flops_per_cycle["16-bit"])
     for of in DEVICES.values():
@@ -249,8 +250,8 @@ def test_8_bit_operands_are_a_row_and_rates(monkeypatch: pytest.MonkeyPatch, tmp
     made = lowered("packed", "fp8e4nv")
     assert {row.device for row in made.rows("fwd")} == {"sm90", "sm100"}
     text = print_module(made)
-    assert "%O = alloc like(%Q) : bf16[B, Hq, Nq, D_V]" in text and "%o = map expr(acc*inv_l)" in text
-    assert "(acc * inv_l[:, None]).to(tl.bfloat16)" in render(made)["kernels.py"]
+    assert "%O = alloc like(%Q) : bf16[B, Hq, Nq, D_V]" in text and "%p_raised = map expr(256*p)" in text
+    assert "(acc * inv_l[:, None] * 0.00390625).to(tl.bfloat16)" in render(made)["kernels.py"]
     steps = list(stages(make_spec(data("packed", "fp8e4nv"))))
     assert "on sm80 the kernel @fwd has no 8-bit products" in page(make_spec(data("packed", "fp8e4nv")), "", steps, render(made), Problem())
     if device == "cpu":

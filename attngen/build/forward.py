@@ -9,6 +9,7 @@ import sympy
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, unbounded
 from attngen.build.signature import Signature
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import SoftmaxStep, Type, Yield
@@ -69,7 +70,7 @@ def build_forward(spec: Spec, signature: Signature = FWD) -> Kernel:
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
     b.load("v", "V", ("b", kv, "kv", "d_v"), "step")
-    p = b.dropped("soft.p")
+    p = _raised(b, b.dropped("soft.p"))
     b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
@@ -77,6 +78,16 @@ def build_forward(spec: Spec, signature: Signature = FWD) -> Kernel:
 
     _store_results(b, own, sink)
     return b.kernel()
+
+
+def _factor(b: KernelBuilder) -> int:
+    """What weights are multiplied by before they are cast to the element type, and outputs divided by: 1 unless the type asks for more."""
+    return 1 << ELEMENTS[b.spec.dtype[0]].weights
+
+
+def _raised(b: KernelBuilder, p: str) -> str:
+    """Weights, as the product with V takes them."""
+    return p if _factor(b) == 1 else b.map("p_raised", symbol("p") * _factor(b), "step", p=p)
 
 
 def _store_results(b: KernelBuilder, own: Any, sink: Expr | None) -> None:
@@ -88,9 +99,9 @@ def _store_results(b: KernelBuilder, own: Any, sink: Expr | None) -> None:
         b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
     if b.spec.dropout:  # kept weights are scaled up for the dropped ones
         b.map("inv_l_kept", inv_l * symbol("keep_scale"), inv_l="inv_l", keep_scale="keep_scale")
-        b.map("o", acc * symbol("inv_l_kept"), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
+        b.map("o", acc * symbol("inv_l_kept") / _factor(b), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
     else:
-        b.map("o", acc * inv_l, dtype="T", acc="keys.acc", inv_l="inv_l")
+        b.map("o", acc * inv_l / _factor(b), dtype="T", acc="keys.acc", inv_l="inv_l")
     b.store("O", ("b", own, "q", "d_v"), "o")
     if sink is not None:
         b.map("lse", (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), m_all="m_all", l_all="l_all")
@@ -131,7 +142,7 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     guard = "always" if unbounded(spec) else "partial"
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), scale, guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
-    b.dot("acc_next", "soft.p", "v", "BLOCK_KV", "step", acc="rescaled")
+    b.dot("acc_next", _raised(b, "soft.p"), "v", "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.store("ROW_MAX", rows, "soft.m", "step")
@@ -153,7 +164,7 @@ def build_forward_end(spec: Spec) -> Kernel:
     b.load("acc", "O_ACC", (*rows, "d_v"))
     m, l, acc, inv_l, qk_scale = map(symbol, ("m", "l", "acc", "inv_l", "qk_scale"))  # noqa: E741
     b.map("inv_l", select(l > 0, 1 / l, 0), l="l")
-    b.map("o", acc * inv_l, dtype="T", acc="acc", inv_l="inv_l")
+    b.map("o", acc * inv_l / _factor(b), dtype="T", acc="acc", inv_l="inv_l")
     b.store("O", (*rows, "d_v"), "o")
     b.scale()
     maximum = m * qk_scale if b.score == S else m

@@ -15,7 +15,9 @@ class Element(NamedTuple):
     rate: the peak rate of such products, by its name in devices.py.
     is_interpreted: Triton's interpreter can multiply it.
     results: the element type of outputs, by its key, of q, k and v of this one. Empty where it is the same.
-    trains: there is a backward in it. One that has other results has none.
+    trains: there is a backward in it. One that has other results, or `weights`, has none.
+    weights: where it has too few numbers near zero for the softmax's weights, which are at most 1, these are multiplied by 2**weights
+        before they are cast to it, and the output is divided by that again.
     """
 
     bytes: int
@@ -25,6 +27,7 @@ class Element(NamedTuple):
     is_interpreted: bool = True
     results: str = ""
     trains: bool = True
+    weights: int = 0
 
 
 ELEMENTS: dict[str, Element] = {
@@ -56,5 +59,5 @@ def result_type(dtypes: Sequence[str]) -> str:
 
 
 def agree(dtypes: Iterable[str]) -> bool:
-    """Whether outputs have one type in the IR for all of these element types."""
-    return len({ELEMENTS[d].results for d in dtypes}) <= 1
+    """Whether kernels are the same for all of these element types: outputs have one type in the IR, and weights one factor."""
+    return len({(ELEMENTS[d].results, ELEMENTS[d].weights) for d in dtypes}) <= 1

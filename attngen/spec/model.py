@@ -161,7 +161,7 @@ class Spec(BaseModel):
             raise ValueError("names an element type twice; expected each once")
         if not agree(value):
             given = ", ".join(f"`{d}` gives {ELEMENTS[d].results or d}" for d in value)
-            raise ValueError(f"has element types whose results differ in kind: {given}; expected a spec for each kind")
+            raise ValueError(f"has element types whose results, or weights, differ in kind: {given}; expected a spec for each kind")
         return tuple(d for d in ELEMENTS if d in value)
 
     @model_validator(mode="after")

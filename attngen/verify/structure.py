@@ -73,7 +73,7 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
 def _unlike(module: Module) -> Iterator[str]:
     """Outputs have one type for all element types; there is a backward only in those that have one."""
     if not agree(module.dtypes):
-        yield f"dtype `{' '.join(module.dtypes)}`, whose results differ in kind; expected types that agree on it"
+        yield f"dtype `{' '.join(module.dtypes)}`, whose results, or weights, differ in kind; expected types that agree on it"
     yield from (
         f"dtype `{d}`, and there is a host @backward; expected none" for d in module.dtypes if module.trains and not ELEMENTS[d].trains
     )
