@@ -125,8 +125,8 @@ def test_make_takes_torch_from_an_index_of_its_own() -> None:
 
     torch = next(line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line.startswith("torch=="))
     existing, plain, own = steps()
-    assert (existing, plain, own) == ('-e ".[dev]"', "-r requirements-cpu.txt", "--no-deps --no-build-isolation -e .")
-    assert steps("TORCH_INDEX=https://x/cpu") == [existing, f"--no-deps --index-url https://x/cpu {torch}", plain, own]
+    assert (existing, plain, own) == ('-e ".[dev]"', "--no-compile -r requirements-cpu.txt", "--no-deps --no-build-isolation -e .")
+    assert steps("TORCH_INDEX=https://x/cpu") == [existing, f"--no-compile --no-deps --index-url https://x/cpu {torch}", plain, own]
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in text("README.md")
 
 

@@ -18,13 +18,13 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
   block @entry
     %Q = arg in : T[Nq, D_QK] @hbm
     %K = arg in : T[Nk, D_QK] @hbm
-    %O = arg out : f32[Nq, D_QK] @hbm
+    %SUMS = arg out : f32[Nq, D_QK] @hbm
     %Nq = arg scalar : i32[] @reg
     %Nk = arg scalar : i32[] @reg
     %q = load %Q[q, d_qk] check(q) : T[BLOCK_Q, D_QK] @sram
     %zero = init 0 : f32[BLOCK_Q] @reg
     %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step) cls(partial)
-    store %O[q] %keys.sum check(q)
+    store %SUMS[q] %keys.sum check(q)
   block @step
     %sum = arg carry : f32[BLOCK_Q] @reg
     %k = load %K[kv, d_qk] check(kv) : T[BLOCK_KV, D_QK] @sram
