@@ -21,19 +21,28 @@ def check_interpreter() -> None:
 
 
 def lighten() -> None:
-    """Take three costs out of the interpreter, more than half of its time; results are the same to the bit.
+    """Take from the interpreter what it computes and throws away, more than half of its time; results are the same to the bit.
 
     For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode alone. For each cast
-    it makes a table of all types. And for each call of a function on the device it looks through all names of Triton's language for those
-    to replace. A version of Triton that has other parts is left as it is.
+    it makes a table of all types. For each call of a function on the device it looks through all names of Triton's language for those
+    to replace. And for each tensor it makes its type, and what that says of its shape, anew. A version of Triton that has other parts is
+    left as it is.
     """
     from triton.runtime import interpreter
 
-    if not all(hasattr(interpreter, name) for name in ("interpreter_builder", "_patch_builtin", "_patch_attr", "_get_np_dtype")):
+    parts = ("interpreter_builder", "_patch_builtin", "_patch_attr", "_get_np_dtype")
+    if not all(hasattr(interpreter, name) for name in parts) or hasattr(interpreter._patch_builtin, "__wrapped__"):
         return
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+    _patch_names_once(interpreter)
+    _look_up_types(interpreter)
+    _make_types_once(interpreter.tl.core)
+
+
+def _patch_names_once(interpreter: Any) -> None:
+    """Look through the names of a package once."""
     builtins: dict[Any, list[tuple[str, Any]]] = {}
 
     @wraps(interpreter._patch_builtin)
@@ -46,6 +55,11 @@ def lighten() -> None:
             if getattr(package, name) is member:
                 interpreter._patch_attr(package, name, member, *others)
 
+    interpreter._patch_builtin = patch_builtin
+
+
+def _look_up_types(interpreter: Any) -> None:
+    """Find NumPy's type for Triton's once for each type."""
     numpy_type = interpreter._get_np_dtype
     of_number = cache(numpy_type)
 
@@ -54,5 +68,39 @@ def lighten() -> None:
         """NumPy's type for the elements of a tensor of Triton's type. Types of pointers cannot be looked up."""
         return numpy_type(type_) if type_.scalar.is_ptr() else of_number(type_.scalar)
 
-    interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = get_np_dtype
+
+
+def _make_types_once(core: Any) -> None:
+    """Make one type for each element type and shape, and for each type once what tensors of it say of themselves."""
+    made: dict[Any, Any] = {}
+    of_block, of_tensor = core.block_type.__init__, core.tensor.__init__
+
+    def new(cls: Any, element_ty: Any, shape: Any) -> Any:
+        key = None
+        if not element_ty.is_ptr():
+            key = cls, element_ty, *[s.value if isinstance(s, core.constexpr) else s for s in shape]
+        found = made.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            found.key = key
+        return found
+
+    @wraps(of_block)
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        if len(vars(self)) > 1:  # it was made before
+            return
+        of_block(self, element_ty, shape)
+        if self.key is not None:
+            made[self.key] = self
+
+    @wraps(of_tensor)
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        said = vars(type).get("of_tensors")
+        if said is None:
+            of_tensor(self, handle, type)
+            type.of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
+        else:
+            vars(self).update(said, handle=handle)
+
+    core.block_type.__new__, core.block_type.__init__, core.tensor.__init__ = new, init, init_tensor

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attngen.ir.dtypes import ELEMENTS, result_of
+from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes
 from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
@@ -231,7 +231,7 @@ def run_case(
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
     weight = dropout_weight((*q.shape[:3], k.shape[2]), dropout_p, SEED, device) if spec.dropout else None
     factor = scale if scale is not None else spec.head_dim.qk**-0.5
-    tf32 = dtype == "fp32" and spec.fp32_precision == "tf32"
+    tf32 = by_precision([dtype]) and spec.fp32_precision == "tf32"
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = {**drawn, **dict(zip(learned, x))}

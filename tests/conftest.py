@@ -6,6 +6,7 @@ test that compiles for real does so in a process of its own, without it.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from attngen.errors import AttngenError
 from attngen.interpreter import check_interpreter, lighten
 
+gc.set_threshold(50_000, 20, 100)  # sympy's caches are large and stay; to look through them again and again takes a tenth of the time
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"

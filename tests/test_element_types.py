@@ -157,7 +157,7 @@ def test_results_are_those_of_naive_attention(name: str, dtype: str, tmp_path: P
     module = module_of(spec, tmp_path)
     for case in (Case(1, *heads_for(spec), 70, 90), Case(1, *heads_for(spec), 20, 30, "bnhd")):
         found = run_case(module, spec, case, dtype, device)
-        assert found.ok, found
+        assert found.ok, str(found)
     q, k, v, inputs = make_inputs(spec, case, getattr(torch, ROWS[dtype].torch), device)
     out, lse = module.attention(q, k, v, **inputs, return_lse=True)
     assert (out.dtype, lse.dtype, q.dtype) == (TORCH[dtype], torch.float32, module.DTYPES[0])
@@ -237,6 +237,7 @@ def test_the_page_and_the_module_say_it() -> None:
     assert "[B, Hq, Nq, 16] of torch.float16, laid out as q is" in files["__init__.py"]
     assert "runtime.empty_rows(q, HEAD_DIM_V, torch.float16)" in files["__init__.py"]
     assert "o = (acc * inv_l[:, None]).to(tl.float16)" in files["kernels.py"]
+    assert 'tl.dot(q, tl.trans(k), input_precision="ieee")' in files["kernels.py"]  # as products of fp32 are
     assert "fp16[B, Hq, Nq, D_V]" in page(spec, "name: typed\n", list(stages(spec)), files, Problem())
 
 

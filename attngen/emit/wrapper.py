@@ -10,7 +10,7 @@ from typing import Any
 from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
-from attngen.ir.dtypes import ELEMENTS, TORCH, result_type
+from attngen.ir.dtypes import ELEMENTS, TORCH, by_precision, result_type
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
@@ -47,7 +47,7 @@ class Wrapper:
 
     @property
     def dtypes(self) -> str:
-        precise = f" (fp32 products in {self.module.precision})" if "fp32" in self.module.dtypes else ""
+        precise = f" (fp32 products in {self.module.precision})" if by_precision(self.module.dtypes) else ""
         return ", ".join(self.module.dtypes) + precise
 
     @property

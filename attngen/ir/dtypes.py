@@ -47,6 +47,11 @@ def of_size(dtypes: Iterable[str], elem_bytes: int) -> str:
     return next(d for d in dtypes if ELEMENTS[d].bytes == elem_bytes)
 
 
+def by_precision(dtypes: Iterable[str]) -> bool:
+    """Whether products of some of these element types are computed as the module's precision says."""
+    return any(not ELEMENTS[d].products for d in dtypes if d in ELEMENTS)
+
+
 def result_of(dtype: str) -> str:
     """The element type of outputs where q, k and v have this one."""
     return ELEMENTS[dtype].results or dtype

@@ -167,15 +167,15 @@ class Kernel:
                 break
         if launch.block:
             programs *= -(-rows // launch.block)
-        direct = launch.parts is not None and not hooks_look_on()
-        if not direct:
+        parts = None if hooks_look_on() else launch.parts
+        if parts is None:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
             args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
-        if not direct:
+        if parts is None:
             launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
             return
-        stream, run, before, packed, device, constants = launch.parts  # type: ignore[misc]
+        stream, run, before, packed, device, constants = parts
         if packed:
             run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
         else:

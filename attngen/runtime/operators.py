@@ -228,18 +228,21 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
     """The autograd function of a call: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
 
+    host_forward, numbers_at = operators.host_forward, operators.numbers_at
+
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
             if shapes:
-                out, lse = operators.host_forward(*args, shapes)
+                out, lse = host_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:
                 with below_autograd():
                     out, lse = operators.forward(*args)
             ctx.set_materialize_grads(False)
-            operators.save(ctx, args, out, lse)
+            ctx.save_for_backward(out, lse, *args[:numbers_at])  # as `save` does
+            ctx.numbers = args[numbers_at:]
             return (out, lse) if return_lse else out  # one output less for autograd to track
 
         @staticmethod

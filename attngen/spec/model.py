@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from attngen import document
-from attngen.ir.dtypes import ELEMENTS, agree
+from attngen.ir.dtypes import ELEMENTS, agree, by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.masks import Mask, registry
@@ -172,7 +172,7 @@ class Spec(BaseModel):
 
     @model_validator(mode="after")
     def _tf32_needs_fp32(self) -> Spec:
-        if self.fp32_precision == "tf32" and "fp32" not in self.dtype:
+        if self.fp32_precision == "tf32" and not by_precision(self.dtype):
             raise Mistakes((("fp32_precision",), "is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out"))
         return self
 

@@ -567,15 +567,15 @@ class Kernel:
                 break
         if launch.block:
             programs *= -(-rows // launch.block)
-        direct = launch.parts is not None and not hooks_look_on()
-        if not direct:
+        parts = None if hooks_look_on() else launch.parts
+        if parts is None:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
             args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
-        if not direct:
+        if parts is None:
             launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
             return
-        stream, run, before, packed, device, constants = launch.parts  # type: ignore[misc]
+        stream, run, before, packed, device, constants = parts
         if packed:
             run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
         else:
@@ -1016,18 +1016,21 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
     """The autograd function of a call: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
 
+    host_forward, numbers_at = operators.host_forward, operators.numbers_at
+
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
             if shapes:
-                out, lse = operators.host_forward(*args, shapes)
+                out, lse = host_forward(*args, shapes)
             elif below_autograd is None:
                 out, lse = operators.forward(*args)
             else:
                 with below_autograd():
                     out, lse = operators.forward(*args)
             ctx.set_materialize_grads(False)
-            operators.save(ctx, args, out, lse)
+            ctx.save_for_backward(out, lse, *args[:numbers_at])  # as `save` does
+            ctx.numbers = args[numbers_at:]
             return (out, lse) if return_lse else out  # one output less for autograd to track
 
         @staticmethod

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, PADDED, Access, Arg, Base, Checks, Dot, Load, Loop, Map, Op, Store, Type
@@ -35,7 +36,7 @@ class LegalizeTriton(Pass):
 
     def run(self, module: Module) -> Module:
         padded = tuple(n for n, d in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)) if d & (d - 1))
-        precision = module.precision if "fp32" in module.dtypes else ""
+        precision = module.precision if by_precision(module.dtypes) else ""
         columns = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
 
         def legal(kernel: Kernel) -> Kernel:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from attngen.backends.triton.sram import misfit
 from attngen.devices import CLASSES
+from attngen.ir.dtypes import by_precision
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store
 
@@ -64,7 +65,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
     """Both operands of a dot have the tensors' element type; products of fp32 say their precision, as the header does."""
-    precision = module.precision if "fp32" in module.dtypes else ""
+    precision = module.precision if by_precision(module.dtypes) else ""
     for op in kernel.ops():
         if isinstance(op, Dot):
             for ref in (op.a, op.b):
