@@ -30,8 +30,7 @@ def lighten() -> None:
     """
     from triton.runtime import interpreter
 
-    parts = ("interpreter_builder", "_patch_builtin", "_patch_attr", "_get_np_dtype")
-    if not all(hasattr(interpreter, name) for name in parts) or hasattr(interpreter._patch_builtin, "__wrapped__"):
+    if not _is_known(interpreter) or hasattr(interpreter._patch_builtin, "__wrapped__"):
         return
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -39,6 +38,18 @@ def lighten() -> None:
     _patch_names_once(interpreter)
     _look_up_types(interpreter)
     _make_types_once(interpreter.tl.core)
+
+
+def _is_known(interpreter: Any) -> bool:
+    """Whether this version of Triton has the parts that are replaced, in the form that they are known in."""
+    try:
+        core, options = interpreter.tl.core, interpreter.interpreter_builder.options
+        made = [[*inspect.signature(c.__init__).parameters] for c in (core.block_type, core.tensor)]
+        parts = interpreter._patch_builtin, interpreter._patch_attr, interpreter._get_np_dtype, core.is_builtin, core.constexpr
+        plain = options.sanitize_overflow in (True, False) and vars(core.float32) is not None
+    except (AttributeError, TypeError):
+        return False
+    return plain and all(map(callable, parts)) and made == [["self", "element_ty", "shape"], ["self", "handle", "type"]]
 
 
 def _patch_names_once(interpreter: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,7 @@ try:
 except AttngenError as error:
     pytest.exit(str(error), returncode=4)
 
+_SPECS = {path.stem for path in (Path(__file__).parent.parent / "specs").glob("*.yaml")}
 SLOW = ("test_compiled.py", "test_random_masks.py", "test_run.py", "test_example.py")  # files whose tests take ten seconds and more
 
 
@@ -39,9 +41,19 @@ def device() -> str:
     return "cuda" if CUDA else "cpu"
 
 
+def _spec_of(item: pytest.Item) -> str:
+    """The spec that a test is of; none if it shares a fixture with other tests of its file."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    given = getattr(item, "callspec", None)
+    alone = all(f.scope in ("function", "session") for found in fixtures for f in found)
+    return next((x for x in given.params.values() if isinstance(x, str) and x in _SPECS), "") if given and alone else ""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in SLOW)  # what takes long starts first, so that no worker is left with it at the end
+    # What takes long starts first, so that no worker is left with it at the end. Then tests of a spec stand together: the worker that has
+    # them lowers it, and loads its kernels, once.
+    items.sort(key=lambda item: (item.path.name not in SLOW, _spec_of(item)))
     for item in items:
         if CUDA and "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")

@@ -257,7 +257,27 @@ BROKEN = [
         "%nowhere where(side < 1 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
         "takes elements of %DOCUMENT_FIRST that other programs take",
     ),
+    (
+        "indexing",
+        "scatter %DOCUMENT_KV[b, kv_idx] %document where(kv_idx < Nk and side < 1) op(put)",
+        "store %DOCUMENT_KV[b, kv] %document check(kv)",
+        "writes rows of %DOCUMENT_KV that the other programs along side write, too",
+    ),
+    (
+        "indexing",
+        "scatter %DOCUMENT_Q[b, q_idx] %no_document where(q_idx < Nq and q_idx < -Nk + Nq and side < 1) op(put)",
+        "store %DOCUMENT_Q[b, q] %no_document check(q)",
+        "writes rows of %DOCUMENT_Q that the other programs along side write, too",
+    ),
+    ("signature", "grid(side in 2, b in B)", "grid(side in 2, side in 2, b in B)", "an axis stands twice in the grid, side, side, b"),
+    ("loops", "= loop q ranges(0 .. cdiv(Nq, BLOCK_Q))", "= loop other ranges(0 .. group)", "does not run over 0 .. what its variable"),
     # turns of the threads
+    (
+        "ordered",
+        "    %last_key = map",
+        "    %none_again = init 2147483647 : i32[BLOCK_KV] @reg\n    store %LEFT_head[kv] %none_again check(kv)\n    %last_key = map",
+        "@enter writes elements of %LEFT twice, in no fixed order",
+    ),
     ("ordered", "    barrier\n    %start_init", "    %start_init", "in @walk takes %LEFT, to which @enter writes, and no barrier is"),
     ("ordered", "    barrier\n    %entered", "    %entered", "in @enter takes %LEFT, to which @empty_tables writes, and no barrier is"),
     (

@@ -83,8 +83,13 @@ def test_the_table_says_what_specs_may_name() -> None:
         ({"backward": {}}, "spec: `dtype` names `fp16_wide`, in which there is no backward; expected `backward: false` beside it"),
         (
             {"dtype": ["fp16", "fp16_wide"]},
-            "spec: `dtype` has element types whose results, or weights, differ in kind: `fp16` gives fp16, `fp16_wide` gives fp32; "
-            "expected a spec for each kind",
+            "spec: `dtype` has element types that kernels treat differently: `fp16` gives fp16, of weights times 1, `fp16_wide` "
+            "gives fp32, of weights times 1; expected a spec for each kind",
+        ),
+        (
+            {"dtype": ["fp16_wide", "fp16_raised"]},
+            "spec: `dtype` has element types that kernels treat differently: `fp16_wide` gives fp32, of weights times 1, `fp16_raised` "
+            "gives fp32, of weights times 256; expected a spec for each kind",
         ),
         ({"dtype": "fp16_wid"}, "spec: `dtype` is the text `fp16_wid`; expected `bf16`, `fp16`, `fp32`, `fp16_wide`, `fp32_short`, "
          "`bf16_short` or `fp16_raised`, or a list of these; did you mean `fp16_wide`?"),
@@ -127,7 +132,7 @@ def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) ->
         ("%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : f32",
          "%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : bf16", "%inv_l is of `bf16`; expected one of T, f32"),
         ("dtype fp32_short", "dtype fp32", "%O is of `fp16`; expected one of T, f32"),
-        ("dtype fp32_short", "dtype fp32 fp32_short", "whose results, or weights, differ in kind; expected types that agree on it"),
+        ("dtype fp32_short", "dtype fp32 fp32_short", "which kernels treat differently; expected types that agree on"),
     ],
 )  # fmt: skip
 def test_another_type_of_outputs_is_refused(old: str, new: str, reason: str) -> None:

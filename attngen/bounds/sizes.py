@@ -43,7 +43,7 @@ def tile_bytes(t: Type) -> Expr:
 
 def mode(module: Module, elem_bytes: int) -> str:
     """How products of elements with `elem_bytes` bytes are computed: as their row of ELEMENTS says, `tf32` or `ieee`."""
-    return ELEMENTS[of_size(ELEMENTS, elem_bytes)].products or module.precision
+    return ELEMENTS[of_size(module.dtypes, elem_bytes)].products or module.precision
 
 
 def sizes(module: Module, row: Row) -> dict[str, int]:

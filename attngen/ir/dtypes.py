@@ -64,5 +64,8 @@ def result_type(dtypes: Sequence[str]) -> str:
 
 
 def agree(dtypes: Iterable[str]) -> bool:
-    """Whether kernels are the same for all of these element types: outputs have one type in the IR, and weights one factor."""
-    return len({(ELEMENTS[d].results, ELEMENTS[d].weights) for d in dtypes}) <= 1
+    """Whether kernels and schedules are the same for all of these element types: outputs have one type in the IR, weights one factor, and
+    products of as many bytes are computed in one way."""
+    rows = [ELEMENTS[d] for d in dtypes]
+    ways = {(row.bytes, row.products) for row in rows}
+    return len({(row.results, row.weights) for row in rows}) <= 1 and len(ways) == len({size for size, _ in ways})

@@ -38,7 +38,8 @@ MEANT |= {"ceil": "floor", "trunc": "int"}
 RESERVED: dict[str, frozenset[str]] = {
     "an argument or a variable of generated functions": frozenset(WRAPPER),
     "a function or a module that kernels use": frozenset(FUNCTIONS) | {
-        *("at", "dropout_keep", "floor_div", "floor_mod", "keep_mask", "math", "mod", "philox", "position", "store_distances", "tile_at"),
+        *("at", "dropout_keep", "floor_div", "floor_mod", "keep_mask", "math", "mod", "philox", "position", "running_max"),
+        *("store_distances", "tile_at"),
         *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
     },
     "a variable of kernels": frozenset(("d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn"))

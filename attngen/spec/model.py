@@ -160,8 +160,8 @@ class Spec(BaseModel):
         if len(set(value)) != len(value):
             raise ValueError("names an element type twice; expected each once")
         if not agree(value):
-            given = ", ".join(f"`{d}` gives {ELEMENTS[d].results or d}" for d in value)
-            raise ValueError(f"has element types whose results, or weights, differ in kind: {given}; expected a spec for each kind")
+            given = ", ".join(f"`{d}` gives {ELEMENTS[d].results or d}, of weights times {1 << ELEMENTS[d].weights}" for d in value)
+            raise ValueError(f"has element types that kernels treat differently: {given}; expected a spec for each kind")
         return tuple(d for d in ELEMENTS if d in value)
 
     @model_validator(mode="after")

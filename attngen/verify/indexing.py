@@ -58,7 +58,7 @@ RESERVED |= {
 
 
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Every dimension is indexed by what it counts, and heads as the sharing says. So no program writes another one's rows."""
+    """Every dimension is indexed by what it counts, and heads as the sharing says. No program writes another one's rows or elements."""
     sharing = SHARINGS[module.sharing]
     heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in heads}
@@ -78,6 +78,13 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
             if index not in right:
                 expected = " or ".join(map(to_text, right))
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
+        if isinstance(op, Store):
+            named = {name for e in indices for name in symbol_names(e)} | (
+                {kernel.own_axis} if op.by else set()
+            )  # its rows are of its tile
+            for axis in kernel.grid:
+                if not {axis.var, f"{axis.var}_start"} & named:
+                    yield f"%{op.name} writes rows of %{tensor.name} that the other programs along {axis.var} write, too"
     for op in kernel.ops():
         if isinstance(op, Scatter) and op.op == "put":
             yield from _put_twice(kernel, op)

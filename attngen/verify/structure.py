@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from attngen.ir.dtypes import ELEMENTS, agree, result_type
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import DIMS, SHARES
+from attngen.ir.names import AXES, DIMS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -35,6 +36,7 @@ from attngen.ir.ops import (
     Store,
     Type,
     Yield,
+    dimension,
 )
 from attngen.ir.shares import ranges, shared, sharing
 
@@ -73,7 +75,7 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
 def _unlike(module: Module) -> Iterator[str]:
     """Outputs have one type for all element types; there is a backward only in those that have one."""
     if not agree(module.dtypes):
-        yield f"dtype `{' '.join(module.dtypes)}`, whose results, or weights, differ in kind; expected types that agree on it"
+        yield f"dtype `{' '.join(module.dtypes)}`, which kernels treat differently; expected types that agree on their results and weights"
     yield from (
         f"dtype `{d}`, and there is a host @backward; expected none" for d in module.dtypes if module.trains and not ELEMENTS[d].trains
     )
@@ -103,6 +105,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "no block @entry"
     if not kernel.grid or not kernel.tiled_axis or kernel.tiled_axis != kernel.own_axis:
         yield "the grid does not start with q or kv, and no loop of class all runs over one of them"
+    if len({axis.var for axis in kernel.grid}) < len(kernel.grid):
+        yield f"an axis stands twice in the grid, {', '.join(axis.var for axis in kernel.grid)}"
     for at, axis in enumerate(kernel.grid):
         if axis.abreast < 1 or (axis.abreast > 1 and (at or axis.var not in AXIS_EXTENT)):
             yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
@@ -174,7 +178,7 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} runs @{loop.body}, which is not a block"
             continue
         walks = kernel.walks and loop.var == kernel.own_axis
-        walks |= kernel.prepares  # which has no scores: its loops run over all tiles of either axis
+        walks |= kernel.prepares and loop.var in AXIS_EXTENT  # it has no scores: its loops run over all tiles of either axis
         over_tiles = loop.var in AXIS_EXTENT and not walks
         if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
             expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
@@ -188,9 +192,9 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
         if loop.var in {other.var for other in kernel.around(kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
-        counted = SHARES.get(loop.var, "group")
-        if loop.var not in AXIS_EXTENT and ranges(kernel, loop) != [(0, symbol(counted))]:
-            yield f"%{loop.name} does not run over 0 .. {counted}, or over the program's part of it"
+        counted = AXES.get(loop.var)
+        if loop.var not in AXIS_EXTENT and (counted is None or ranges(kernel, loop) != [(0, dimension(counted))]):
+            yield f"%{loop.name} does not run over 0 .. {counted or 'what its variable counts'}, or over the program's part of it"
         ops = blocks[loop.body].ops
         starts = {f: kernel.type_of(r) for f, r in loop.carry}
         args = {op.name: op.type for op in ops if isinstance(op, Arg)}
@@ -297,9 +301,11 @@ def _crossing(kernel: Kernel) -> Iterator[str]:
                 yield f"%{access.name} in @{block} reads %{tensor}, to which other turns of the loop write"
             if reads and tensor not in filled:
                 yield f"%{access.name} reads %{tensor}, which nothing has filled"
-        once = [tensor for tensor, access in accesses if isinstance(access, Store) or (isinstance(access, Scatter) and access.op == "put")]
-        yield from (f"@{block} writes elements of %{tensor} twice, in no fixed order" for tensor in set(once) if once.count(tensor) > 1)
-        written |= {tensor: block for tensor, access in accesses if not isinstance(access, Gather)}
+        stored = [(tensor, access) for tensor, access in accesses if not isinstance(access, Gather)]
+        once = {tensor for tensor, access in stored if isinstance(access, Store) or access.op == "put"}
+        often = Counter(tensor for tensor, _ in stored)
+        yield from (f"@{block} writes elements of %{tensor} twice, in no fixed order" for tensor in sorted(once) if often[tensor] > 1)
+        written |= {tensor: block for tensor, _ in stored}
         filled |= {tensor for tensor, access in accesses if isinstance(access, Store)}  # of all tiles
 
 

@@ -838,7 +838,11 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 def refuse_gradients(*tensors: Any) -> None:
     """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients of some of these."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
-        raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+        _without_backward()
+
+
+def _without_backward(*args: Any, **more: Any) -> None:
+    raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
 
 
 def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -961,6 +965,9 @@ class Operators:
                     self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
                 )
                 torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
+            else:
+                name = self.forward.name()
+                torch.library.register_autograd(name, _without_backward, setup_context=_without_backward, lib=self.library)
             return
 
         class Gradients(torch.autograd.Function):

@@ -87,6 +87,8 @@ def test_loops_that_programs_share_are_proved_and_counted(name, programs):
     """Together the programs visit the tiles that one would, once each, and each of them loads its queries."""
     one, made = target(name), parse_module(print_module(cut(target(name))))
     assert reasons(made, "loops", "shares", "covers", "full-is-proven") == []
+    over = "that the other programs along split write, too"  # each has a part of the sums; a kernel that cuts loops stores them apart
+    assert [reason.partition("rows of ")[2] for reason in reasons(made, "indexing")] == [f"%{x} {over}" for x in ("O", "LSE")]
     before, after = (m.kernel("fwd") for m in (one, made))
     sizes = {**unbounded(after), **SIZES, "splits": programs, "tiles": 0}
     total = 0

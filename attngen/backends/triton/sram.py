@@ -182,7 +182,7 @@ def _widest(kernel: Kernel, body: str) -> Expr:
     return max(peaks, key=lambda p: p.subs(dict.fromkeys(p.free_symbols - {ELEM}, 64)).subs(ELEM, 2))
 
 
-@lru_cache(maxsize=10_000)  # a few modules' rows
+@lru_cache(maxsize=256)  # the rows just looked at, which are asked for again
 def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
     """Shared-memory bytes of one program under a schedule row."""
     return int(evaluate(row_formula(module, kernel, row), sizes(module, row)))
@@ -198,7 +198,7 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     return formula + _turned(kernel) if on_units and _few_rows(kernel, row) else formula
 
 
-@lru_cache(maxsize=10_000)
+@lru_cache(maxsize=256)
 def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
     """32-bit registers of each thread that live tiles take."""
     device = CLASSES[row.device]
