@@ -42,8 +42,8 @@ def tile_bytes(t: Type) -> Expr:
 
 
 def mode(module: Module, elem_bytes: int) -> str:
-    """How products of elements with `elem_bytes` bytes are computed: as their row of ELEMENTS says, `tf32` or `ieee`."""
-    return ELEMENTS[of_size(module.dtypes, elem_bytes)].products or module.precision
+    """How products of elements with `elem_bytes` bytes are computed: as the row of its type of that size says, `tf32` or `ieee`."""
+    return ELEMENTS[of_size([*module.dtypes, *ELEMENTS], elem_bytes)].products or module.precision
 
 
 def sizes(module: Module, row: Row) -> dict[str, int]:

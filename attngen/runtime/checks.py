@@ -21,11 +21,14 @@ def kind(x: object) -> str:
     return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
+def is_watched() -> bool:
+    """Whether something besides autograd sees calls: a compiler, a tracer, a transform or a mode."""
+    return torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or bool(dispatch_modes())
+
+
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the three are plain tensors of one kind, seen by autograd at most: no compiler, tracer, transform, mode or subclass."""
-    if torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or dispatch_modes():
-        return False
-    return (
+    """Whether the three are plain tensors of one kind, no subclasses, seen by autograd at most."""
+    return not is_watched() and (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
         and (q.dtype is k.dtype is v.dtype and not (q.is_neg() or k.is_neg() or v.is_neg()))
@@ -61,17 +64,30 @@ class Rules:
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         """
-        plain = is_plain(q, k, v)
-        if not plain or autocast_is_on():
+        watched = is_watched()
+        if watched or autocast_is_on():
             q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
-        shapes = self._fit(q, k, v) if plain else None
+        shapes = None if watched else self._fit(q, k, v)
         if shapes is None:
             self.check(q, k, v)
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors that are valid, readable in place and on the current device, else None: the fast way to what `check`
-        says in sentences."""
+        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
+        what `check` says in sentences."""
+        if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.layout is k.layout is v.layout is torch.strided):
+            return None
+        dtype, device = q.dtype, q.get_device()
+        if not (
+            (dtype is k.dtype is v.dtype and dtype in self.dtypes and not (q.is_neg() or k.is_neg() or v.is_neg()))
+            and device == k.get_device() == v.get_device()
+            and (
+                q.is_cuda and k.is_cuda and v.is_cuda and device == current_device()
+                if device >= 0
+                else q.device == k.device == v.device and q.device.type in self.devices
+            )
+        ):
+            return None
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
@@ -84,8 +100,6 @@ class Rules:
             and d == dk == self.width_qk
             and v.shape == (b, hk, nk, self.width_v)
             and q3 == k3 == v3 == 1
-            and q.dtype in self.dtypes
-            and (q.get_device() == current_device() if q.is_cuda else q.device.type in self.devices)
             and nq <= MAX_ROWS
             and nk <= MAX_ROWS
             and (q2 <= MAX_ROW_STRIDE or nq <= 1)
