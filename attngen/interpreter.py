@@ -26,8 +26,10 @@ def lighten() -> None:
     For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode alone. For each cast
     it makes a table of all types. For each call of a function on the device it looks through all names of Triton's language for those
     to replace. And for each tensor it makes its type, and what that says of its shape, anew. A version of Triton that has other parts is
-    left as it is.
+    left as it is. It does nothing where kernels are not interpreted.
     """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
     from triton.runtime import interpreter
 
     if not _is_known(interpreter) or hasattr(interpreter._patch_builtin, "__wrapped__"):

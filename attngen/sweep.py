@@ -9,7 +9,6 @@ TRITON_INTERPRET decides when triton is imported: set it before this file is.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,7 @@ import triton
 from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
 from attngen.spec import Spec, load_spec
-from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
+from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
@@ -74,8 +73,7 @@ def processes(workers: int) -> ProcessPoolExecutor:
 def _start(lock: Lock) -> None:
     """Start a process: it takes turns, and its interpreter, if it needs that, is fast."""
     _turns.append(lock)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        lighten()
+    lighten()
 
 
 def run_job(job: Job, device: str, seed: int) -> Table:
@@ -114,8 +112,8 @@ def cases(spec: Spec, device: str) -> Iterator[Case]:
 
 def repeats(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int) -> bool:
     """Whether two runs give the same bits, forward and, where there is one, backward."""
-    q, k, v, inputs = make_inputs(spec, case, TORCH_DTYPES[dtype], device, seed)
-    grads = make_gradients(spec, case, TORCH_DTYPES[dtype], device, seed)
+    q, k, v, inputs = make_inputs(spec, case, torch_dtype(dtype), device, seed)
+    grads = make_gradients(spec, case, torch_dtype(dtype), device, seed)
     runs = []
     for _ in range(2):
         leaves = [x.detach().requires_grad_(spec.trains) for x in (q, k, v)]

@@ -19,13 +19,18 @@ from attngen.parts import Part, Sizes
 from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
 from attngen.spec import Spec
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, e.torch) for name, e in ELEMENTS.items()}
 KEYS = ("out", "lse", "dq", "dk", "dv")  # results of every module, and gradients of every one that has a backward
 LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
 TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
 BAR = 2.0  # our error over naive's, at most
 DROPOUT_P, SEED = 0.2, 0x5EED_0000_0001  # of cases of specs with dropout that name no other
 ROW_BAR = 4.0  # the same of the worst row, which is one draw of rounding's luck: no mean over the others evens it out
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """torch's element type of a row of ELEMENTS."""
+    found: torch.dtype = getattr(torch, ELEMENTS[dtype].torch)
+    return found
 
 
 @dataclass(frozen=True)
@@ -222,10 +227,10 @@ def run_case(
     Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise. Modules with dropout
     drop by SEED, and naive attention what the oracle says that this drops.
     """
-    torch_dtype, out_dtype = getattr(torch, ELEMENTS[dtype].torch), getattr(torch, ELEMENTS[result_of(dtype)].torch)
-    q, k, v, drawn = make_inputs(spec, case, torch_dtype, device, seed)
+    in_dtype, out_dtype = torch_dtype(dtype), torch_dtype(result_of(dtype))
+    q, k, v, drawn = make_inputs(spec, case, in_dtype, device, seed)
     drawn.update(inputs or {})
-    grads = make_gradients(spec, case, torch_dtype, device, seed)
+    grads = make_gradients(spec, case, in_dtype, device, seed)
     mask = reference_mask(spec.mask, q, k, drawn)
     learned = {i.name: drawn[i.name] for i in spec.inputs() if i.grad}
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
@@ -242,7 +247,7 @@ def run_case(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor | None, *x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         modify, sink = reference_scores(spec.score, q, k, {**drawn, **dict(zip(learned, x))})
-        return naive_attention(q, k, v, mask, factor, weight, modify, sink, torch_dtype if q.dtype == out_dtype else None)
+        return naive_attention(q, k, v, mask, factor, weight, modify, sink, in_dtype if q.dtype == out_dtype else None)
 
     leaves = (q, k, v, *learned.values())
     names = result_names(spec)
@@ -253,7 +258,7 @@ def run_case(
         naive = _errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
     found = _errors(_gradients(ours, leaves, grads, names), truth)
     fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
-    stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else torch_dtype) for key, x in truth.items()}
+    stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else in_dtype) for key, x in truth.items()}
     least = torch.finfo(torch.float16).eps / 4 if tf32 else torch.finfo(torch.float32).eps  # tf32 has as many bits as fp16
     rounding = {key: max(e, least) for key, e in _errors(stored, truth).items()}
     for change in rounded:

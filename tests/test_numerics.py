@@ -21,7 +21,7 @@ from attngen.masks import MAX_OFFSET
 from attngen.policy import SPLIT_KEYS
 from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
-from attngen.testing import KEYS, TORCH_DTYPES, Case, heads_for, load_module, make_gradients, make_inputs, run_case
+from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 from tests.conftest import CUDA
 from tests.helpers import FEW, KINDS, NIGHTLY, ROOT, SMALLER, SPECS, WRAPPERS, built, module_of
 from tests.helpers import spec as spec_of
@@ -40,7 +40,7 @@ def dtypes(name: str) -> list[str]:
 
 
 def first_dtype(name: str) -> torch.dtype:
-    return TORCH_DTYPES[dtypes(name)[0]]
+    return torch_dtype(dtypes(name)[0])
 
 
 def with_dtypes(names: list[str]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import torch
 from attngen.bench.flex import Mods, mods
 from attngen.bench.grids import Cell
 from attngen.parts import Sizes
-from attngen.testing import TORCH_DTYPES, make_workload
+from attngen.testing import make_workload, torch_dtype
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def dtype(self) -> torch.dtype:
-        return TORCH_DTYPES[self.cell.dtype]
+        return torch_dtype(self.cell.dtype)
 
     @property
     def sizes(self) -> Sizes:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from attngen.reference import reference_mask, reference_scores
 from attngen.spec import Spec, load_spec
-from attngen.testing import TORCH_DTYPES, load_module
+from attngen.testing import load_module, torch_dtype
 
 STARTED, FAILED = "started", "failed"  # what a line says of a call
 
@@ -58,7 +58,7 @@ def _prepared(spec: Spec, plan: dict[str, Any], call: dict[str, Any]) -> Callabl
 
     def normal(heads: int, width: int) -> torch.Tensor:
         shape = (plan["batch"], heads, call["n"], width)
-        return torch.randn(shape, generator=generator, device=plan["device"]).to(TORCH_DTYPES[spec.dtype[0]])
+        return torch.randn(shape, generator=generator, device=plan["device"]).to(torch_dtype(spec.dtype[0]))
 
     q, k, v = normal(plan["heads"], spec.head_dim.qk), normal(plan["kv_heads"], spec.head_dim.qk), normal(plan["kv_heads"], spec.head_dim.v)
     attention = load_module(Path(call["module"])).attention if call["module"] else _naive(spec, q, k)

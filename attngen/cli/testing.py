@@ -61,8 +61,7 @@ def _interpret_without_cuda() -> bool:
         torch.set_num_threads(1)  # tensors are small
         warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
     check_interpreter()
-    if not cuda:
-        lighten()
+    lighten()
     return cuda
 
 

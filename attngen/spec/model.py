@@ -312,11 +312,7 @@ def json_schema() -> dict[str, Any]:
         "description": "width of a head: one number, or one for q and k and one for v",
         "anyOf": [{"type": "integer", "minimum": 16, "maximum": 256, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
     }
-    schema["properties"]["backward"] = {
-        "description": "how gradients are computed; false builds a module without a backward",
-        "default": {"deterministic": True},
-        "anyOf": [{"const": False}, {"$ref": "#/$defs/Backward"}],
-    }
+    schema["properties"]["backward"]["anyOf"] = [{"const": False}, {"$ref": "#/$defs/Backward"}]
     types = {"enum": list(ELEMENTS)}
     schema["properties"]["dtype"] = {
         "description": "element types the module accepts",

@@ -24,7 +24,7 @@ from attngen.ir.heads import SHARINGS
 from attngen.parts import Sizes
 from attngen.reference import relative_error
 from attngen.spec import Spec, load_spec
-from attngen.testing import TORCH_DTYPES, load_module, make_workload
+from attngen.testing import load_module, make_workload, torch_dtype
 from attngen.tune.tuner import Answer, Cell
 
 WRONG = 1e-2  # relative difference from the results of the model's choice, at most
@@ -139,7 +139,7 @@ class Bench:
         return self.problem[1]
 
     def _make(self, cell: Cell, batch: int) -> Problem:
-        spec, dtype = self.specs[cell.spec], TORCH_DTYPES[cell.dtype]
+        spec, dtype = self.specs[cell.spec], torch_dtype(cell.dtype)
         heads = max(1, HIDDEN // spec.head_dim.v)
         shared = SHARINGS[spec.heads.sharing].kv_heads(heads, GROUP)
         shapes = {"q": (heads, spec.head_dim.qk), "k": (shared, spec.head_dim.qk), "v": (shared, spec.head_dim.v)}

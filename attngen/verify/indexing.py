@@ -79,9 +79,9 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
                 expected = " or ".join(map(to_text, right))
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
         if isinstance(op, Store):
-            named = {name for e in indices for name in symbol_names(e)} | (
-                {kernel.own_axis} if op.by else set()
-            )  # its rows are of its tile
+            named = {name for e in indices for name in symbol_names(e)}
+            if op.by:  # it writes rows of the own tile
+                named.add(kernel.own_axis)
             for axis in kernel.grid:
                 if not {axis.var, f"{axis.var}_start"} & named:
                     yield f"%{op.name} writes rows of %{tensor.name} that the other programs along {axis.var} write, too"

@@ -227,16 +227,21 @@ def is_watched() -> bool:
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the three are plain tensors of one kind, no subclasses, seen by autograd at most."""
-    return not is_watched() and (
+    return not is_watched() and _device_of(q, k, v) is not None
+
+
+def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
+    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they are no such three."""
+    if not (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
         and (q.dtype is k.dtype is v.dtype and not (q.is_neg() or k.is_neg() or v.is_neg()))
-        and (
-            q.get_device() == k.get_device() == v.get_device()
-            if q.is_cuda and k.is_cuda and v.is_cuda
-            else q.device == k.device == v.device
-        )
-    )
+    ):
+        return None
+    number = q.get_device()
+    if q.is_cuda and k.is_cuda and v.is_cuda:
+        return number if number == k.get_device() == v.get_device() else None
+    return number if q.device == k.device == v.device else None
 
 
 # The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, of k and of v, each without the last dimension.
@@ -274,18 +279,10 @@ class Rules:
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
         """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
         what `check` says in sentences."""
-        if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and q.layout is k.layout is v.layout is torch.strided):
+        device = _device_of(q, k, v)
+        if device is None or q.dtype not in self.dtypes:
             return None
-        dtype, device = q.dtype, q.get_device()
-        if not (
-            (dtype is k.dtype is v.dtype and dtype in self.dtypes and not (q.is_neg() or k.is_neg() or v.is_neg()))
-            and device == k.get_device() == v.get_device()
-            and (
-                q.is_cuda and k.is_cuda and v.is_cuda and device == current_device()
-                if device >= 0
-                else q.device == k.device == v.device and q.device.type in self.devices
-            )
-        ):
+        if device != current_device() if q.is_cuda else q.device.type not in self.devices:
             return None
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
