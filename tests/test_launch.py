@@ -193,6 +193,27 @@ def test_only_alike_tensors_of_torchs_own_are_plain(device: str) -> None:
         assert not plain(q, k, v)
 
 
+def test_a_guard_knows_the_kind_of_the_last_calls_tensors_and_no_other(device: str) -> None:
+    module, (q, k, v) = built(NAME), inputs(device)
+    rules = module.runtime.Rules("mha", 64, 64, (torch.float16, torch.float32), module.INTERPRETED)
+    assert rules.admit(q, k, v)[3] and len(rules.guards) == 1
+    knows, _ = rules.last
+    assert knows(v, q, k) and knows(*(x[:, :1, :7].transpose(1, 2) for x in (q, k, v)))
+    leaf, mine = k.clone().requires_grad_(), k.as_subclass(type("Mine", (torch.Tensor,), {}))
+    others = (k.float(), mine, k.to_sparse(), k.to("meta"), torch._neg_view(k), k[0], torch.nn.Parameter(k), leaf, [k], None)
+    assert not any(knows(q, other, v) for other in others)
+    with Watch():
+        assert not knows(q, k, v)
+    with torch.autocast(device, torch.float16):
+        assert not knows(q, k, v)
+    for _ in range(2):  # calls of two kinds in turn: each has its guard
+        assert rules.admit(q, leaf, v)[3] and rules.last[0] is not knows
+        assert rules.admit(q, k, v)[3] and rules.last[0] is knows
+    assert len(rules.guards) == 2
+    with pytest.raises(TypeError, match="k is torch.float32 and q torch.float16"):
+        rules.admit(q, k.float(), v)
+
+
 def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
     """Calls of several kinds one after another give what each gives alone."""
     module = built(NAME)

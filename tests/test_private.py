@@ -17,6 +17,7 @@ NAME = "causal_dropout_mqa"
 PRIVATE = [
     (torch._C._dynamo.guards, "_empty_strided_cpu"),
     (torch._C._dynamo.guards, "_empty_strided_cuda"),
+    (torch._C._dynamo.guards, "TensorGuards"),
     (torch._C, "_cuda_getDevice"),
     (torch._C, "_is_any_autocast_enabled"),
     (torch._C, "_is_tracing"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from attngen.runtime.memory import MAX_ROW_STRIDE
-from attngen.runtime.private import autocast_is_on, current_device, dispatch_modes, is_tracing, transforms_are_active
+from attngen.runtime.private import autocast_is_on, current_device, dispatch_modes, guard_of, is_tracing, transforms_are_active
 
 MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -62,6 +63,9 @@ class Rules:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
+        # Guards of the kinds of tensors that calls had and that kernels take, with the number of their device; the last call's.
+        self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
+        self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
     def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
         """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them in place, else None.
@@ -80,10 +84,13 @@ class Rules:
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
         """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
         what `check` says in sentences."""
-        device = _device_of(q, k, v)
-        if device is None or q.dtype not in self.dtypes:
-            return None
-        if device != current_device() if q.is_cuda else q.device.type not in self.devices:
+        knows, device = self.last
+        if not knows(q, k, v):
+            number = self._admitted_device(q, k, v)
+            if number is None:
+                return None
+            device = number
+        if device >= 0 and device != current_device():
             return None
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
@@ -104,6 +111,19 @@ class Rules:
         ):
             return b, hq, hk, nq, nk, (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
         return None
+
+    def _admitted_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
+        """As `_device_of`; None as well where the module is not for their dtype or device. A guard will know the next of their kind."""
+        device = _device_of(q, k, v)
+        if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
+            return None
+        if guard_of is not None:
+            kind = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad, torch.is_inference_mode_enabled(), autocast_is_on()
+            guard = self.guards.get(kind)
+            if guard is None:
+                guard = self.guards[kind] = guard_of(q, k, v), device
+            self.last = guard
+        return device
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
         """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the same."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import reduce
+from math import gcd
 from operator import itemgetter, or_
 from types import ModuleType
 from typing import Any
@@ -151,11 +152,11 @@ class Kernel:
         """
         if flags:  # a tensor may be missing for one value of a flag
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
-            low = reduce(or_, filter(None, args), 0)
+            unit = gcd(16, *filter(None, args))
         else:
             args = list(map(_address, tensors))
-            low = reduce(or_, args)
-        aligned = not (low & 15 or _HIP)
+            unit = gcd(16, *args)
+        aligned = unit == 16 and not _HIP
         call = strides, self.varied(numbers), flags, x.dtype, x.get_device()
         last, launches = LAST.get(self, _NONE)
         if not aligned or call != last:

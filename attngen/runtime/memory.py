@@ -18,7 +18,8 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
     """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
-    if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
+    _, _, step, of_column = x.stride()
+    if of_column == 1 and (step <= MAX_ROW_STRIDE or x.shape[2] <= 1):
         return x
     return x.contiguous()
 

@@ -96,8 +96,9 @@ class Operators:
             self._backward,
             self._fake_backward,
         )
-        self.recorded = _recorded_calls(self)
-        self.apply = apply_of(self.recorded)
+        self.recorded = _recorded_calls(self, self._run_operator, with_lse=True)
+        self.apply = apply_of(_recorded_calls(self, forward, with_lse=False))
+        self.apply_with_lse = apply_of(_recorded_calls(self, forward, with_lse=True))
         self._register_autograd()
 
     def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -109,19 +110,19 @@ class Operators:
         torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
         return op
 
-    def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place, on the current device: no
-        dispatcher is needed."""
-        q, k, v = args[:3]
+    def __call__(
+        self, shapes: Shapes | None, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse). With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed."""
         if shapes is None or (self.interpreted and q.dtype not in _OF_NUMPY):
-            return self._through_dispatcher(*args)
-        wanted = (
-            q.requires_grad or k.requires_grad or v.requires_grad or (self.learned and any(args[i].requires_grad for i in self.learned))
-        )
+            return self._through_dispatcher(q, k, v, *operands)
+        learned = self.signature.learned
+        wanted = q.requires_grad or k.requires_grad or v.requires_grad or (learned and any(operands[i].requires_grad for i in learned))
         if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
-            results = self.apply(shapes, return_lse, *args)
-            return results if return_lse else (results, None)
-        return self.host_forward(*args, shapes)
+            if return_lse:
+                return self.apply_with_lse(q, k, v, *operands, shapes)
+            return self.apply(q, k, v, *operands, shapes), None
+        return self.host_forward(q, k, v, *operands, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the operator. Triton's interpreter cannot multiply what NumPy has not, such as bf16, so there it gets fp32."""
@@ -168,7 +169,12 @@ class Operators:
         """A call of the forward operator that autograd sees."""
         if self.backward is None:
             refuse_gradients(*args[:3], *(args[i] for i in self.learned))
-        return self.recorded.apply(None, True, *args)
+        return self.recorded.apply(*args, None)
+
+    def _run_operator(self, *args: Any) -> Results:
+        """What such a call runs: the operator, below autograd. The last argument, a call's shapes, is None."""
+        with below_autograd():
+            return self.forward(*args[:-1])
 
     def _register_autograd(self) -> None:
         if below_autograd is None:
@@ -232,29 +238,22 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
-    """The autograd function of a call: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
-
-    host_forward, numbers_at = operators.host_forward, operators.numbers_at
+def _recorded_calls(operators: Operators, run: Callable[..., Results], with_lse: bool) -> type[torch.autograd.Function]:
+    """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, lse)."""
+    numbers_at = operators.numbers_at
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
-            if shapes:
-                out, lse = host_forward(*args, shapes)
-            elif below_autograd is None:
-                out, lse = operators.forward(*args)
-            else:
-                with below_autograd():
-                    out, lse = operators.forward(*args)
+        def forward(ctx: Any, *args: Any) -> Any:
+            results = run(*args)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(out, lse, *args[:numbers_at])  # as `save` does
-            ctx.numbers = args[numbers_at:]
-            return (out, lse) if return_lse else out  # one output less for autograd to track
+            ctx.save_for_backward(*results + args[:numbers_at])  # as `save` does
+            ctx.numbers = args[numbers_at:-1]
+            return results if with_lse else results[0]  # one output less for autograd to track
 
         @staticmethod
         def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
-            return None, None, *operators.gradients(ctx, ctx.needs_input_grad[2:], grad_out, grad_lse)
+            return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
 
     return Attention
 

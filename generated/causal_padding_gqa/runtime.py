@@ -8,6 +8,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
+from math import gcd
 from operator import itemgetter, or_
 from torch.autograd import forward_ad
 from types import ModuleType
@@ -38,6 +39,22 @@ def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
         return guard
 
 
+def _guards(x: torch.Tensor) -> Callable[..., Callable[..., bool]]:
+    """What makes a guard of tensors, after one was made that knows x and not another."""
+    make: Any = torch._C._dynamo.guards.TensorGuards
+
+    def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
+        sizes = [[None] * x.dim() for x in tensors]
+        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=sizes).check
+        return check
+
+    knows = guard_of(x)
+    negated = x.new_empty(1, dtype=torch.complex64).conj().imag  # lazily
+    if not knows(x.new_empty(2)) or any(map(knows, (negated, x[None], x.double(), x.to("meta"), torch.nn.Parameter(x)))):
+        raise NotImplementedError
+    return guard_of
+
+
 # Makes an uninitialised tensor of (shape, strides, dtype) on the CPU, or on the current CUDA device.
 empty_cpu = _first(
     lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),  # type: ignore[attr-defined]
@@ -59,6 +76,9 @@ is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)
 # Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
+# A function of tensors that says whether others are like them: of the same classes, layouts, dtypes, devices, `requires_grad` and numbers
+# of dimensions, of any sizes and strides. It may deny it of tensors that are. Where it is None, these have to be looked at one by one.
+guard_of = _first(lambda: _guards(torch.empty(1, device="cpu")), None)
 # In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
@@ -122,7 +142,8 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
     """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
-    if x.stride(3) == 1 and (x.stride(2) <= MAX_ROW_STRIDE or x.shape[2] <= 1):
+    _, _, step, of_column = x.stride()
+    if of_column == 1 and (step <= MAX_ROW_STRIDE or x.shape[2] <= 1):
         return x
     return x.contiguous()
 
@@ -261,6 +282,9 @@ class Rules:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
+        # Guards of the kinds of tensors that calls had and that kernels take, with the number of their device; the last call's.
+        self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
+        self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
     def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
         """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them in place, else None.
@@ -279,10 +303,13 @@ class Rules:
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
         """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
         what `check` says in sentences."""
-        device = _device_of(q, k, v)
-        if device is None or q.dtype not in self.dtypes:
-            return None
-        if device != current_device() if q.is_cuda else q.device.type not in self.devices:
+        knows, device = self.last
+        if not knows(q, k, v):
+            number = self._admitted_device(q, k, v)
+            if number is None:
+                return None
+            device = number
+        if device >= 0 and device != current_device():
             return None
         try:
             (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
@@ -303,6 +330,19 @@ class Rules:
         ):
             return b, hq, hk, nq, nk, (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
         return None
+
+    def _admitted_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
+        """As `_device_of`; None as well where the module is not for their dtype or device. A guard will know the next of their kind."""
+        device = _device_of(q, k, v)
+        if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
+            return None
+        if guard_of is not None:
+            kind = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad, torch.is_inference_mode_enabled(), autocast_is_on()
+            guard = self.guards.get(kind)
+            if guard is None:
+                guard = self.guards[kind] = guard_of(q, k, v), device
+            self.last = guard
+        return device
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
         """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the same."""
@@ -562,11 +602,11 @@ class Kernel:
         """
         if flags:  # a tensor may be missing for one value of a flag
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
-            low = reduce(or_, filter(None, args), 0)
+            unit = gcd(16, *filter(None, args))
         else:
             args = list(map(_address, tensors))
-            low = reduce(or_, args)
-        aligned = not (low & 15 or _HIP)
+            unit = gcd(16, *args)
+        aligned = unit == 16 and not _HIP
         call = strides, self.varied(numbers), flags, x.dtype, x.get_device()
         last, launches = LAST.get(self, _NONE)
         if not aligned or call != last:
@@ -895,8 +935,9 @@ class Operators:
             self._backward,
             self._fake_backward,
         )
-        self.recorded = _recorded_calls(self)
-        self.apply = apply_of(self.recorded)
+        self.recorded = _recorded_calls(self, self._run_operator, with_lse=True)
+        self.apply = apply_of(_recorded_calls(self, forward, with_lse=False))
+        self.apply_with_lse = apply_of(_recorded_calls(self, forward, with_lse=True))
         self._register_autograd()
 
     def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -908,19 +949,19 @@ class Operators:
         torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
         return op
 
-    def __call__(self, shapes: Shapes | None, return_lse: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of q, k, v and the operands. With `shapes`, q, k and v are plain and readable in place, on the current device: no
-        dispatcher is needed."""
-        q, k, v = args[:3]
+    def __call__(
+        self, shapes: Shapes | None, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse). With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed."""
         if shapes is None or (self.interpreted and q.dtype not in _OF_NUMPY):
-            return self._through_dispatcher(*args)
-        wanted = (
-            q.requires_grad or k.requires_grad or v.requires_grad or (self.learned and any(args[i].requires_grad for i in self.learned))
-        )
+            return self._through_dispatcher(q, k, v, *operands)
+        learned = self.signature.learned
+        wanted = q.requires_grad or k.requires_grad or v.requires_grad or (learned and any(operands[i].requires_grad for i in learned))
         if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
-            results = self.apply(shapes, return_lse, *args)
-            return results if return_lse else (results, None)
-        return self.host_forward(*args, shapes)
+            if return_lse:
+                return self.apply_with_lse(q, k, v, *operands, shapes)
+            return self.apply(q, k, v, *operands, shapes), None
+        return self.host_forward(q, k, v, *operands, shapes)
 
     def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the operator. Triton's interpreter cannot multiply what NumPy has not, such as bf16, so there it gets fp32."""
@@ -967,7 +1008,12 @@ class Operators:
         """A call of the forward operator that autograd sees."""
         if self.backward is None:
             refuse_gradients(*args[:3], *(args[i] for i in self.learned))
-        return self.recorded.apply(None, True, *args)
+        return self.recorded.apply(*args, None)
+
+    def _run_operator(self, *args: Any) -> Results:
+        """What such a call runs: the operator, below autograd. The last argument, a call's shapes, is None."""
+        with below_autograd():
+            return self.forward(*args[:-1])
 
     def _register_autograd(self) -> None:
         if below_autograd is None:
@@ -1031,29 +1077,22 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _recorded_calls(operators: Operators) -> type[torch.autograd.Function]:
-    """The autograd function of a call: (shapes, return_lse, q, k, v, *operands) -> out, or (out, lse)."""
-
-    host_forward, numbers_at = operators.host_forward, operators.numbers_at
+def _recorded_calls(operators: Operators, run: Callable[..., Results], with_lse: bool) -> type[torch.autograd.Function]:
+    """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, lse)."""
+    numbers_at = operators.numbers_at
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, shapes: Shapes | None, return_lse: bool, *args: Any) -> Any:
-            if shapes:
-                out, lse = host_forward(*args, shapes)
-            elif below_autograd is None:
-                out, lse = operators.forward(*args)
-            else:
-                with below_autograd():
-                    out, lse = operators.forward(*args)
+        def forward(ctx: Any, *args: Any) -> Any:
+            results = run(*args)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(out, lse, *args[:numbers_at])  # as `save` does
-            ctx.numbers = args[numbers_at:]
-            return (out, lse) if return_lse else out  # one output less for autograd to track
+            ctx.save_for_backward(*results + args[:numbers_at])  # as `save` does
+            ctx.numbers = args[numbers_at:-1]
+            return results if with_lse else results[0]  # one output less for autograd to track
 
         @staticmethod
         def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
-            return None, None, *operators.gradients(ctx, ctx.needs_input_grad[2:], grad_out, grad_lse)
+            return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
 
     return Attention
 

@@ -18,6 +18,8 @@ PARTS = ("run", "function", "packed_metadata")  # of a compiled kernel; only a G
 def is_taken(home: Any, name: str) -> bool:
     """Whether the runtime holds the private interface itself, or reads it at each call."""
     found = getattr(home, name, None)
+    if name == "TensorGuards":
+        return private.guard_of is not None
     return found is not None and (name == "_current_level" or any(value is found for value in vars(private).values()))
 
 
