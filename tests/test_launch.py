@@ -212,6 +212,21 @@ def test_a_guard_knows_the_kind_of_the_last_calls_tensors_and_no_other(device: s
     assert len(rules.guards) == 2
     with pytest.raises(TypeError, match="k is torch.float32 and q torch.float16"):
         rules.admit(q, k.float(), v)
+    for name, odd in (("q", None), ("k", torch.nested.nested_tensor([k[0]]))):  # torch ends the process if a guard is asked about these
+        with pytest.raises(TypeError, match=f"{name} is a .*; expected a dense tensor"):
+            rules.admit(**{"q": q, "k": k, "v": v, name: odd})
+
+
+def test_no_call_spoils_the_guards_of_others(device: str) -> None:
+    """A guard of a Parameter gives way to one of tensors, and one that is in use to none, where a call has one tensor twice."""
+    module, (q, k, v) = built(NAME), inputs(device)
+    rules = module.runtime.Rules("mha", 64, 64, (torch.float16,), module.INTERPRETED)
+    with pytest.raises(ValueError, match="q has shape"):
+        rules.admit(q[0], k[0], v[0])
+    assert rules.admit(torch.nn.Parameter(q, requires_grad=False), k, v)[3] and not rules.last[0](q, k, v)
+    assert rules.admit(q, k, v)[3] and rules.last[0](q, k, v)
+    assert rules.admit(q, k, k)[3] and rules.last[0](q, k, v)
+    assert len(rules.guards) == 1
 
 
 def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:

@@ -19,7 +19,9 @@ _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 def kind(x: object) -> str:
     """What an argument is, in the words of an error."""
-    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+    if isinstance(x, torch.Tensor):
+        return "nested tensor" if x.is_nested else f"{x.layout} tensor"
+    return type(x).__name__
 
 
 def is_watched() -> bool:
@@ -63,7 +65,7 @@ class Rules:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
-        # Guards of the kinds of tensors that calls had and that kernels take, with the number of their device; the last call's.
+        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken up last.
         self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
         self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
@@ -84,25 +86,25 @@ class Rules:
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
         """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
         what `check` says in sentences."""
+        try:
+            (b, hq, nq, d), (bk, hk, nk, dk), of_v = q.shape, k.shape, v.shape
+            (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, not of four dimensions, sparse, nested
+            return None
         knows, device = self.last
         if not knows(q, k, v):
-            number = self._admitted_device(q, k, v)
-            if number is None:
+            looked_up = self._device_of_unknown(q, k, v)
+            if looked_up is None:
                 return None
-            device = number
+            device = looked_up
         if device >= 0 and device != current_device():
-            return None
-        try:
-            (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
-            (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
-        except ValueError:  # not of four dimensions
             return None
         shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and not hq % hk
         if (
             shared
             and b == bk
             and d == dk == self.width_qk
-            and v.shape == (b, hk, nk, self.width_v)
+            and of_v == (b, hk, nk, self.width_v)
             and q3 == k3 == v3 == 1
             and nq <= MAX_ROWS
             and nk <= MAX_ROWS
@@ -112,16 +114,18 @@ class Rules:
             return b, hq, hk, nq, nk, (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
         return None
 
-    def _admitted_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-        """As `_device_of`; None as well where the module is not for their dtype or device. A guard will know the next of their kind."""
+    def _device_of_unknown(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
+        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their dtype or device.
+
+        It makes a guard for the next such tensors, or takes up the one that was made."""
         device = _device_of(q, k, v)
         if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
             return None
-        if guard_of is not None:
-            kind = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad, torch.is_inference_mode_enabled(), autocast_is_on()
-            guard = self.guards.get(kind)
-            if guard is None:
-                guard = self.guards[kind] = guard_of(q, k, v), device
+        if guard_of is not None and not (q is k or q is v or k is v):  # no guard knows one tensor twice
+            about = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad
+            guard = self.guards.get(about)
+            if guard is None or not guard[0](q, k, v):  # it may have been made of a Parameter, or in inference mode
+                guard = self.guards[about] = guard_of(q, k, v), device
             self.last = guard
         return device
 
@@ -162,7 +166,7 @@ class Rules:
         self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
 
     def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
-        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
             raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense tensor {shape}")
         if x.dim() != 4 or x.shape[3] != width:
             raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
@@ -204,7 +208,7 @@ def check_input(
     q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
 ) -> None:
     """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
-    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
         raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}")
     if x.dtype != dtype and x.dtype not in more:
         known = " or ".join(map(str, dict.fromkeys((dtype, *more))))

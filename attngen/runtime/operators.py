@@ -96,6 +96,7 @@ class Operators:
             self._backward,
             self._fake_backward,
         )
+        # Calls that autograd records: of the operator; of the host program, for the output alone and for both results.
         self.recorded = _recorded_calls(self, self._run_operator, with_lse=True)
         self.apply = apply_of(_recorded_calls(self, forward, with_lse=False))
         self.apply_with_lse = apply_of(_recorded_calls(self, forward, with_lse=True))
@@ -172,7 +173,7 @@ class Operators:
         return self.recorded.apply(*args, None)
 
     def _run_operator(self, *args: Any) -> Results:
-        """What such a call runs: the operator, below autograd. The last argument, a call's shapes, is None."""
+        """The results of the forward operator, below autograd. The last argument stands for shapes, which it is not given."""
         with below_autograd():
             return self.forward(*args[:-1])
 
@@ -208,7 +209,7 @@ class Operators:
         ctx.numbers = args[self.numbers_at :]
 
     def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
-        """The gradients of q, k, v and the operands; None for those that are not `needed`."""
+        """The gradients of q, k, v and what follows them in a call, as many as `needed` says; None for those that are not."""
         found: list[Any] = [None] * len(needed)
         if grad_out is None and grad_lse is None:
             return found

@@ -34,8 +34,8 @@ def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
         return guard
 
 
-def _guards(x: torch.Tensor) -> Callable[..., Callable[..., bool]]:
-    """What makes a guard of tensors, after one was made that knows x and not another."""
+def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
+    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell tensors apart."""
     make: Any = torch._C._dynamo.guards.TensorGuards
 
     def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
@@ -43,9 +43,10 @@ def _guards(x: torch.Tensor) -> Callable[..., Callable[..., bool]]:
         check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=sizes).check
         return check
 
-    knows = guard_of(x)
-    negated = x.new_empty(1, dtype=torch.complex64).conj().imag  # lazily
-    if not knows(x.new_empty(2)) or any(map(knows, (negated, x[None], x.double(), x.to("meta"), torch.nn.Parameter(x)))):
+    knows = guard_of(like)
+    negated = like.new_empty(1, dtype=torch.complex64).conj().imag  # its sign is lazy
+    others = negated, like[None], like.double(), like.to("meta"), torch.nn.Parameter(like)
+    if not knows(like.new_empty(2)) or any(map(knows, others)):
         raise NotImplementedError
     return guard_of
 
@@ -71,9 +72,10 @@ is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)
 # Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# A function of tensors that says whether others are like them: of the same classes, layouts, dtypes, devices, `requires_grad` and numbers
-# of dimensions, of any sizes and strides. It may deny it of tensors that are. Where it is None, these have to be looked at one by one.
-guard_of = _first(lambda: _guards(torch.empty(1, device="cpu")), None)
+# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device, `requires_grad` and
+# number of dimensions, and under the same modes; sizes and strides may differ. It never knows one tensor twice. It ends the process if a
+# tensor has no sizes, as nested ones have none. Where `guard_of` is None, tensors have to be looked at one by one.
+guard_of = _first(lambda: _guards(torch.empty(1, device="cpu", dtype=torch.float32)), None)
 # In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 

@@ -39,8 +39,8 @@ def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
         return guard
 
 
-def _guards(x: torch.Tensor) -> Callable[..., Callable[..., bool]]:
-    """What makes a guard of tensors, after one was made that knows x and not another."""
+def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
+    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell tensors apart."""
     make: Any = torch._C._dynamo.guards.TensorGuards
 
     def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
@@ -48,9 +48,10 @@ def _guards(x: torch.Tensor) -> Callable[..., Callable[..., bool]]:
         check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=sizes).check
         return check
 
-    knows = guard_of(x)
-    negated = x.new_empty(1, dtype=torch.complex64).conj().imag  # lazily
-    if not knows(x.new_empty(2)) or any(map(knows, (negated, x[None], x.double(), x.to("meta"), torch.nn.Parameter(x)))):
+    knows = guard_of(like)
+    negated = like.new_empty(1, dtype=torch.complex64).conj().imag  # its sign is lazy
+    others = negated, like[None], like.double(), like.to("meta"), torch.nn.Parameter(like)
+    if not knows(like.new_empty(2)) or any(map(knows, others)):
         raise NotImplementedError
     return guard_of
 
@@ -76,9 +77,10 @@ is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)
 # Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# A function of tensors that says whether others are like them: of the same classes, layouts, dtypes, devices, `requires_grad` and numbers
-# of dimensions, of any sizes and strides. It may deny it of tensors that are. Where it is None, these have to be looked at one by one.
-guard_of = _first(lambda: _guards(torch.empty(1, device="cpu")), None)
+# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device, `requires_grad` and
+# number of dimensions, and under the same modes; sizes and strides may differ. It never knows one tensor twice. It ends the process if a
+# tensor has no sizes, as nested ones have none. Where `guard_of` is None, tensors have to be looked at one by one.
+guard_of = _first(lambda: _guards(torch.empty(1, device="cpu", dtype=torch.float32)), None)
 # In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
@@ -238,7 +240,9 @@ _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 def kind(x: object) -> str:
     """What an argument is, in the words of an error."""
-    return f"{x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+    if isinstance(x, torch.Tensor):
+        return "nested tensor" if x.is_nested else f"{x.layout} tensor"
+    return type(x).__name__
 
 
 def is_watched() -> bool:
@@ -282,7 +286,7 @@ class Rules:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
-        # Guards of the kinds of tensors that calls had and that kernels take, with the number of their device; the last call's.
+        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken up last.
         self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
         self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
@@ -303,25 +307,25 @@ class Rules:
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
         """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
         what `check` says in sentences."""
+        try:
+            (b, hq, nq, d), (bk, hk, nk, dk), of_v = q.shape, k.shape, v.shape
+            (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, not of four dimensions, sparse, nested
+            return None
         knows, device = self.last
         if not knows(q, k, v):
-            number = self._admitted_device(q, k, v)
-            if number is None:
+            looked_up = self._device_of_unknown(q, k, v)
+            if looked_up is None:
                 return None
-            device = number
+            device = looked_up
         if device >= 0 and device != current_device():
-            return None
-        try:
-            (b, hq, nq, d), (bk, hk, nk, dk) = q.shape, k.shape
-            (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
-        except ValueError:  # not of four dimensions
             return None
         shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and not hq % hk
         if (
             shared
             and b == bk
             and d == dk == self.width_qk
-            and v.shape == (b, hk, nk, self.width_v)
+            and of_v == (b, hk, nk, self.width_v)
             and q3 == k3 == v3 == 1
             and nq <= MAX_ROWS
             and nk <= MAX_ROWS
@@ -331,16 +335,18 @@ class Rules:
             return b, hq, hk, nq, nk, (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
         return None
 
-    def _admitted_device(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-        """As `_device_of`; None as well where the module is not for their dtype or device. A guard will know the next of their kind."""
+    def _device_of_unknown(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
+        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their dtype or device.
+
+        It makes a guard for the next such tensors, or takes up the one that was made."""
         device = _device_of(q, k, v)
         if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
             return None
-        if guard_of is not None:
-            kind = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad, torch.is_inference_mode_enabled(), autocast_is_on()
-            guard = self.guards.get(kind)
-            if guard is None:
-                guard = self.guards[kind] = guard_of(q, k, v), device
+        if guard_of is not None and not (q is k or q is v or k is v):  # no guard knows one tensor twice
+            about = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad
+            guard = self.guards.get(about)
+            if guard is None or not guard[0](q, k, v):  # it may have been made of a Parameter, or in inference mode
+                guard = self.guards[about] = guard_of(q, k, v), device
             self.last = guard
         return device
 
@@ -381,7 +387,7 @@ class Rules:
         self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
 
     def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
-        if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
             raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense tensor {shape}")
         if x.dim() != 4 or x.shape[3] != width:
             raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
@@ -423,7 +429,7 @@ def check_input(
     q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
 ) -> None:
     """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
-    if not isinstance(x, torch.Tensor) or x.layout != torch.strided:
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
         raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}")
     if x.dtype != dtype and x.dtype not in more:
         known = " or ".join(map(str, dict.fromkeys((dtype, *more))))
@@ -935,6 +941,7 @@ class Operators:
             self._backward,
             self._fake_backward,
         )
+        # Calls that autograd records: of the operator; of the host program, for the output alone and for both results.
         self.recorded = _recorded_calls(self, self._run_operator, with_lse=True)
         self.apply = apply_of(_recorded_calls(self, forward, with_lse=False))
         self.apply_with_lse = apply_of(_recorded_calls(self, forward, with_lse=True))
@@ -1011,7 +1018,7 @@ class Operators:
         return self.recorded.apply(*args, None)
 
     def _run_operator(self, *args: Any) -> Results:
-        """What such a call runs: the operator, below autograd. The last argument, a call's shapes, is None."""
+        """The results of the forward operator, below autograd. The last argument stands for shapes, which it is not given."""
         with below_autograd():
             return self.forward(*args[:-1])
 
@@ -1047,7 +1054,7 @@ class Operators:
         ctx.numbers = args[self.numbers_at :]
 
     def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
-        """The gradients of q, k, v and the operands; None for those that are not `needed`."""
+        """The gradients of q, k, v and what follows them in a call, as many as `needed` says; None for those that are not."""
         found: list[Any] = [None] * len(needed)
         if grad_out is None and grad_lse is None:
             return found

@@ -16,7 +16,7 @@ PARTS = ("run", "function", "packed_metadata")  # of a compiled kernel; only a G
 
 
 def is_taken(home: Any, name: str) -> bool:
-    """Whether the runtime holds the private interface itself, or reads it at each call."""
+    """Whether the runtime holds the private interface itself or what it made of it, or reads it at each call."""
     found = getattr(home, name, None)
     if name == "TensorGuards":
         return private.guard_of is not None
