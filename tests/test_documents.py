@@ -172,6 +172,18 @@ def test_a_plan_takes_ids_in_int64(device: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_int64_beyond_32_bits_counts_as_the_nearest_that_fits(device: str) -> None:
+    """Documents stay apart, and a length beyond the keys is still one of all keys."""
+    ids = ids_of("sorted", 20, 0).to(device).clamp(max=1)
+    plan = built("document_gqa").attention.plan
+    assert all(torch.equal(a, b) for a, b in zip(plan(ids, 20)[2:], plan(ids.long() * 2**32, 20)[2:]))  # but for the ids
+    q, k = torch.randn(1, 4, 20, 128, device=device), torch.randn(1, 2, 20, 128, device=device)
+    padded = built("causal_padding_gqa").attention
+    for given, like in ((2**31, 20), (2**32 + 5, 20), (-(2**32) + 5, 0)):
+        lengths = [torch.tensor([n], device=device) for n in (given, like)]
+        assert torch.equal(*(padded(q.half(), k.half(), k.half(), kv_lengths=n) for n in lengths))
+
+
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [

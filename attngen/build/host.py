@@ -88,7 +88,7 @@ class HostBuilder:
 
 def known_type(name: str) -> Type:
     """The type of a tensor that has one in every module."""
-    return Type(tensor_dtype(name), SHAPES.get(name) or SHAPES[name.removeprefix("d")], "hbm")
+    return Type(tensor_dtype(name), SHAPES[name], "hbm")
 
 
 def _operands(b: HostBuilder, module: Module, direction: str) -> None:

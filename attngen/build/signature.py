@@ -8,7 +8,7 @@ from typing import NamedTuple
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import SHAPES, SHARES, block_lists, tensor_dtype
+from attngen.ir.names import GRADIENTS, SHAPES, SHARES, block_lists, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
 
@@ -52,8 +52,8 @@ class Signature(NamedTuple):
 
 def tensor_type(name: str, signature: Signature) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes."""
-    batch, heads, *rest = SHAPES.get(name) or SHAPES[name.removeprefix("d")]
-    parts = [SHARES[signature.shares]] if signature.shares and name in signature.writes and name not in SHAPES else []
+    batch, heads, *rest = SHAPES[name]
+    parts = [SHARES[signature.shares]] if signature.shares and name in signature.writes and name in GRADIENTS else []
     return Type(tensor_dtype(name), (batch, "Hkv" if signature.packs else heads, *parts, *rest))
 
 

@@ -67,6 +67,8 @@ def explain(
 
 def _head_counts(path: Path, spec: Spec, heads: int | None, kv_heads: int | None, model: Model | None) -> tuple[int, int]:
     """How many query heads and K/V heads there are, by the options or the model; AttngenError if the spec has no such heads."""
+    from attngen.ir.heads import SHARINGS
+
     sharing, dim = spec.heads.sharing, spec.head_dim
     if kv_heads is not None and sharing != "gqa":
         raise AttngenError(f"--kv-heads is for gqa; {path} says {sharing}, whose number of K/V heads is fixed")
@@ -79,7 +81,7 @@ def _head_counts(path: Path, spec: Spec, heads: int | None, kv_heads: int | None
             raise AttngenError(f"--model {model.name} is {theirs}, and {path} is {ours}; expected a spec that agrees")
         heads, kv_heads = model.q_heads, model.kv_heads
     heads = heads or 16
-    shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[sharing]
+    shared = kv_heads or SHARINGS[sharing].kv_heads(heads, 4)
     if heads % shared:
         raise AttngenError(f"--heads {heads} is not a multiple of --kv-heads {shared}")
     return heads, shared

@@ -37,6 +37,7 @@ def profile(
     """
     from attngen.analysis.roofline import Problem
     from attngen.bench.profile import run, write
+    from attngen.ir.heads import SHARINGS
     from attngen.ir.names import DIRECTIONS
     from attngen.spec import load_spec
 
@@ -45,7 +46,7 @@ def profile(
         raise typer.BadParameter(f"`{direction}` is no direction; {suggest(direction, (*DIRECTIONS, 'both'))}", param_hint="--direction")
     if kv_heads is not None and loaded.heads.sharing != "gqa":
         raise AttngenError(f"--kv-heads is for gqa; {spec} says {loaded.heads.sharing}, whose number of K/V heads is fixed")
-    shared = {"mha": heads, "mqa": 1, "gqa": kv_heads or max(1, heads // 4)}[loaded.heads.sharing]
+    shared = kv_heads or SHARINGS[loaded.heads.sharing].kv_heads(heads, 4)
     lengths, rows = _numbers(seq, "--seq"), _numbers(tiles, "--tiles") if tiles != "none" else []
     if wrong := next((t for t in rows if t not in (16, 32, 64, 128, 256)), None):
         raise typer.BadParameter(f"{wrong} rows; expected 16, 32, 64, 128 or 256", param_hint="--tiles")

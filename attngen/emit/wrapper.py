@@ -97,7 +97,8 @@ class Wrapper:
         if not i.shape:
             return f"{_NUMBERS[i.dtype]}, {i.help}"
         shape = [f"{d} or 1" if i.broadcast and at < 2 else d for at, d in enumerate(i.shape)]
-        dtype = {"T": "of the dtype of q,"}.get(i.dtype, TORCH[i.dtype])
+        also = {"i32": "torch.int32 or torch.int64", "f32": "torch.float32 or a 16-bit type"}  # that `take` converts
+        dtype = {"T": "of the dtype of q,", **also}.get(i.dtype, TORCH[i.dtype])
         learned = f", differentiable{', in no fixed order' * (i.name in self.unordered)}" if i.grad and self.module.trains else ""
         return f"{dtype} [{', '.join(shape)}], {i.help}{learned}"
 
@@ -149,11 +150,11 @@ class Wrapper:
     # ------------------------------------------------------------------ plans
 
     @property
-    def lists(self) -> list[str]:
-        """The names of the lists of blocks in a plan."""
+    def lists(self) -> dict[str, tuple[str, ...]]:
+        """The names of the lists of blocks in a plan, and what their last two dimensions count."""
         if not self.module.blocks:
-            return []
-        return [name.lower() for own in ("q", "kv") for name in block_lists(own, self.module.blocks.data)]
+            return {}
+        return {name.lower(): dims[2:] for own in ("q", "kv") for name, dims in block_lists(own, self.module.blocks.data).items()}
 
     @property
     def fields(self) -> list[str]:

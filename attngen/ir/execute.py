@@ -31,6 +31,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     KIND,
+    PADDED,
     Access,
     Arg,
     Barrier,
@@ -56,6 +57,7 @@ from attngen.ir.ops import (
     Type,
     Uses,
     Yield,
+    unpadded,
 )
 from attngen.ir.philox import keep_scores
 
@@ -97,7 +99,7 @@ def execute_kernel(
             raise AttngenError(f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]")
     launch = _Launch(module, kernel, dtypes)
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
-    padded = {f"{name}_PAD": 1 << (width - 1).bit_length() for name, width in widths.items()}
+    padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in widths.items()}
     start = {**CONSTANTS, **widths, **padded, **tensors, **scalars, **tiles}
     axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(start)))] for axis in kernel.grid]
     with np.errstate(all="ignore"):
@@ -271,7 +273,7 @@ class _Launch:
                 self.must_be_inside(op, access, at, number, number + 1, length)
                 places.append(number)
                 continue
-            dim = AXIS_DIM[axis] if AXIS_DIM[axis] in dims else f"{AXIS_DIM[axis]}_PAD"
+            dim = AXIS_DIM[axis] if AXIS_DIM[axis] in dims else PADDED[AXIS_DIM[axis]]
             start = values.get(f"{axis}_start", 0)
             end = start + values[dim]
             end = max(start, min(end, values[AXIS_EXTENT[axis]])) if axis in inside else end
@@ -290,7 +292,7 @@ class _Launch:
 
     def _axes(self, access: Access, dims: tuple[str, ...]) -> tuple[str, ...]:
         """The dimensions of the tile in the order of the access, which a transposed tile of scores has the other way round."""
-        return tuple(d for e in access.index for d in dims if _letter(e) and d.removesuffix("_PAD") == AXIS_DIM[_letter(e)])
+        return tuple(d for e in access.index for d in dims if _letter(e) and unpadded(d) == AXIS_DIM[_letter(e)])
 
     def _base(self, op: Base, values: Values, cls: str) -> Any:
         """A view of the rows of one (batch, head), through which stores reach the tensor."""

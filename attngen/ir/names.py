@@ -84,6 +84,7 @@ INTEGERS = {
 AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids, and loops over heads: what each counts
 SIZES = tuple(name for name, n in INTEGERS.items() if n.is_("scalar"))  # scalars that the tensors' shapes give
 DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # of tensors, besides head dimensions
+ROWS = frozenset(name for name in DIMS if INTEGERS[name].letter == "n")  # of these, those that count queries or keys
 SHARES = {axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source}  # of grids, see ir/shares.py
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program
 
@@ -102,6 +103,8 @@ SHAPES = {
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
 }
+GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
+SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
 # How generated Python calls tensors that it does not name by their small letters.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
 STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,17 +88,21 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
             raise ValueError(f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged")
 
 
-def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, names: tuple[str, ...], block: int, heads: list[int]) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call. `heads`: the lists' lengths along B and H."""
+def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any], block: int, heads: list[int]) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call.
+
+    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of each.
+    heads: the lists' lengths along B and H.
+    """
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
             "expected what attention.plan makes of these q and k"
         )
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
-    for name in names:
+    lengths = {"Tq": rows, "Tq1": rows + 1, "Tk": columns, "Tk1": columns + 1}
+    for name, dims in lists:
         x = getattr(plan, name)
-        own, other = (rows, columns) if name.startswith("kv") else (columns, rows)
-        check_input(q, f"plan.{name}", x, torch.int32, [*heads, own, other + name.endswith("rank")], "what attention.plan makes")
+        check_input(q, f"plan.{name}", x, torch.int32, [*heads, *(lengths[d] for d in dims)], "what attention.plan makes")
         if not x.is_contiguous():
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")

@@ -225,7 +225,8 @@ def _shape_text(shape: Sizes) -> str:
     return f"[{', '.join(lengths)}]"
 
 
-# Dtypes of inputs that are converted. int64 becomes int32, and its numbers must fit; floating-point dtypes become each other.
+# Dtypes of inputs that are converted: int64 to int32, floating-point dtypes to each other.
+_LARGEST = 2**31 - 1  # of int32
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
 
@@ -233,9 +234,12 @@ _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.in
 def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
     """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the call's.
 
-    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
+    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype. An int64 beyond the
+    numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
+    if x.dtype == torch.int64 != dtype:
+        x = x.clamp(-_LARGEST, _LARGEST)
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
     if any(isinstance(n, tuple) for n in shape):
         return x.expand(*(m if n is None else n[-1] if isinstance(n, tuple) else n for m, n in zip(x.shape, shape)))

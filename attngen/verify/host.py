@@ -69,7 +69,7 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
     given = {i.name: (i.dtype, i.shape) for i in module.inputs}
     given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
     known = {name.upper() if shape else name: types for name, types in given.items() for shape in (types[1],)}
-    known |= {name: (tensor_dtype(name), SHAPES.get(name) or SHAPES[name.removeprefix("d")]) for name in (*SHAPES, "dO")}
+    known |= {name: (tensor_dtype(name), shape) for name, shape in SHAPES.items()}
     known |= {name: (dtype, ()) for name, dtype in (SCALARS | DROPOUT_SCALARS).items()}
     for arg in host.args:
         dtype, dims = known.get(arg.name, (arg.type.dtype, arg.type.dims))

@@ -57,7 +57,7 @@ def attention(
         q: [B, Hq, Nq, 128], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hkv, Nk, 128], same dtype and device.
         v: [B, Hkv, Nk, 128], same dtype and device.
-        kv_lengths: torch.int32 [B], number of keys of each sequence that count, from the first.
+        kv_lengths: torch.int32 or torch.int64 [B], number of keys of each sequence that count, from the first.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 

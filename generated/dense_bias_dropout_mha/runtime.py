@@ -446,7 +446,8 @@ def _shape_text(shape: Sizes) -> str:
     return f"[{', '.join(lengths)}]"
 
 
-# Dtypes of inputs that are converted. int64 becomes int32, and its numbers must fit; floating-point dtypes become each other.
+# Dtypes of inputs that are converted: int64 to int32, floating-point dtypes to each other.
+_LARGEST = 2**31 - 1  # of int32
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
 
@@ -454,9 +455,12 @@ _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.in
 def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
     """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the call's.
 
-    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
+    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype. An int64 beyond the
+    numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
+    if x.dtype == torch.int64 != dtype:
+        x = x.clamp(-_LARGEST, _LARGEST)
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
     if any(isinstance(n, tuple) for n in shape):
         return x.expand(*(m if n is None else n[-1] if isinstance(n, tuple) else n for m, n in zip(x.shape, shape)))
@@ -747,18 +751,22 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
             raise ValueError(f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged")
 
 
-def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, names: tuple[str, ...], block: int, heads: list[int]) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call. `heads`: the lists' lengths along B and H."""
+def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any], block: int, heads: list[int]) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call.
+
+    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of each.
+    heads: the lists' lengths along B and H.
+    """
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
         raise ValueError(
             f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
             "expected what attention.plan makes of these q and k"
         )
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
-    for name in names:
+    lengths = {"Tq": rows, "Tq1": rows + 1, "Tk": columns, "Tk1": columns + 1}
+    for name, dims in lists:
         x = getattr(plan, name)
-        own, other = (rows, columns) if name.startswith("kv") else (columns, rows)
-        check_input(q, f"plan.{name}", x, torch.int32, [*heads, own, other + name.endswith("rank")], "what attention.plan makes")
+        check_input(q, f"plan.{name}", x, torch.int32, [*heads, *(lengths[d] for d in dims)], "what attention.plan makes")
         if not x.is_contiguous():
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
 

@@ -60,7 +60,7 @@ def attention(
         q: [B, Hq, Nq, 128], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hkv, Nk, 128], same dtype and device.
         v: [B, Hkv, Nk, 128], same dtype and device.
-        document_ids: torch.int32 [B, Nk], the document of each key, above -2**31; queries are the last Nq positions.
+        document_ids: torch.int32 or torch.int64 [B, Nk], the document of each key, above -2**31; queries are the last Nq positions.
         plan: the result of `attention.plan` for document_ids, given in place of it. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.

@@ -60,8 +60,8 @@ def attention(
         q: [B, Hq, Nq, 128], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hkv, Nk, 128], same dtype and device.
         v: [B, Hkv, Nk, 128], same dtype and device.
-        cu_seqlens_q: torch.int32 [*], where each document starts, and the end of the last, among the queries.
-        cu_seqlens_kv: torch.int32 [*], where each document starts, and the end of the last, among the keys.
+        cu_seqlens_q: torch.int32 or torch.int64 [*], where each document starts, and the end of the last, among the queries.
+        cu_seqlens_kv: torch.int32 or torch.int64 [*], where each document starts, and the end of the last, among the keys.
         plan: the result of `attention.plan` for cu_seqlens_q and cu_seqlens_kv, given in place of them. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.

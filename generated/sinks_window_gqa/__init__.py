@@ -58,7 +58,7 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hkv, Nk, 64], same dtype and device.
         v: [B, Hkv, Nk, 64], same dtype and device.
-        sink: torch.float32 [Hq], a logit of each head, in the softmax of all its rows, differentiable.
+        sink: torch.float32 or a 16-bit type [Hq], a logit of each head, in the softmax of all its rows, differentiable.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores and its sink, [B, Hq, Nq] fp32, differentiable.
 

@@ -65,7 +65,7 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
-        temperature: torch.float32 [Hq], what each head's scores are divided by, differentiable.
+        temperature: torch.float32 or a 16-bit type [Hq], what each head's scores are divided by, differentiable.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 

@@ -29,6 +29,7 @@ from attngen.devices import CLASSES
 from attngen.errors import last_line
 from attngen.ir.dtypes import of_size
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.names import ROWS, stride_names
 from attngen.ir.ops import Base, Load
 
 _TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}
@@ -48,11 +49,12 @@ class Job:
     warp_size: int
     aligned_rows: bool  # strides of rows are multiples of 16
     source: str = ""  # the digest of the kernel's source
+    row_strides: tuple[str, ...] = ()  # the names of the strides of rows
 
     @property
     def digest(self) -> str:
         """A short digest of all that the compiler is given; modules that have the same kernel share it."""
-        return short_digest({key: value for key, value in vars(self).items() if key != "file"})
+        return short_digest({key: value for key, value in vars(self).items() if key not in ("file", "row_strides")})
 
 
 def triton_version() -> str:
@@ -89,6 +91,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
         device.threads_per_warp,
         aligned(module),
         source_digest(file.read_text(encoding="utf-8"), kernel.name),
+        tuple(name for arg in kernel.args for dim, name in zip(arg.type.dims, stride_names(arg.name, arg.type.dims)) if dim in ROWS),
     )
 
 
@@ -161,7 +164,7 @@ def _compile(j: Job) -> Reading | str:
             continue
         stride = p.name not in types
         signature[p.name] = types.get(p.name, "i32")
-        if signature[p.name].startswith("*") or (stride and (j.aligned_rows or not p.name.endswith("_n"))):
+        if signature[p.name].startswith("*") or (stride and (j.aligned_rows or p.name not in j.row_strides)):
             divisible[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("hip" if isinstance(j.arch, str) else "cuda", j.arch, j.warp_size)
     said, start = io.StringIO(), time.perf_counter()

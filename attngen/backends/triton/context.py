@@ -211,7 +211,7 @@ class KernelContext:
         graph = self.kernel.graph
         read = graph.successors(op.name) if isinstance(op, Base) else (op.name,) if isinstance(op, (Gather, Load)) else ()
         if read and all(isinstance(self.kernel.op(n), (Gather, Load)) and not graph.out_degree(n) for n in read):
-            return True  # facts alone name it, of which bounds took what they need
+            return True  # only facts name it, and the bounds of tiles have what these say of it
         nodes = self.kernel.graph.nodes
         users = [nodes[n] for n in self.kernel.graph.successors(op.name)]
         masks = [u["op"] for u in users if isinstance(u["op"], Mask) and u["block"] == nodes[op.name]["block"]]

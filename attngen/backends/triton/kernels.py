@@ -10,7 +10,7 @@ from attngen.backends.triton.context import KernelContext
 from attngen.backends.triton.views import KernelView
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
-from attngen.ir.ops import Scan
+from attngen.ir.ops import PADDED, Scan
 
 
 def printed(module: Module) -> Printed:
@@ -25,7 +25,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
     for name, size in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)):
         constants.append((name, size))
         if size & (size - 1):
-            constants.append((f"{name}_PAD", 1 << size.bit_length()))
+            constants.append((PADDED[name], 1 << size.bit_length()))
     if module.blocks:
         constants.append(("BLOCK", module.blocks.size))
     sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})
