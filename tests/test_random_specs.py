@@ -43,6 +43,7 @@ def outcome(data: Data, path: Path) -> str:
         return str(error).splitlines()[0].partition(": ")[2]
     for name in ("__init__.py", "kernels.py"):
         compile(files[name], name, "exec")
+    assert max(len(line) for name, text in files.items() if name.endswith(".py") for line in text.splitlines()) <= 140
     return "built"
 
 

@@ -17,7 +17,7 @@ def statement(text: str, most: int) -> str:
     name, _, value = text.partition(" = ")
     if len(text) <= most or not re.fullmatch(r"\w+", name):
         return expression(text, most)
-    if _cuts(_plain(value)):
+    if _cuts(without_texts(value)):
         return "\n".join([f"{name} = (", *(f"    {line}" for line in expression(value, most - 4).splitlines()), ")"])
     return f"{name} = {expression(value, most)}"
 
@@ -26,7 +26,7 @@ def expression(text: str, most: int) -> str:
     """Break an expression that already stands in brackets into lines of at most `most` characters, if possible."""
     if len(text) <= most:
         return text
-    plain = _plain(text)
+    plain = without_texts(text)
     cuts = _cuts(plain)
     if cuts:
         pieces = [text[start:end] for start, end in zip([0, *(at + 1 for at in cuts)], [*cuts, len(text)])]
@@ -36,12 +36,17 @@ def expression(text: str, most: int) -> str:
         return text
     start, end = max(groups, key=lambda group: group[1] - group[0])
     items, at = [], start + 1
-    for comma in [i for i in _outermost(plain, start + 1, end) if plain[i] == ","] + [end]:
+    for comma in [i for i in outermost(plain, start + 1, end) if plain[i] == ","] + [end]:
         items.append(text[at:comma].strip())
         at = comma + 1
-    after = "," if len(items) > 1 or re.match(r"\w", text[start - 1 : start]) else ""
+    after = comma_after(items, text[start - 1 : start + 1])
     lines = ("    " + expression(item, most - 4).replace("\n", "\n    ") + after for item in items if item)
     return "\n".join([text[: start + 1], *lines, text[end:]])
+
+
+def comma_after(items: list[str], opening: str) -> str:
+    """What follows each item on a line of its own: a comma in lists and calls; `opening` is the bracket and what is before it."""
+    return "," if len(items) > 1 or (re.fullmatch(r"\w\(", opening) and " for " not in items[0]) else ""
 
 
 def _operand(piece: str, most: int) -> str:
@@ -50,12 +55,12 @@ def _operand(piece: str, most: int) -> str:
     return f"{sign} {expression(rest, most - len(sign) - 1)}"
 
 
-def _plain(text: str) -> str:
+def without_texts(text: str) -> str:
     """The text with underscores in place of quoted strings, because brackets, commas and operators in them do not count."""
     return re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), text)
 
 
-def _outermost(plain: str, start: int, end: int) -> list[int]:
+def outermost(plain: str, start: int, end: int) -> list[int]:
     """The positions from `start` up to `end` that are in no brackets; the outermost brackets themselves are among them."""
     places, depth = [], 0
     for i in range(start, end):
@@ -68,13 +73,13 @@ def _outermost(plain: str, start: int, end: int) -> list[int]:
 
 def _groups(plain: str) -> list[tuple[int, int]]:
     """The positions at which each outermost pair of brackets opens and closes."""
-    places = _outermost(plain, 0, len(plain))
+    places = outermost(plain, 0, len(plain))
     return list(zip((i for i in places if plain[i] in "(["), (i for i in places if plain[i] in ")]")))
 
 
 def _cuts(plain: str) -> list[int]:
     """The positions of the spaces before those operators outside brackets that bind least."""
-    outermost = set(_outermost(plain, 0, len(plain)))
-    found = [(match.start(), _LEVEL[match[1]]) for match in re.finditer(rf"(?={_SIGN.pattern})", plain) if match.start() in outermost]
+    outside = set(outermost(plain, 0, len(plain)))
+    found = [(match.start(), _LEVEL[match[1]]) for match in re.finditer(rf"(?={_SIGN.pattern})", plain) if match.start() in outside]
     least = min((level for _, level in found), default=0)
     return [at for at, level in found if level == least]

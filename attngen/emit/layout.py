@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from attngen.emit.breaking import statement
+from attngen.emit.breaking import comma_after, statement
 
 WIDTH = 100
 LONGEST = 120  # characters of an assignment, without its indentation
@@ -71,7 +71,8 @@ def broken(text: str, most: int) -> str:
             items.append("")
         elif not (c == " " and not items[-1]):
             items[-1] += c
-    comma = "," if len(items) > 1 or re.match(r"\w", text[start - 1 : start]) else ""
+    comma = comma_after(items, text[start - 1 : start + 1])
+    items = [item for item in items if item]
     lines = (
         "    " + broken(item, most - 4).replace("\n", "\n    ") + (comma or "," * (k < len(items) - 1)) for k, item in enumerate(items)
     )
@@ -113,7 +114,7 @@ def fitted(before: str, items: list[str], after: str, width: int = LONGEST) -> s
 def strings(text: str, width: int = WIDTH) -> str:
     """A text as string literals that Python joins, each on a line that fits."""
     lines = [""]
-    for word in re.findall(r"\S+\s*", text):
+    for word in re.findall(rf"\S{{1,{width}}}\s*", text):
         if lines[-1] and len(lines[-1]) + len(word) > width:
             lines.append("")
         lines[-1] += word

@@ -18,6 +18,7 @@ from attngen.backends import backend_of
 from attngen.backends.base import PrintedKernel
 from attngen.emit import layout
 from attngen.emit.host import HostContext, handle
+from attngen.emit.lines import within
 from attngen.emit.wrapper import Wrapper, sizes_in
 from attngen.ir.graph import Module
 from attngen.ir.host import Alloc
@@ -39,8 +40,8 @@ def render(module: Module) -> dict[str, str]:
     printed = backend_of(module).printed(module)
     env = _environment()
     return {
-        "__init__.py": env.get_template("triton/module.py.jinja").render(_module_context(module, printed.kernels)),
-        "kernels.py": env.get_template(printed.template).render(printed.context),
+        "__init__.py": within(env.get_template("triton/module.py.jinja").render(_module_context(module, printed.kernels))),
+        "kernels.py": within(env.get_template(printed.template).render(printed.context)),
         "runtime.py": bundle(),
         "schedule.ir": print_module(module),
         "report.json": json.dumps(report(module), indent=2) + "\n",
