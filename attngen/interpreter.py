@@ -13,11 +13,11 @@ from attngen.errors import AttngenError
 
 
 def check_interpreter() -> None:
-    """Triton's interpreter before 3.7 fails inside with numpy 2.4: AttngenError, with what to install, where these meet."""
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if os.environ.get("TRITON_INTERPRET") == "1" and triton < (3, 7) and numpy >= (2, 4):
-        found = f"the interpreter of Triton {version('triton')} does not work with numpy {version('numpy')}"
-        raise AttngenError(f"{found}; expected numpy below 2.4: pip install 'numpy<2.4'")
+    """AttngenError, with what to install, if kernels are to be interpreted, and the interpreter does not work with the installed numpy."""
+    from attngen.runtime.launch import interpreter_fails
+
+    if os.environ.get("TRITON_INTERPRET") == "1" and (why := interpreter_fails(version("triton"), version("numpy"))):
+        raise AttngenError(why)
 
 
 def lighten() -> None:

@@ -492,8 +492,25 @@ def forget_launches() -> None:
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported."""
-    return not isinstance(kernel, triton.JITFunction)
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
+
+    Raises ImportError, in one sentence, if the interpreter does not work with the numpy that is installed."""
+    if isinstance(kernel, triton.JITFunction):
+        return False
+    import numpy
+
+    if why := interpreter_fails(triton.__version__, numpy.__version__):
+        raise ImportError(f"attention: {why}")
+    return True
+
+
+def interpreter_fails(triton_version: str, numpy_version: str) -> str:
+    """Why the interpreter of this Triton does not work with this numpy, and what to install; empty text if it does."""
+    of_triton, of_numpy = (tuple(map(int, text.split(".")[:2])) for text in (triton_version, numpy_version))
+    if of_triton >= (3, 7) or of_numpy < (2, 4):
+        return ""
+    clash = f"the interpreter of Triton {triton_version} does not work with numpy {numpy_version}"
+    return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
 @functools.cache

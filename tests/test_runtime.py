@@ -1,0 +1,145 @@
+"""The runtime's functions at their source, on plain CPU tensors: shapes, strides, checks and sums, against what torch itself says.
+
+Generated folders have copies, which tests/test_private.py holds to be the same; launches and operators are tested there, with kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.runtime import checks, gradients, launch, memory
+
+
+def laid_out(order: tuple[int, ...]) -> torch.Tensor:
+    """A tensor [2, 3, 5, 8] whose first three dimensions lie in memory in an order."""
+    shape = (2, 3, 5)
+    return torch.randn(*(shape[d] for d in order), 8).permute(*(order.index(d) for d in range(3)), 3)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize("width", [8, 12])
+def test_results_lie_in_memory_as_their_tensor_does(order: tuple[int, ...], width: int) -> None:
+    x = laid_out(order)
+    shape, strides = memory.rows_layout(x, width)
+    made = memory.empty_rows(x, width)
+    assert shape == made.shape == (2, 3, 5, width) and strides == made.stride() and made.dtype == x.dtype
+    assert sorted(range(3), key=made.stride, reverse=True) == list(order)
+    assert made.untyped_storage().nbytes() == 4 * math.prod(shape)  # without gaps
+
+
+def test_a_layout_that_puts_rows_too_far_apart_is_given_up() -> None:
+    far = torch.empty((1, 4, 2**18, 64), device="meta").permute(0, 2, 1, 3)
+    assert far.stride(2) > memory.MAX_ROW_STRIDE
+    assert memory.rows_layout(far, 64) == ((1, 2**18, 4, 64), (2**18 * 256, 256, 64, 1))
+
+
+def test_only_what_kernels_cannot_read_in_place_is_copied() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    assert memory.addressable(x) is x and memory.addressable(x[:, :, :, :4]).data_ptr() == x.data_ptr()
+    turned, negated = x.transpose(2, 3), torch._neg_view(x)
+    for odd in (turned, negated):
+        found = memory.addressable(odd)
+        assert found.equal(odd) and found.stride(3) == 1 and not found.is_neg()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_rows_of_a_group_are_those_of_its_heads_one_after_another(queries: int) -> None:
+    x = torch.randn(2, 6, queries, 8)
+    for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        rows, strides = memory.by_group(given, 3)
+        assert rows.as_strided((2, 2, 3 * queries, 8), strides).equal(x.reshape(2, 2, 3 * queries, 8))
+    room, _ = memory.by_group(laid_out((0, 2, 1)), 3, fresh=True)
+    assert room.is_contiguous()
+    memory.copy_back(x, x)
+    to = torch.empty_like(x)
+    memory.copy_back(x, to)
+    assert to.equal(x)
+
+
+def test_room_for_splits_is_the_tensor_itself_if_there_is_one() -> None:
+    x = torch.randn(2, 3, 5, 8)
+    assert memory.room_for_splits(x, 1).data_ptr() == x.data_ptr() and memory.room_for_splits(x, 1).shape == (2, 3, 1, 5, 8)
+    room = memory.room_for_splits(x, 4)
+    assert room.shape == (2, 3, 4, 5, 8) and room.is_contiguous() and room.dtype == x.dtype
+    assert memory.nothing(x, 3, torch.float64).shape == (0, 0, 0)
+
+
+def test_a_divisor_is_the_greatest_up_to_a_number() -> None:
+    for a in range(1, 40):
+        for b in range(1, 45):
+            assert gradients.divisor(a, b) == max(n for n in range(1, b + 1) if a % n == 0)
+    assert gradients.divisor(12, 0) == 1
+
+
+def test_sums_by_distance_go_to_their_places_in_the_table() -> None:
+    """A table of [heads, 5] distances, clamped at its ends; distances outside of `index`'s range count nowhere."""
+    parts = torch.randn(2, 3, 4, 9, dtype=torch.float64)
+    index = torch.tensor([0, 0, 1, 2, -1, 3, 4, 7, -6])
+    found = gradients.by_distance(parts, torch.zeros(3, 5, dtype=torch.float64), 1, (1,), index)
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    for at, place in enumerate([0, 0, 1, 2, 4, 3, 4]):
+        expected[:, place] += parts.sum((0, 2))[:, at]
+    assert torch.allclose(found, expected)
+    whole = gradients.placed(torch.tensor([1.0, 2.0]), torch.zeros(3, 2), 1)
+    assert whole.tolist() == [[0, 0], [1, 2], [0, 0]]
+
+
+@pytest.mark.parametrize(("n", "kind"), [(1, 1), (16, 2), (17, 0), (2**31, 6), (2**31 + 1, 4)])
+def test_kinds_of_integers_are_those_that_triton_compiles_for(n: int, kind: int) -> None:
+    assert launch.kind_of(n) == kind
+
+
+def test_interpreters_that_numpy_breaks_say_what_to_install() -> None:
+    assert launch.interpreter_fails("3.6.0", "2.3.5") == launch.interpreter_fails("3.7.1", "2.4.6") == ""
+    assert launch.interpreter_fails("3.6.0", "2.4.0").endswith("expected numpy below 2.4: pip install 'numpy<2.4'")
+
+
+Q = torch.zeros(2, 3, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "shape", "error"),
+    [
+        (torch.zeros(2, dtype=torch.int16), torch.int32, [2], "ids is torch.int16; expected torch.int32 or torch.int64 [2]: what for"),
+        (torch.zeros(3, dtype=torch.int32), torch.int32, [2], "ids has shape [3]; expected [2]: what for"),
+        (torch.zeros(2, 2), torch.float32, [2, (1, 3)], "ids has shape [2, 2]; expected [2, 1 or 3]: what for"),
+        (torch.zeros(2, device="meta"), torch.float32, [2], "ids is on meta and q on cpu; expected one device"),
+        ([0, 1], torch.int32, [2], "ids is a list; expected a dense torch.int32 tensor [2]: what for"),
+        (torch.nested.nested_tensor([torch.zeros(2)]), torch.float32, [1], "ids is a nested tensor; expected a dense torch.float32"),
+    ],
+    ids=["dtype", "shape", "broadcast", "device", "list", "nested"],
+)
+def test_wrong_inputs_are_one_sentence(x: Any, dtype: torch.dtype, shape: list[Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        checks.take_input(Q, "ids", x, dtype, shape, "what for")
+    assert str(raised.value).startswith(f"attention: {error}")
+
+
+def test_inputs_are_converted_expanded_and_differentiated_in_their_dtype() -> None:
+    x = torch.randn(2, 1, dtype=torch.float16, requires_grad=True)
+    taken = checks.take_input(Q, "slope", x, torch.float32, [2, (1, 3)], "")
+    assert taken.shape == (2, 3) and taken.dtype == torch.float32
+    taken.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float16 and x.grad.tolist() == [[3], [3]]
+    far = torch.tensor([-(2**40), -1, 2**40])
+    assert checks.take_input(Q, "ids", far, torch.int32, [3], "").tolist() == [1 - 2**31, -1, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "error"),
+    [
+        (True, int, "n is a bool"),
+        (1.5, int, "n is a float"),
+        ("1", float, "n is a str"),
+        (2**30, int, "n is 1073741824"),
+        (-1, int, "at least 0"),
+    ],
+)
+def test_wrong_numbers_are_one_sentence(x: Any, kind: type, error: str) -> None:
+    checks.check_number("n", 3, kind, 0, "a count")
+    with pytest.raises((TypeError, ValueError), match=error):
+        checks.check_number("n", x, kind, 0, "a count")
