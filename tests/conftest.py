@@ -32,7 +32,8 @@ except AttngenError as error:
     pytest.exit(str(error), returncode=4)
 
 _SPECS = {path.stem for path in (Path(__file__).parent.parent / "specs").glob("*.yaml")}
-SLOW = ("test_compiled.py", "test_random_masks.py", "test_run.py", "test_example.py")  # files whose tests take ten seconds and more
+# Files whose tests take ten seconds and more.
+SLOW = ("test_compiled.py", "test_random_masks.py", "test_random_specs.py", "test_run.py", "test_example.py")
 
 
 @pytest.fixture(scope="session")
