@@ -111,6 +111,12 @@ def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> No
 CAUSAL: Data = {"name": "drawn", "head_dim": 16, "mask": "causal"}
 
 
+@pytest.mark.parametrize("mask", ["0 < kv_idx and 1 < kv_idx and q_idx <= kv_idx", "kv_idx * 3 == q_idx"])
+def test_masks_whose_bounds_were_not_proven_are_right(mask: str, tmp_path: Path, device: str) -> None:
+    """Two lower bounds of which one follows from the other, and a bound that is a multiple of a position."""
+    assert outcome({**CAUSAL, "mask": {"expr": mask}}, tmp_path / "x.yaml", device) == "built"
+
+
 def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """IR that breaks a rule is no sentence, and neither is one that names no key."""
     assert outcome(CAUSAL, tmp_path / "x.yaml", device) == "built"

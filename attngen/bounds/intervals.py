@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, clamp, excess, floordiv, mod, select, symbol
+from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, clamp, floordiv, mod, select, symbol
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
+from attngen.ir.prove import excess
 
 MOST_TERMS = 8  # of a union; a union with more becomes one unsolved literal
 GREATEST = 2**31 - 1  # greatest value of an i32

@@ -16,9 +16,10 @@ from itertools import permutations
 import sympy
 
 from attngen.bounds.intervals import Scene, Term, extremes, terms, with_rows
-from attngen.ir.expr import Bool, Expr, cdiv, flattened, floordiv, prove_le, select, symbol, to_text
+from attngen.ir.expr import Bool, Expr, cdiv, flattened, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
+from attngen.ir.prove import entails, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
 MOST_RUNS = 3
@@ -157,8 +158,11 @@ def _single(e: Bool, scene: Scene) -> Term:
 
 
 def _where(conditions: list[Bool], tile: Expr) -> Expr:
-    """`tile` where all conditions hold, 0 elsewhere."""
-    for condition in conditions:
+    """`tile` where all conditions hold, 0 elsewhere. A condition that another implies is not asked."""
+    for i, condition in enumerate(conditions):
+        others = ((j, c) for j, c in enumerate(conditions) if j != i and entails(c, condition))
+        if any(j < i or not entails(condition, c) for j, c in others):
+            continue
         tile = select(condition, tile, sympy.Integer(0))
     return tile
 

@@ -10,7 +10,7 @@ import sympy
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
-from attngen.ir.expr import Bool, floordiv, mod, prove_le, select, span, symbol, to_text
+from attngen.ir.expr import Bool, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import DROPOUT_SCALARS, SCALARS
@@ -39,6 +39,7 @@ from attngen.ir.ops import (
     Type,
     dimension,
 )
+from attngen.ir.prove import prove_le
 from attngen.ir.shares import sharing
 from attngen.parts import NATURAL
 from attngen.spec import Spec

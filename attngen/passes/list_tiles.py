@@ -27,10 +27,11 @@ import sympy
 
 from attngen.bounds.intervals import with_rows
 from attngen.bounds.ranges import rows_of
-from attngen.ir.expr import Expr, floordiv, prove_le, symbol
+from attngen.ir.expr import Expr, floordiv, symbol
 from attngen.ir.graph import Blocks, Kernel, Module
 from attngen.ir.names import block_lists
 from attngen.ir.ops import Access, Base, Load, Loop, Op, Position, Type
+from attngen.ir.prove import prove_le
 from attngen.passes.base import Pass
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import last_row
-from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, prove_le, select, span, symbol, symbol_names, to_text
+from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
 from attngen.ir.graph import GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import AXES
@@ -31,6 +31,7 @@ from attngen.ir.ops import (
     Store,
     dimension,
 )
+from attngen.ir.prove import prove_le
 from attngen.policy import STRIP
 from attngen.verify.types import POSITIONS, dimensions
 

@@ -9,10 +9,11 @@ import sympy
 
 from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
 from attngen.bounds.ranges import rows_of, tile_ranges
-from attngen.ir.expr import conjuncts, prove_le, select, symbol, to_text
+from attngen.ir.expr import conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Dot, Load, Map, Mask, Op, Position, Reduce
+from attngen.ir.prove import prove_le
 from attngen.ir.shares import ranges
 from attngen.policy import STRIP
 
