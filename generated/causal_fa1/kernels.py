@@ -86,7 +86,8 @@ SCHEDULES = {
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 4}),
         ),
         ("sm100", 2): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3}),

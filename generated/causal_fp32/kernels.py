@@ -31,7 +31,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm100", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("gfx942", 4): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -42,7 +42,7 @@ SCHEDULES = {
     },
     "dq": {
         ("sm80", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 4): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -76,12 +76,12 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 4): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 1, "TMA": False}),
         ),
         ("sm90", 4): (
             (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 2, "TMA": False}),
         ),
         ("sm100", 4): (
             (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
