@@ -47,7 +47,7 @@ def prove_le(a: Expr, b: Expr) -> bool:
             return enough(prove_le(sympy.Integer(0), difference - term + factor * x) for x in extreme.args)
     if difference.has(floordiv):
         return bool(sympy.factor_terms(difference).is_nonnegative)
-    return _at_least(difference) >= 0
+    return bool(_at_least(difference) >= 0)
 
 
 def _at_least(total: Expr) -> Expr:

@@ -50,3 +50,8 @@ def test_what_does_not_hold_is_not_proven(a: str, b: str) -> None:
 def test_a_condition_follows_from_a_stricter_one() -> None:
     strict, loose = parse("2 < Nq"), parse("1 < Nq")
     assert entails(strict, loose) and not entails(loose, strict)
+
+
+def test_an_answer_is_a_bool_of_python() -> None:
+    """Callers count them."""
+    assert all(prove_le(*map(parse, pair)) is (pair in PROVEN) for pair in (*PROVEN, *FALSE))
