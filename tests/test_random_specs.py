@@ -57,7 +57,14 @@ def outcome(data: Data, path: Path, device: str) -> str:
     assert max(len(line) for name, text in files.items() if name.endswith(".py") for line in text.splitlines()) <= 140
     emit(files, path.parent / "emitted")
     case, dtype, seed = problem(spec, random.Random(as_yaml(data)))
-    result = run_case(load_module(path.parent / "emitted"), spec, case, dtype, device, seed)
+    module = load_module(path.parent / "emitted")
+    unfit = {f"attention: {row}" for rows in module.kernels.SCHEDULES.values() for row in rows.values() if isinstance(row, str)}
+    try:
+        result = run_case(module, spec, case, dtype, device, seed)
+    except ValueError as error:  # no tile fits this device, which the table of schedules says
+        if str(error) not in unfit:
+            raise
+        return str(error)
     assert result.ok, str(result)
     return "built"
 

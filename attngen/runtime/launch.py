@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from functools import reduce
+from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from operator import itemgetter, or_
 from types import ModuleType
@@ -37,10 +39,9 @@ def is_interpreted(kernel: Any) -> bool:
     Raises ImportError, in one sentence, if the interpreter does not work with the numpy that is installed."""
     if isinstance(kernel, triton.JITFunction):
         return False
-    import numpy
-
-    if why := interpreter_fails(triton.__version__, numpy.__version__):
-        raise ImportError(f"attention: {why}")
+    with contextlib.suppress(PackageNotFoundError):  # a Triton of another name
+        if why := interpreter_fails(version("triton"), version("numpy")):
+            raise ImportError(f"attention: {why}")
     return True
 
 

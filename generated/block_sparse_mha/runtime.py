@@ -8,6 +8,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
+from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from operator import itemgetter, or_
 from torch.autograd import forward_ad
@@ -497,10 +498,9 @@ def is_interpreted(kernel: Any) -> bool:
     Raises ImportError, in one sentence, if the interpreter does not work with the numpy that is installed."""
     if isinstance(kernel, triton.JITFunction):
         return False
-    import numpy
-
-    if why := interpreter_fails(triton.__version__, numpy.__version__):
-        raise ImportError(f"attention: {why}")
+    with contextlib.suppress(PackageNotFoundError):  # a Triton of another name
+        if why := interpreter_fails(version("triton"), version("numpy")):
+            raise ImportError(f"attention: {why}")
     return True
 
 

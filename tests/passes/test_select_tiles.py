@@ -244,12 +244,13 @@ def test_every_line_of_spills_names_supported_versions_and_no_chosen_schedule() 
 
 
 def test_what_other_versions_made_of_the_kernels_fits() -> None:
-    """Findings of Triton 3.6.0 and 3.9.0, for every target: every kernel compiles and fits, and none spills on an NVIDIA GPU."""
+    """Findings of supported versions but the pinned one, for every target: every kernel compiles and fits, and none spills."""
     found = json.loads((ROOT / "docs" / "versions.json").read_text(encoding="utf-8"))
-    assert set(found) == {"3.6.0", "3.9.0"} and all(set(of) == {"sm80", "sm90", "sm100", "gfx942"} for of in found.values())
+    assert set(found) == {"3.6.0", "3.7.0", "3.8.0", "3.9.0"} and all(
+        set(of) == {"sm80", "sm90", "sm100", "gfx942"} for of in found.values()
+    )
     for of in found.values():
         for target_, kernels in of.items():
             assert kernels["kernels"] >= 128 and not (kernels["unfit"] or kernels["failed"])
             assert all(needed <= CLASSES[target_].smem_per_block for _, needed in kernels["more"].values())
-    spilled = {name for of in found.values() for cls, kernels in of.items() if cls != "gfx942" for name in kernels["spill"]}
-    assert not spilled
+    assert not {name for of in found.values() for kernels in of.values() for name in kernels["spill"]}
