@@ -32,7 +32,7 @@ def test(
 
     It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors of the results and of every gradient are
     relative, against fp64. A case passes if none is above twice what naive attention has in the same dtype. Specs that cannot be read are
-    named, and the others are tested.
+    named, and the others are tested (not with --report, whose page is of all).
 
     With --report every layout and, on CUDA, up to 32k queries and keys, in every element type; a second run must give the same bits.
 
@@ -43,13 +43,15 @@ def test(
     """
     loaded, unread = read_specs(given(specs, every, "test"))
     complain("\n".join(unread))  # now: the others take a while
-    if report is not None and not unread:
-        _report(loaded, seed, report, jobs)
-        return
-    failed = [_test_one(path, spec, seed) for path, spec in loaded] if report is None else []
-    complain("\n".join(reason for reason in failed if reason))
-    if unread or any(failed):
+    if report is None:
+        failed = [_test_one(path, spec, seed) for path, spec in loaded]
+        complain("\n".join(reason for reason in failed if reason))
+        if unread or any(failed):
+            raise typer.Exit(1)
+    elif unread:  # a page is of all specs
         raise typer.Exit(1)
+    else:
+        _report(loaded, seed, report, jobs)
 
 
 def _interpret_without_cuda() -> bool:

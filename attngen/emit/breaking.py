@@ -31,17 +31,21 @@ def expression(text: str, most: int) -> str:
     if cuts:
         pieces = [text[start:end] for start, end in zip([0, *(at + 1 for at in cuts)], [*cuts, len(text)])]
         return "\n".join(expression(pieces[0], most) if i == 0 else _operand(piece, most) for i, piece in enumerate(pieces))
-    groups = _groups(plain)
-    if not groups:
+    pairs = brackets(plain)
+    if not pairs:
         return text
-    start, end = max(groups, key=lambda group: group[1] - group[0])
-    items, at = [], start + 1
-    for comma in [i for i in outermost(plain, start + 1, end) if plain[i] == ","] + [end]:
-        items.append(text[at:comma].strip())
-        at = comma + 1
+    start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
+    items = parted(text, start + 1, end)
     after = comma_after(items, text[start - 1 : start + 1])
     lines = ("    " + expression(item, most - 4).replace("\n", "\n    ") + after for item in items if item)
     return "\n".join([text[: start + 1], *lines, text[end:]])
+
+
+def parted(text: str, start: int, end: int) -> list[str]:
+    """What stands between the commas from `start` up to `end` that are in no brackets; the last is empty after a comma at the end."""
+    plain = without_texts(text)
+    commas = [i for i in outermost(plain, start, end) if plain[i] == ","]
+    return [text[a:b].strip() for a, b in zip([start, *(i + 1 for i in commas)], [*commas, end])]
 
 
 def comma_after(items: list[str], opening: str) -> str:
@@ -71,7 +75,7 @@ def outermost(plain: str, start: int, end: int) -> list[int]:
     return places
 
 
-def _groups(plain: str) -> list[tuple[int, int]]:
+def brackets(plain: str) -> list[tuple[int, int]]:
     """The positions at which each outermost pair of brackets opens and closes."""
     places = outermost(plain, 0, len(plain))
     return list(zip((i for i in places if plain[i] in "(["), (i for i in places if plain[i] in ")]")))

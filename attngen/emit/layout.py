@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from attngen.emit.breaking import comma_after, statement
+from attngen.emit.breaking import brackets, comma_after, parted, statement, without_texts
 
 WIDTH = 100
 LONGEST = 120  # characters of an assignment, without its indentation
@@ -51,26 +51,11 @@ def unpack(names: list[str], value: str) -> str:
 
 def broken(text: str, most: int) -> str:
     """Text broken at the widest of its outermost brackets, one item a line; items that are still too long are broken in the same way."""
-    groups, depth, start = [], 0, 0
-    plain = re.sub(r'"[^"]*"', lambda s: "_" * len(s[0]), text)  # brackets and commas in quotes do not count
-    for i, c in enumerate(plain):
-        if c in "([":
-            depth += 1
-            start = i if depth == 1 else start
-        elif c in ")]":
-            depth -= 1
-            if depth == 0:
-                groups.append((start, i))
-    if len(text) <= most or not groups:
+    pairs = brackets(without_texts(text))
+    if len(text) <= most or not pairs:
         return text
-    start, end = max(groups, key=lambda g: g[1] - g[0])
-    items, depth = [""], 0
-    for c, p in zip(text[start + 1 : end], plain[start + 1 : end]):
-        depth += (p in "([") - (p in ")]")
-        if p == "," and depth == 0:
-            items.append("")
-        elif not (c == " " and not items[-1]):
-            items[-1] += c
+    start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
+    items = parted(text, start + 1, end)
     comma = comma_after(items, text[start - 1 : start + 1])
     items = [item for item in items if item]
     lines = (

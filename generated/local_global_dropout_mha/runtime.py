@@ -447,8 +447,8 @@ def _shape_text(shape: Sizes) -> str:
     return f"[{', '.join(lengths)}]"
 
 
-# Dtypes of inputs that are converted: int64 to int32, floating-point dtypes to each other.
 _LARGEST = 2**31 - 1  # of int32
+# Dtypes of inputs that are converted: int64 to int32, floating-point dtypes to each other.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
 
@@ -460,7 +460,7 @@ def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, 
     numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
-    if x.dtype == torch.int64 != dtype:
+    if x.dtype == torch.int64 and dtype == torch.int32:
         x = x.clamp(-_LARGEST, _LARGEST)
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
     if any(isinstance(n, tuple) for n in shape):

@@ -49,7 +49,7 @@ class Job:
     warp_size: int
     aligned_rows: bool  # strides of rows are multiples of 16
     source: str = ""  # the digest of the kernel's source
-    row_strides: tuple[str, ...] = ()  # the names of the strides of rows
+    row_strides: tuple[str, ...] = ()  # the names of the strides of rows, which the digest covers by the source
 
     @property
     def digest(self) -> str:
