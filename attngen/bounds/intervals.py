@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import sympy
 
 from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, clamp, floordiv, mod, select, symbol
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
-from attngen.ir.prove import excess
+from attngen.ir.prove import excess, prove_le
 
 MOST_TERMS = 8  # of a union; a union with more becomes one unsolved literal
 GREATEST = 2**31 - 1  # greatest value of an i32
@@ -67,13 +67,22 @@ class Term(NamedTuple):
 
 
 def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
-    """The condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved literal."""
+    """The condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved literal.
+
+    A conjunction with two bounds that no pair meets, such as `q_idx < 3` and `q_idx == 3`, is left out.
+    """
     found = []
     for literals in _union(_plain(where, scene), scene):
         each = dict.fromkeys(literals)
         solved = tuple(x for x in each if isinstance(x, Bound))
-        found.append(Term(solved, tuple(x for x in each if not isinstance(x, Bound))))
+        if not any(_apart(a, b) for a, b in combinations(solved, 2)):
+            found.append(Term(solved, tuple(x for x in each if not isinstance(x, Bound))))
     return tuple(dict.fromkeys(found))
+
+
+def _apart(a: Bound, b: Bound) -> bool:
+    """Whether no index meets both bounds: their left sides, which are at most 0, add up to a number without the index above 0."""
+    return a.side + b.side == 0 and prove_le(sympy.Integer(1), sympy.expand(a.rest + b.rest))
 
 
 Literals = tuple[Any, ...]

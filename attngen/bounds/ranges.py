@@ -87,7 +87,7 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     [full start, full end) holds no hidden or out-of-bounds pair among the rows that count: the valid rows, or all rows if products sum
     over them. In each run visible start <= full start <= full end <= visible end. Each run ends before the next one starts.
     """
-    runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
+    runs = [run for term in terms(where, scene) if (run := _run(term, scene))] or [(sympy.Integer(0),) * 4]
     bounds = [e for run in _in_order(_merged(runs), scene) for e in run]
     for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # the bounds rise; a maximum makes this provable where it is not
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
@@ -95,8 +95,8 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     return tuple(flattened(e) for e in bounds)
 
 
-def _run(term: Term, scene: Scene) -> Run:
-    """The run of tiles of one conjunction."""
+def _run(term: Term, scene: Scene) -> Run | None:
+    """The run of tiles of one conjunction; None if no row of the own tile meets one of its conditions."""
     block, extent = symbol(AXIS_DIM[scene.loop]), symbol(AXIS_EXTENT[scene.loop])
     lows: list[Expr] = [sympy.Integer(0)]
     highs: list[Expr] = [extent]
@@ -111,8 +111,10 @@ def _run(term: Term, scene: Scene) -> Run:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program's tile has at least one row
-            conditions.append(_condition(rest))
+        else:
+            known = with_rows(rest, scene.own, scene.rows)  # a program's tile has at least one row
+            if not prove_le(known, sympy.Integer(0)):
+                conditions.append(sympy.false if prove_le(sympy.Integer(1), known) else _condition(rest))
 
     needs, enough = _known(term, scene)
     for of, (visible, everywhere) in ((term, (True, True)), (needs, (True, False)), (enough, (False, True))):
@@ -127,6 +129,8 @@ def _run(term: Term, scene: Scene) -> Run:
             elif everywhere:
                 full_highs.append(sympy.Integer(0))
     full_highs += [sympy.Integer(0)] * len(enough.unsolved)
+    if sympy.false in shown:
+        return None
 
     def at_most(e: Expr, end: Expr) -> Expr:
         """e, cut at `end` unless it is proven never to pass it. Bounds from facts about data are data too, and nothing relates them."""
@@ -159,6 +163,8 @@ def _single(e: Bool, scene: Scene) -> Term:
 
 def _where(conditions: list[Bool], tile: Expr) -> Expr:
     """`tile` where all conditions hold, 0 elsewhere. A condition that another implies is not asked."""
+    if sympy.false in conditions:
+        return sympy.Integer(0)
     for i, condition in enumerate(conditions):
         others = ((j, c) for j, c in enumerate(conditions) if j != i and entails(c, condition))
         if any(j < i or not entails(condition, c) for j, c in others):

@@ -147,7 +147,7 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
             continue
         runs = _runs(tile_ranges(kernel, loop.body))
         for lo, hi in ranges(kernel, loop):
-            if not any(prove_le(start, lo) and prove_le(hi, end) for _, start, end, _ in runs):
+            if not any(_le(kernel, start, lo) and _le(kernel, hi, end) for _, start, end, _ in runs):
                 proven = ", ".join(f"{to_text(start)} .. {to_text(end)}" for _, start, end, _ in runs)
                 yield (
                     f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)} as class full, but only {proven} is proven to hold "

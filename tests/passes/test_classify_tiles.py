@@ -20,6 +20,8 @@ TILES = {  # the mask: visible start; full start; full end; visible end
     "max((Nk // BLOCK_KV), min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV))); cdiv(Nk, BLOCK_KV)",
     "kv_idx < Nk and q_idx < 100": "0; 0; select(min(Nq, BLOCK_Q + q_start) <= 100, (Nk // BLOCK_KV), 0); "
     "select(q_start <= 99, cdiv(Nk, BLOCK_KV), 0)",  # a condition on the program's own tile
+    "kv_idx < Nk and 3 == kv_idx and kv_idx <= 2": "0; 0; 0; 0",  # no key meets both
+    "kv_idx < Nk and Nq < q_idx": "0; 0; 0; 0",  # there is no such query
     "kv_idx*q_idx < 100": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not linear
     "kv_idx < q_idx + 1/2": "0; 0; 0; cdiv(Nk, BLOCK_KV)",  # not over integers
     "kv_idx <= q_idx/2": "0; 0; 0; cdiv(Nk, BLOCK_KV)",
