@@ -35,7 +35,7 @@ class Footprint:
     formula: Callable[[Module, Kernel, Row], Expr]  # bytes of shared memory, in closed form
     sram_bytes: Callable[[Module, Kernel, Row], int]
     registers: Callable[[Module, Kernel, Row], int]  # of 32 bits that live tiles take, per thread
-    misfit: Callable[..., str | None]  # (module, kernel, row, change=...): a sentence where a row does not fit its device class
+    misfit: Callable[..., str | None]  # (module, kernel, row, change=...): a sentence where a row does not fit, or is compiled wrongly
     slack: Callable[[Module, Kernel, Row], str | None]  # why the formula may be above what the compiler reports
 
 

@@ -119,16 +119,17 @@ class SelectTiles(Pass):
             return best
         fitting = [r for r in rows if not backend.footprint.misfit(module, kernel, r)]  # asked for by the spec, though it may spill
         if not fitting:
-            raise self._too_large(module, kernel, min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q)))
+            smallest = min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q))
+            raise self._too_large(module, kernel, smallest, [*candidates(blocks, blocks, (smallest.num_warps,))])
         return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps))
 
-    def _too_large(self, module: Module, kernel: Kernel, row: Row) -> FitError:
-        """The smallest row does not fit: blame the spec's overrides, unless nothing would fit without them."""
-        misfit, smallest = backend_of(module).footprint.misfit, backend_of(module).choices.blocks[0]
-        least = replace(row, block_q=smallest, block_kv=smallest, num_stages=1)
-        if misfit(module, kernel, least):
-            change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
-            return FitError(("head_dim",), str(misfit(module, kernel, least, change)))
+    def _too_large(self, module: Module, kernel: Kernel, row: Row, free: list[Row]) -> FitError:
+        """The smallest row does not fit: blame the spec's overrides, unless none of the `free` rows fits either, with one stage."""
+        misfit = backend_of(module).footprint.misfit
+        change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
+        reasons = [misfit(module, kernel, replace(r, num_stages=1), change) for r in free]
+        if all(reasons):
+            return FitError(("head_dim",), str(reasons[0]))
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
         return FitError(("schedule",), str(misfit(module, kernel, row, change)))

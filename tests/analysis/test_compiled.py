@@ -60,6 +60,28 @@ def test_what_dropout_draws_for_tiles_of_32_keys_is_predicted(tmp_path):
         assert random_bytes(kernel, row) == (kernel.name == "fwd")
 
 
+def test_products_in_tf32_fit_as_predicted(tmp_path):
+    """Tiles that several products read change layout for one of them."""
+    found, jobs = [], []
+    for name, head_dim, asked in (
+        ("square", "128", (("dq", "sm80", 32, 32, 2), ("dkdv", "sm80", 32, 32, 2), ("dkdv", "sm100", 64, 64, 1))),
+        ("mla", "{qk: 192, v: 128}", (("dk", "sm90", 64, 16, 2), ("dq", "sm90", 64, 16, 1), ("fwd", "sm90", 64, 32, 3))),
+    ):
+        text = f"name: {name}\nhead_dim: {head_dim}\nmask: causal\ndtype: fp32\nfp32_precision: tf32\nheads: {{sharing: mqa}}\n"
+        module = lower(parse_spec(text))
+        file = tmp_path / f"{name}.py"
+        file.write_text(render(module)["kernels.py"])
+        for kernel, cls, block_q, block_kv, stages in asked:
+            row = next(r for r in module.rows(kernel) if r.device == cls)
+            row = replace(row, block_q=block_q, block_kv=block_kv, num_warps=4, num_stages=stages)
+            found.append((module, module.kernel(kernel), row))
+            jobs.append(job(*found[-1], file))
+    for what, reading in zip(found, compile_all(jobs, 1)):
+        assert isinstance(reading, Reading), reading
+        assert reading.shared_bytes <= sram_bytes(*what), what
+        assert not [said for said in violations(*what, reading) if "shared memory" in said]
+
+
 def test_a_tile_that_is_too_large_spills_or_does_not_fit(tmp_path):
     """And the compiler, asked for the impossible, says so."""
     large = {"block_q": 128, "block_kv": 128, "num_warps": 4}

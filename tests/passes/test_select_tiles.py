@@ -254,3 +254,38 @@ def test_what_other_versions_made_of_the_kernels_fits() -> None:
             assert kernels["kernels"] >= 128 and not (kernels["unfit"] or kernels["failed"])
             assert all(needed <= CLASSES[target_].smem_per_block for _, needed in kernels["more"].values())
     assert not {name for of in found.values() for kernels in of.values() for name in kernels["spill"]}
+
+
+DROPS = "name: small\nhead_dim: 64\ndropout: true\n"
+
+
+@pytest.mark.parametrize(
+    "more", ["mask: key_padding\nschedule: {block_q: 16, block_kv: 16}", "mask: {all_of: [key_padding, {block_sparse: {block: 16}}]}"]
+)
+def test_tiles_in_which_triton_counts_scores_twice_are_refused_on_nvidia(more):
+    """Where dropout meets loaded booleans. AMD's compiler spreads operands in another way."""
+    made = lower(parse_spec(f"{DROPS}{more}\n"))
+    for kernel, over in (("fwd", "BLOCK_KV"), ("dq", "BLOCK_KV"), ("dkdv", "BLOCK_Q")):
+        assert {row.device for row in made.rows(kernel)} == {"gfx942"}
+        assert {unfit.device for unfit in made.unfit(kernel)} == {"sm80", "sm90", "sm100", "any"}
+        assert all(f"is wrong with {over}=16: where dropout meets booleans of a mask" in unfit.reason for unfit in made.unfit(kernel))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "mask: key_padding\nschedule: {block_q: 32, block_kv: 32}",
+        "mask: key_padding\nschedule: {block_kv: 16}\ndtype: fp32",  # exact products, which are not of matrix instructions
+        "mask: causal\nschedule: {block_kv: 16}",
+    ],
+)
+def test_other_small_tiles_are_taken(more):
+    made = lower(parse_spec(f"{DROPS}{more}\n"))
+    assert not any(made.unfit(kernel.name) for kernel in made.kernels)
+
+
+def test_no_such_tile_is_chosen():
+    made = lower(parse_spec(f"{DROPS}mask: key_padding\n"))
+    assert {row.device for row in made.rows("dkdv")} == {row.device for row in made.rows("fwd")} == {*CLASSES}
+    assert all(row.block_q > 16 for row in made.rows("dkdv") if row.device != "gfx942")
+    assert all(row.block_kv > 16 for name in ("fwd", "dq") for row in made.rows(name) if row.device != "gfx942")

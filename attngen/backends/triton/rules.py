@@ -28,7 +28,7 @@ def described(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Every row of the schedule table fits the device class it is for."""
+    """Every row of the schedule table fits the device class it is for, and gives what the kernel says."""
     for row in module.rows(kernel.name):
         if row.device not in CLASSES:
             yield f"`{row.device}` is not a device class; expected one of {', '.join(CLASSES)}"

@@ -35,6 +35,7 @@ TMA_BARRIERS = 64  # bytes, of the copies in flight
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
 WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
+JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined bytes
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 _max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
@@ -42,13 +43,22 @@ _max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
 
 @cache
 def sram_formula(
-    kernel: Kernel, device: DeviceClass, matrix_units: bool, moved: int, random: int, aligned: bool = True, tma: bool = False
+    kernel: Kernel,
+    device: DeviceClass,
+    matrix_units: bool,
+    moved: int,
+    random: int,
+    aligned: bool = True,
+    tma: bool = False,
+    turned: bool = False,
 ) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
     How deep a ring of `stages` is depends on whether matrix instructions read their operands from shared memory (see
     DeviceClass); scratch is for the tiles of scores that change layout at one time on their way to a product (`moved_scores`),
     for what dropout draws (`random_bytes` of a score), and for tiles that are rewritten. Of kernels with such it is an upper bound.
+
+    turned: a streamed tile that several products read changes layout for one of them, as in TF32; an upper bound too.
     """
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
@@ -74,8 +84,8 @@ def sram_formula(
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
             products = sum(op.name in (d.a, d.b) for d in kernel.dots)
-            extra = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared and products > 1 else 0
-            streamed += tile_bytes(op.type) * (depth + extra)
+            kept = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared else 0
+            streamed += tile_bytes(op.type) * (depth + (0 if products < 2 else 1 if turned else kept))
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
             scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
@@ -194,8 +204,14 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
         each = row.block_kv // (row.num_warps * CLASSES[row.device].threads_per_warp)
         return _exchanged(kernel) if each > 2 else sympy.Integer(0)  # one or two are loaded as they are scanned
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
-    formula = sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma)
+    turned = _in_tf32(module, row)
+    formula = sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma, turned)
     return formula + _turned(kernel) if on_units and _few_rows(kernel, row) else formula
+
+
+def _in_tf32(module: Module, row: Row) -> bool:
+    """Whether products are in TF32, on an NVIDIA GPU."""
+    return CLASSES[row.device].backend == "cuda" and mode(module, row.elem_bytes) == "tf32"
 
 
 @lru_cache(maxsize=256)
@@ -280,6 +296,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if row.num_stages == 1 and kernel.loops:
         return "without a ring, tiles whose uses do not overlap share room"
+    if kernel.dots and _in_tf32(module, row):
+        return "in TF32 a tile that several products read may change layout through shared memory"
     if kernel.dots and any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and set(op.type.dims) == SCORES for op in kernel.ops()):
         return "a boolean of each pair may be loaded as it is needed, and change no layout"
     if any(isinstance(op, Load) and op.type.dims == ("BLOCK_KV", "BLOCK_Q") for op in kernel.ops()):
@@ -295,6 +313,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
 
 def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLOCK_KV, num_stages or head_dim") -> str | None:
     """One sentence on why a row does not fit its device class, and what to `change`; or None."""
+    if reason := miscounts(module, kernel, row):
+        return reason
     device = CLASSES[row.device]
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
@@ -303,4 +323,24 @@ def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLO
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
         f"BLOCK_KV={row.block_kv}, num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
         f"{device.smem_per_block:,}; a smaller {change} needs less"
+    )
+
+
+def miscounts(module: Module, kernel: Kernel, row: Row) -> str | None:
+    """One sentence where Triton would count some scores twice; or None.
+
+    On its way to a product, an operand that is made on chip is spread over threads by the narrowest elements that were loaded for it:
+    each of four threads has as many of them as fill 32 bits side by side, and twice as many where dropout joins its bytes. A product
+    over fewer rows than four threads then have sums some of them twice (triton-lang/triton#11691, which no release up to 3.9.0 has).
+    """
+    if CLASSES[row.device].backend != "cuda" or not kernel.draws or mode(module, row.elem_bytes) == "ieee":
+        return None
+    narrow = row.elem_bytes == 1 or any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and op.type.dims for op in kernel.ops())
+    dims = sizes(module, row)
+    over = next((dot.over for dot in kernel.dots if dot.over in SCORES and dims[dot.over] < JOINED_ROWS), None)
+    if over is None or not narrow:
+        return None
+    return (
+        f"on {row.device} the kernel @{kernel.name} is wrong with {over}={dims[over]}: where dropout meets booleans of a mask, Triton "
+        f"counts scores twice in tiles of fewer than {JOINED_ROWS}; expected a tile, and blocks of the mask, of {JOINED_ROWS} or more"
     )
