@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -22,18 +23,19 @@ def naive_attention(
     modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
     sink: torch.Tensor | None = None,
     rounded: torch.dtype | None = None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
 
     q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to
     [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight); modify: what
     is done to the scores before the mask; sink [Hq]: a logit that joins every row; rounded: the dtype to which weights are rounded
-    before they meet v. Returns (out [B, Hq, Nq, Dv], natural-log LSE
-    [B, Hq, Nq]). A row that sees nothing gives zeros and LSE -inf, and zero gradients.
+    before they meet v; multiply: how matrices are multiplied. Returns (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees
+    nothing gives zeros and LSE -inf, and zero gradients.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = multiply(q, k.transpose(-1, -2)) * scale
     scores = modify(scores) if modify else scores
     scores = scores.masked_fill(~mask, -torch.inf)
     if sink is not None:  # a key of that score, and no value
@@ -50,7 +52,45 @@ def naive_attention(
     if not scores.shape[-1]:
         return scores.new_zeros(*scores.shape[:-1], v.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
     probabilities = probabilities.to(rounded).to(v.dtype) if rounded else probabilities
-    return probabilities @ v, lse.masked_fill(empty[..., 0], -torch.inf) if scores.shape[-1] else lse
+    return multiply(probabilities, v), lse.masked_fill(empty[..., 0], -torch.inf) if scores.shape[-1] else lse
+
+
+class _TruncatedProduct(torch.autograd.Function):
+    """A product whose operands, and those of its gradient, have lost what TF32 has no bits for."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*(operands := (_truncated(a), _truncated(b))))
+        return torch.matmul(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = ctx.saved_tensors
+        grad = _truncated(grads[0])
+        return grad @ b.transpose(-1, -2), a.transpose(-1, -2) @ grad
+
+
+def _truncated(x: torch.Tensor) -> torch.Tensor:
+    """x [fp32] without the 13 lowest of its 23 bits of fraction."""
+    return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
+def truncated_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [..., N, D] @ b [..., D, M] of fp32 tensors as tensor cores compute it in TF32, with sums in fp32.
+
+    They read the sign, 8 bits of exponent and the first 10 of the fraction, and ignore the rest, unless a program has rounded it
+    away (PTX ISA, "Alternate floating-point data formats"). Triton's programs do not. cuBLAS's do, for the sizes where they use TF32.
+    """
+    product: torch.Tensor = _TruncatedProduct.apply(a, b)  # type: ignore[no-untyped-call]
+    return product
+
+
+def rows_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [..., N, D] @ b [..., D, M], by the sums of a product of matrices for one row too.
+
+    For that libraries multiply a vector by a matrix, with other sums: in fp32 on an H200, of less than half the error.
+    """
+    return (torch.cat([a, a], -2) @ b)[..., : a.shape[-2], :]
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:

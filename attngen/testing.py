@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,15 @@ import torch
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes
-from attngen.reference import dropout_weight, naive_attention, reference_mask, reference_scores, relative_error
+from attngen.reference import (
+    dropout_weight,
+    naive_attention,
+    reference_mask,
+    reference_scores,
+    relative_error,
+    rows_matmul,
+    truncated_matmul,
+)
 from attngen.spec import Spec
 
 KEYS = ("out", "lse", "dq", "dk", "dv")  # results of every module, and gradients of every one that has a backward
@@ -222,7 +230,8 @@ def run_case(
 ) -> Result:
     """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64. Without a backward, the results alone.
 
-    Where outputs have a dtype of their own, naive attention computes in that, and rounds its weights to the dtype of q, k and v.
+    Where outputs have a dtype of their own, naive attention computes in that, and rounds its weights to the dtype of q, k and v. Where
+    products are in TF32, so are naive attention's; the interpreter multiplies in fp32 there.
 
     Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise. Modules with dropout
     drop by SEED, and naive attention what the oracle says that this drops.
@@ -236,7 +245,9 @@ def run_case(
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
     weight = dropout_weight((*q.shape[:3], k.shape[2]), dropout_p, SEED, device) if spec.dropout else None
     factor = scale if scale is not None else spec.head_dim.qk**-0.5
-    tf32 = by_precision([dtype]) and spec.fp32_precision == "tf32"
+    tf32 = by_precision([dtype]) and spec.fp32_precision == "tf32" and not device.startswith("cpu")
+    fp32_product = truncated_matmul if tf32 else rows_matmul if case.n_q == 1 else torch.matmul
+    unit = torch.finfo(torch.float16).eps / 2 if tf32 else torch.finfo(torch.float32).eps  # TF32 has as many bits as fp16, and truncates
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = {**drawn, **dict(zip(learned, x))}
@@ -247,20 +258,21 @@ def run_case(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor | None, *x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         modify, sink = reference_scores(spec.score, q, k, {**drawn, **dict(zip(learned, x))})
-        return naive_attention(q, k, v, mask, factor, weight, modify, sink, in_dtype if q.dtype == out_dtype else None)
+        rounded = in_dtype if q.dtype == out_dtype else None
+        multiply = fp32_product if q.dtype == torch.float32 else torch.matmul
+        return naive_attention(q, k, v, mask, factor, weight, modify, sink, rounded, multiply)
 
     leaves = (q, k, v, *learned.values())
     names = result_names(spec)
-    truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, whole=bool(spec.score))
+    truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, unit, whole=bool(spec.score))
 
     wide = (*(x.to(out_dtype) for x in (q, k, v)), *learned.values())
-    with _matmul_precision("high" if tf32 else "highest"):
+    with _whole_products():
         naive = _errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
     found = _errors(_gradients(ours, leaves, grads, names), truth)
     fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
     stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else in_dtype) for key, x in truth.items()}
-    least = torch.finfo(torch.float16).eps / 4 if tf32 else torch.finfo(torch.float32).eps  # tf32 has as many bits as fp16
-    rounding = {key: max(e, least) for key, e in _errors(stored, truth).items()}
+    rounding = {key: max(e, unit) for key, e in _errors(stored, truth).items()}
     for change in rounded:
         for key, e in _errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
             rounding[key] = max(rounding[key], e)
@@ -289,14 +301,15 @@ def _exact(
     grads: tuple[torch.Tensor, ...],
     weight: torch.Tensor | None,
     names: tuple[str, ...],
+    unit: float,
     whole: bool,
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Naive attention and its gradients in fp64, and what two roundings of a fused backward alone add to the gradients.
 
     dS = P (dP - delta) with delta = rowsum(O dO), which a fused backward computes from the stored O, apart from dP: where a query
-    sees few keys the two cancel, and the rounding of delta stays. And it makes P anew, from the stored LSE and from a product of its
-    own: half a unit in the last place of each, in fp32, is a factor. Some query rows at a time, so that large cases fit; all at once
-    if `whole`.
+    sees few keys the two cancel, and the rounding of delta stays, or that of dP by `unit`, the relative error of products. And it
+    makes P anew, from the stored LSE and from a product of its own: half a unit in the last place of each, in fp32, is a factor. Some
+    query rows at a time, so that large cases fit; all at once if `whole`.
     """
     single = torch.finfo(torch.float32).eps
     q, *others = inputs
@@ -311,12 +324,12 @@ def _exact(
         part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
         out, lse = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
         terms = out.detach() * grad_out
-        delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + single * terms.abs().sum(-1)
-        unit = single * lse.detach().abs().nan_to_num(posinf=0.0)
+        delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + unit * terms.abs().sum(-1)
+        half = single * lse.detach().abs().nan_to_num(posinf=0.0)
         upstream = (
             (grad_out, grad_lse),
             (torch.zeros_like(grad_out), delta),
-            (grad_out * unit[..., None], grad_lse * unit),
+            (grad_out * half[..., None], grad_lse * half),
         )
         for sums, flowing in zip(gradients, upstream):
             found = [torch.zeros_like(x) for x in (part, *rest)]
@@ -350,9 +363,10 @@ def _errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> d
 
 
 @contextmanager
-def _matmul_precision(precision: str) -> Any:
+def _whole_products() -> Iterator[None]:
+    """torch multiplies fp32 matrices in fp32."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:

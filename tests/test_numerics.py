@@ -19,7 +19,7 @@ import torch
 from attngen.build import build_module
 from attngen.masks import MAX_OFFSET
 from attngen.policy import SPLIT_KEYS
-from attngen.reference import naive_attention, reference_mask, relative_error
+from attngen.reference import naive_attention, reference_mask, relative_error, rows_matmul, truncated_matmul
 from attngen.spec import make_spec
 from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 from tests.conftest import CUDA
@@ -79,6 +79,39 @@ def padding(name: str, lengths: list[int], n_kv: int, device: str) -> dict[str, 
     if "kv_lengths" in mask_inputs(name):
         return {"kv_lengths": ends}
     return {"key_padding": torch.arange(n_kv, device=device) < ends[:, None]}
+
+
+# ---------------------------------------------------------------------------------------- the products of the oracle
+
+
+def test_products_in_tf32_ignore_the_last_thirteen_bits() -> None:
+    """Of the operands, and of the gradient; what has no more bits is multiplied exactly."""
+    whole = torch.randint(-1023, 1024, (2, 40, 30)).float().requires_grad_()
+    near_one = (1 + torch.rand(2, 30, 20) * 2**-11).requires_grad_()
+    product = truncated_matmul(whole, near_one)
+    assert torch.equal(product, whole.sum(-1, keepdim=True).expand(2, 40, 20))
+    by_whole, by_near_one = torch.autograd.grad(product, (whole, near_one), 1 + torch.rand_like(product) * 2**-11)
+    assert torch.equal(by_whole, torch.full_like(whole, 20.0))
+    assert torch.equal(by_near_one, whole.sum(1)[..., None].expand(2, 30, 20))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_a_product_of_one_row_is_that_of_matrices(rows: int) -> None:
+    a, b = (torch.randn(2, *shape, dtype=torch.float64, requires_grad=True) for shape in ((rows, 30), (30, 20)))
+    found, wanted = rows_matmul(a, b), a @ b
+    assert torch.allclose(found, wanted)
+    upstream = torch.randn_like(wanted)
+    assert all(torch.allclose(*x) for x in zip(*(torch.autograd.grad(y, (a, b), upstream) for y in (found, wanted))))
+
+
+def test_modules_in_tf32_are_as_exact_as_its_products(tmp_path: Path, device: str) -> None:
+    """Where queries see few keys too: delta is no product, and dP is."""
+    spec = make_spec({"name": "quick", "head_dim": 64, "mask": {"dilated": {"step": 7}}, "dtype": "fp32", "fp32_precision": "tf32"})
+    module = module_of(spec, tmp_path / "quick")
+    for shape in ((1, 33), (17, 129), (129, 70), *([(1000, 1000)] if CUDA else [])):
+        result = run_case(module, spec, Case(4, 2, 2, *shape), "fp32", device)
+        assert result.ok, str(result)
+        assert not CUDA or result.ours["out"] > 1e-4  # in fp32 it would be smaller
 
 
 # ------------------------------------------------------------------------------------------------- against naive

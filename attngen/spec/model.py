@@ -130,7 +130,9 @@ class Spec(BaseModel):
     dtype: Annotated[tuple[Annotated[str, AfterValidator(_known)], ...], BeforeValidator(_parse_dtype)] = Field(
         default=("bf16", "fp16"), description="element types the module accepts"
     )
-    fp32_precision: Literal["ieee", "tf32"] = Field(default="ieee", description="how fp32 matrix products are computed")
+    fp32_precision: Literal["ieee", "tf32"] = Field(
+        default="ieee", description="how products of fp32 matrices are computed; tf32 reads 10 of the 23 bits of a fraction"
+    )
     mask: Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)] = Field(
         default_factory=lambda: registry()["none"](), validate_default=False
     )
