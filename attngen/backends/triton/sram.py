@@ -331,7 +331,8 @@ def miscounts(module: Module, kernel: Kernel, row: Row) -> str | None:
 
     On its way to a product, an operand that is made on chip is spread over threads by the narrowest elements that were loaded for it:
     each of four threads has as many of them as fill 32 bits side by side, and twice as many where dropout joins its bytes. A product
-    over fewer rows than four threads then have sums some of them twice (triton-lang/triton#11691, which no release up to 3.9.0 has).
+    over fewer rows than four threads then have sums some of them twice. Triton 3.6.0 to 3.7.1 do so; 3.8.0 does not
+    (triton-lang/triton#11691).
     """
     if CLASSES[row.device].backend != "cuda" or not kernel.draws or mode(module, row.elem_bytes) == "ieee":
         return None
