@@ -128,13 +128,37 @@ CAUSAL: Data = {"name": "drawn", "head_dim": 16, "mask": "causal"}
     [
         "0 < kv_idx and 1 < kv_idx and q_idx <= kv_idx",  # two lower bounds of which one follows from the other
         "kv_idx * 3 == q_idx",  # a bound that is a multiple of a position
-        "q_idx < 3 == q_idx",  # no query meets both
-        "0 < kv_idx > q_idx and q_idx < q_len < q_idx",  # the same, where one of them holds for every query
-        "q_idx > q_len and 0 < kv_idx > q_idx",  # there is no such query
+        "(q_idx > q_len and seen[b, kv_idx]) or kv_idx <= q_idx",  # no pair meets one side
+        "(q_idx + 3 < kv_idx and kv_idx < q_idx + 2) or kv_idx % 3 == 0",
     ],
 )
 def test_masks_whose_bounds_were_not_proven_are_right(mask: str, tmp_path: Path, device: str) -> None:
-    assert outcome({**CAUSAL, "mask": {"expr": mask}}, tmp_path / "x.yaml", device) == "built"
+    params = {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}} if "seen" in mask else {}
+    assert outcome({**CAUSAL, "mask": {"expr": mask, "params": params}}, tmp_path / "x.yaml", device) == "built"
+
+
+@pytest.mark.parametrize("order", ["q_outer", "kv_outer"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "q_idx < 3 == q_idx",
+        "0 < kv_idx > q_idx and q_idx < q_len < q_idx",
+        "kv_idx > kv_len",
+        "q_idx > q_len and seen[b, kv_idx]",
+        "kv_idx > kv_len and seen[b, q_idx]",
+        "q_idx % 4 == 5 and seen[b, kv_idx]",
+        "(q_idx > q_len and seen[b, kv_idx]) or (kv_idx > 5 and kv_idx <= 5)",
+        "q_idx + 3 < kv_idx and kv_idx < q_idx + 2 and kv_idx > q_len + 3",
+        "kv_idx > kv_len and kv_idx - q_idx > kv_len - q_len + 1 and kv_idx - q_idx <= kv_len - q_len - 1",
+        "kv_idx <= q_pos and kv_idx >= kv_len and kv_idx - q_idx > kv_len - q_len",
+    ],
+)
+def test_masks_that_no_pair_meets_say_so(mask: str, order: str, tmp_path: Path, device: str) -> None:
+    axis = "Nq" if "seen[b, q_idx]" in mask else "Nk"
+    params = {"seen": {"tensor": ["B", axis], "dtype": "bool"}} if "seen" in mask else {}
+    data = {**CAUSAL, "mask": {"expr": mask, "params": params}, "schedule": {"order": order}}
+    said = "`mask` hides every key from every query; expected a condition that some pairs meet"
+    assert outcome(data, tmp_path / "x.yaml", device) == said
 
 
 def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -149,8 +173,12 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dev
         outcome(CAUSAL, tmp_path / "x.yaml", device)
 
 
+TF32: Data = {"dtype": "fp32", "fp32_precision": "tf32"}
+
+
+@pytest.mark.parametrize("more", [{}, TF32], ids=["16-bit", "tf32"])
 @pytest.mark.parametrize(("kernel", "wrong"), [("fwd", "(out|lse)"), ("dq", "dq"), ("dkdv", "d[kv]")])
-def test_a_wrong_kernel_is_found(kernel: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_wrong_kernel_is_found(kernel: str, wrong: str, more: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """A causal one that hides the last key of each query."""
 
     def edited(module: Module, rendered: Callable[[Module], dict[str, str]] = render) -> dict[str, str]:
@@ -160,7 +188,7 @@ def test_a_wrong_kernel_is_found(kernel: str, wrong: str, tmp_path: Path, monkey
 
     monkeypatch.setattr(f"{__name__}.render", edited)
     with pytest.raises(AssertionError, match=f"worst {wrong} "):
-        outcome(CAUSAL, tmp_path / "x.yaml", device)
+        outcome({**CAUSAL, **more}, tmp_path / "x.yaml", device)
 
 
 def test_a_text_that_gives_another_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:

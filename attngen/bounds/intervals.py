@@ -75,14 +75,18 @@ def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
     for literals in _union(_plain(where, scene), scene):
         each = dict.fromkeys(literals)
         solved = tuple(x for x in each if isinstance(x, Bound))
-        if not any(_apart(a, b) for a, b in combinations(solved, 2)):
+        if not any(_apart(a, b, scene) for a, b in combinations(solved, 2)):
             found.append(Term(solved, tuple(x for x in each if not isinstance(x, Bound))))
     return tuple(dict.fromkeys(found))
 
 
-def _apart(a: Bound, b: Bound) -> bool:
-    """Whether no index meets both bounds: their left sides, which are at most 0, add up to a number without the index above 0."""
-    return a.side + b.side == 0 and prove_le(sympy.Integer(1), sympy.expand(a.rest + b.rest))
+def _apart(a: Bound, b: Bound, scene: Scene) -> bool:
+    """Whether no pair inside the tensors meets both bounds: their left sides, which are at most 0, add up to a number above 0 that is
+    free of the loop's index, in every row of the own axis."""
+    if a.side + b.side:
+        return False
+    found = extremes(a.rest + b.rest, scene, (sympy.Integer(0), symbol(AXIS_EXTENT[scene.own]) - 1))
+    return found is not None and prove_le(sympy.Integer(1), with_rows(found[0], scene.own, scene.rows))
 
 
 Literals = tuple[Any, ...]
@@ -214,14 +218,14 @@ def _split(e: Expr, extreme: Expr) -> Any:
     return (sympy.And if every else sympy.Or)(*(part(x) for x in alternatives))
 
 
-def extremes(e: Expr, scene: Scene) -> tuple[Expr, Expr] | None:
+def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tuple[Expr, Expr] | None:
     """Least and greatest value of an expression over the rows of the own tile that count, in closed form; None if unknown.
 
-    The rows that count are the valid ones, or all if `scene.whole`. The bounds are exact if the own index occurs once in the expression.
-    Otherwise they may be too wide, but never too narrow.
+    The rows that count are those from the first to the last of `rows`, else the valid ones, or all if `scene.whole`. The bounds are
+    exact if the own index occurs once in the expression. Otherwise they may be too wide, but never too narrow.
     """
     first = symbol(f"{scene.own}_start")
-    last = first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own)
+    first, last = rows or (first, first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own))
 
     def bound(e: Expr) -> tuple[Expr, Expr] | None:
         if e == scene.own_idx:

@@ -22,6 +22,7 @@ from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
 from attngen.ir.prove import entails, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
+SCORED = ("q", "kv")  # the axes of a score
 MOST_RUNS = 3
 MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
 
@@ -57,6 +58,18 @@ def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
     """Visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers, from the masks in it."""
     where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
     return classify(where, scene_of(kernel, body))
+
+
+def shows_nothing(where: Bool) -> bool:
+    """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers of a call are."""
+    known = {"b", "h", "hkv", *(f"{axis}_idx" for axis in SCORED), *(AXIS_EXTENT[axis] for axis in SCORED)}
+    others = frozenset(str(s) for s in where.free_symbols) - known
+    for own, loop in (SCORED, SCORED[::-1]):
+        scene = Scene(own, loop, others=others)
+        inside = scene.loop_idx < symbol(AXIS_EXTENT[loop])
+        if not any(_run(term, scene) for term in terms(sympy.And(where, inside), scene)):
+            return True
+    return False
 
 
 def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:

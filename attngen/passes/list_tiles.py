@@ -86,7 +86,7 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
     def at_most(a: Expr, b: Expr) -> bool:
         return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis, rows_of(kernel)) for e in (a, b)))
 
-    pieces = dict(pair for loop in reversed(group) for pair in loop.ranges)
+    pieces = {lo: hi for loop in reversed(group) for lo, hi in loop.ranges if lo != hi}
     ends = set(pieces.values())
     ranges: list[tuple[Expr, Expr]] = []
     for lo, hi in pieces.items():
@@ -96,7 +96,7 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
             hi = pieces[hi]
         before = sum(at_most(other, lo) for _, other in ranges)
         ranges.insert(before, (lo, hi))
-    full = replace(group[0], name=f"{group[0].name.rpartition('_')[0]}_full", cls="full", ranges=tuple(ranges))
+    full = replace(group[0], name=f"{group[0].name.rpartition('_')[0]}_full", cls="full", ranges=tuple(ranges) or group[0].ranges[:1])
     carried = tuple((f, f"{full.name}.{f}") for f, _ in full.carry)
     return [full, replace(full, name=f"{group[0].name.rpartition('_')[0]}_partial", cls="partial", carry=carried)]
 

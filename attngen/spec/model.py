@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from attngen import document
+from attngen.bounds.ranges import shows_nothing
 from attngen.ir.dtypes import ELEMENTS, agree, by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
@@ -206,7 +207,7 @@ class Spec(BaseModel):
     @model_validator(mode="after")
     def _expressions_say_something(self) -> Spec:
         """The mask shows some pairs, scores depend on `s`, and what is written out depends on every parameter, once simplified."""
-        if self.mask.expression() == sympy.false:
+        if shows_nothing(self.mask.expression()):
             raise Mistakes((("mask",), "hides every key from every query; expected a condition that some pairs meet"))
         for path, part in self._parts():
             needed = _needed(part)

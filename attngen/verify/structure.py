@@ -177,6 +177,8 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
         if loop.body not in blocks:
             yield f"%{loop.name} runs @{loop.body}, which is not a block"
             continue
+        if not loop.ranges:
+            yield f"%{loop.name} has no range; expected one at least, as in ranges(0 .. 1)"
         walks = kernel.walks and loop.var == kernel.own_axis
         walks |= kernel.prepares and loop.var in AXIS_EXTENT  # it has no scores: its loops run over all tiles of either axis
         over_tiles = loop.var in AXIS_EXTENT and not walks

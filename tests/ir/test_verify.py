@@ -100,6 +100,12 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "expr(max(0, min(Nk, Nk - Nq", "expr(kv_full_end + max(0, min(Nk, Nk - Nq", "%kv_full_end reads %kv_full_end where"),
     ],
     "loops": [
+        (
+            "causal_gqa",
+            "%keys_full = loop kv ranges(0 .. kv_full_end)",
+            "%keys_full = loop kv ranges()",
+            "%keys_full has no range; expected one",
+        ),
         ("causal_gqa", "body(@step) cls(full)", "body(@stop) cls(full)", "%keys_full runs @stop, which is not a block"),
         ("causal_gqa", "cls(full)", "cls(most)", "class `most`; expected unknown, full or partial, as it runs over tiles"),
         ("causal_gqa", "cls(full)", "cls(all)", "class `all`; expected unknown, full or partial, as it runs over tiles"),

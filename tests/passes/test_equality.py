@@ -353,10 +353,9 @@ def test_a_mask_that_is_proven_to_hide_every_key_is_lowered() -> None:
 
 
 def test_a_mask_that_is_false_for_packed_queries_is_lowered(tmp_path: Path, device: str) -> None:
-    """There are some queries where these are packed, so that the condition of @packed is `false`."""
-    spec = make_spec(
-        {"name": "hidden", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": {"expr": "kv_idx != q_len <= q_idx - (q_idx)"}}
-    )
+    """There are some queries where these are packed, so that the condition of @packed is `false`. Specs are read without that."""
+    mask = {"expr": "kv_idx != 3 and 0.5 * q_len <= 0"}
+    spec = make_spec({"name": "hidden", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": mask})
     module = build_module(spec)
     call = Call.random(random.Random(1), spec, module, (5, 9))
     assert check_steps(spec, module, call, passes(spec, module)) > 5
