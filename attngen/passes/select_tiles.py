@@ -125,14 +125,17 @@ class SelectTiles(Pass):
 
     def _too_large(self, module: Module, kernel: Kernel, row: Row, free: list[Row]) -> FitError:
         """The smallest row does not fit: blame the spec's overrides, unless none of the `free` rows fits either, with one stage."""
-        misfit = backend_of(module).footprint.misfit
-        change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
-        reasons = [misfit(module, kernel, replace(r, num_stages=1), change) for r in free]
-        if all(reasons):
-            return FitError(("head_dim",), str(reasons[0]))
+        footprint = backend_of(module).footprint
+        free = [replace(r, num_stages=1) for r in free]
+        if all(footprint.misfit(module, kernel, r) for r in free):
+            large = [r for r in free if footprint.sram_bytes(module, kernel, r) > CLASSES[r.device].smem_per_block]
+            if not large:  # the compiler cannot do with tiles that divide the mask's blocks
+                return FitError(("mask",), str(footprint.misfit(module, kernel, free[0])))
+            change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
+            return FitError(("head_dim",), str(footprint.misfit(module, kernel, large[0], change)))
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
-        return FitError(("schedule",), str(misfit(module, kernel, row, change)))
+        return FitError(("schedule",), str(footprint.misfit(module, kernel, row, change)))
 
 
 def _walking(device: str, elem: int) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from attngen.analysis.report import report
 from attngen.analysis.roofline import Problem
 from attngen.backends.triton import cost as model
 from attngen.backends.triton.cost import cost, schedule_key
-from attngen.backends.triton.sram import misfit, sram_bytes, sram_formula
+from attngen.backends.triton.sram import miscounts, misfit, sram_bytes, sram_formula
 from attngen.devices import CLASSES
 from attngen.emit.explain import explain
 from attngen.emit.files import write_module
@@ -275,7 +275,7 @@ def test_tiles_in_which_triton_counts_scores_twice_are_refused_on_nvidia(more):
     "more",
     [
         "mask: key_padding\nschedule: {block_q: 32, block_kv: 32}",
-        "mask: key_padding\nschedule: {block_kv: 16}\ndtype: fp32",  # exact products, which are not of matrix instructions
+        "mask: key_padding\nschedule: {block_q: 16, block_kv: 16}\ndtype: fp32",  # exact products, which are not of matrix instructions
         "mask: causal\nschedule: {block_kv: 16}",
     ],
 )
@@ -284,8 +284,29 @@ def test_other_small_tiles_are_taken(more):
     assert not any(made.unfit(kernel.name) for kernel in made.kernels)
 
 
+def test_large_matrix_instructions_take_small_tiles_of_keys():
+    """Those of four warps and 64 rows or more; not those of fewer warps, nor sm80's."""
+    text = f"{DROPS}mask: key_padding\nschedule: {{block_q: 128, block_kv: 16, warps: %d}}\n"
+    assert {unfit.device for unfit in lower(parse_spec(text % 4)).unfit("fwd")} == {"sm80", "any"}
+    assert {unfit.device for unfit in lower(parse_spec(text % 2)).unfit("fwd")} == {"sm80", "sm90", "sm100", "any"}
+
+
+def test_what_no_tile_of_32_fits_is_told_of_the_head_dimension():
+    made = lower(parse_spec(f"{DROPS}mask: key_padding\ndtype: fp32\nfp32_precision: tf32\n".replace("64", "256")))
+    assert all("bytes of shared memory" in unfit.reason for kernel in made.kernels for unfit in made.unfit(kernel.name))
+
+
+def test_blocks_of_the_mask_are_to_blame_where_their_tiles_are_compiled_wrongly(monkeypatch):
+    """On NVIDIA GPUs, where AMD's have too little shared memory."""
+    for name in [name for name, device in CLASSES.items() if device.backend == "hip"]:
+        lacking(monkeypatch, name, 1024)
+    text = f"{DROPS}mask: {{all_of: [key_padding, {{block_sparse: {{block: 16}}}}]}}\n"
+    with pytest.raises(FitError, match=r"^`mask` does not fit: .* is wrong .* tiles, and so blocks of the mask, of 32 or more$"):
+        lower(parse_spec(text))
+
+
 def test_no_such_tile_is_chosen():
     made = lower(parse_spec(f"{DROPS}mask: key_padding\n"))
     assert {row.device for row in made.rows("dkdv")} == {row.device for row in made.rows("fwd")} == {*CLASSES}
-    assert all(row.block_q > 16 for row in made.rows("dkdv") if row.device != "gfx942")
-    assert all(row.block_kv > 16 for name in ("fwd", "dq") for row in made.rows(name) if row.device != "gfx942")
+    for kernel in made.kernels:
+        assert not any(miscounts(made, kernel, row) for row in made.rows(kernel.name))

@@ -35,6 +35,7 @@ TMA_BARRIERS = 64  # bytes, of the copies in flight
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
 WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
+GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined bytes
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
@@ -58,7 +59,8 @@ def sram_formula(
     DeviceClass); scratch is for the tiles of scores that change layout at one time on their way to a product (`moved_scores`),
     for what dropout draws (`random_bytes` of a score), and for tiles that are rewritten. Of kernels with such it is an upper bound.
 
-    turned: a streamed tile that several products read changes layout for one of them, as in TF32; an upper bound too.
+    turned: a streamed tile that several products read changes layout for one of them, as in TF32; an upper bound too, of what 216
+    kernels were seen to need.
     """
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
@@ -84,8 +86,11 @@ def sram_formula(
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
             products = sum(op.name in (d.a, d.b) for d in kernel.dots)
-            kept = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared else 0
-            streamed += tile_bytes(op.type) * (depth + (0 if products < 2 else 1 if turned else kept))
+            kept = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared and products > 1 else 0
+            copies = depth + kept
+            if turned and products > 1:  # a copy in the other layout, beside a ring of one; part of it where nothing is copied ahead
+                copies = _max(2, copies) if from_shared else _max(sympy.Min(2, 1 + STAGES / 2), copies)
+            streamed += tile_bytes(op.type) * copies
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
             scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
@@ -94,8 +99,8 @@ def sram_formula(
             else:  # beside the statistics, which are aligned
                 scratch += tile_bytes(op.type) * (STAGES - 1)
     for dot in kernel.dots:  # an operand that is made on chip, and turned; in fp32 if it is moved before it is cast
-        turned = not isinstance(kernel.op(dot.a), Load) and kernel.type_of(dot.a).dims[0] == dot.over
-        scratch += 4 * elements(kernel.type_of(dot.a)) if turned else 0
+        made = not isinstance(kernel.op(dot.a), Load) and kernel.type_of(dot.a).dims[0] == dot.over
+        scratch += 4 * elements(kernel.type_of(dot.a)) if made else 0
     if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
@@ -312,13 +317,11 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
 
 
 def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLOCK_KV, num_stages or head_dim") -> str | None:
-    """One sentence on why a row does not fit its device class, and what to `change`; or None."""
-    if reason := miscounts(module, kernel, row):
-        return reason
+    """One sentence on why a row does not fit its device class, and what to `change`, or why it is compiled wrongly; or None."""
     device = CLASSES[row.device]
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
-        return None
+        return miscounts(module, kernel, row)
     return (
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
         f"BLOCK_KV={row.block_kv}, num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
@@ -329,19 +332,23 @@ def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLO
 def miscounts(module: Module, kernel: Kernel, row: Row) -> str | None:
     """One sentence where Triton would count some scores twice; or None.
 
-    On its way to a product, an operand that is made on chip is spread over threads by the narrowest elements that were loaded for it:
-    each of four threads has as many of them as fill 32 bits side by side, and twice as many where dropout joins its bytes. A product
-    over fewer rows than four threads then have sums some of them twice. Triton 3.6.0 to 3.7.1 do so; 3.8.0 does not
-    (triton-lang/triton#11691).
+    On its way to a product of warps, an operand that is made on chip is spread over threads by the narrowest elements that were loaded
+    for it: each of four threads has as many of them as fill 32 bits side by side, and twice as many where dropout joins its bytes. A
+    product over fewer rows than four threads then have sums some of them twice. Triton 3.6.0 to 3.7.1 do so; 3.8.0 does not
+    (triton-lang/triton#11691). Instructions of four warps, which read operands from shared memory, spread them by their own width.
     """
-    if CLASSES[row.device].backend != "cuda" or not kernel.draws or mode(module, row.elem_bytes) == "ieee":
+    device = CLASSES[row.device]
+    if device.backend != "cuda" or not kernel.draws or mode(module, row.elem_bytes) == "ieee":
         return None
-    narrow = row.elem_bytes == 1 or any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and op.type.dims for op in kernel.ops())
+    if device.reads_shared and on_matrix_units(module, kernel, row) and row.num_warps >= GROUP_WARPS:
+        return None
+    narrow = any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and op.type.dims for op in kernel.ops())
     dims = sizes(module, row)
     over = next((dot.over for dot in kernel.dots if dot.over in SCORES and dims[dot.over] < JOINED_ROWS), None)
     if over is None or not narrow:
         return None
+    blocks = ", and so blocks of the mask," if module.blocks and module.blocks.size < JOINED_ROWS else ""
     return (
         f"on {row.device} the kernel @{kernel.name} is wrong with {over}={dims[over]}: where dropout meets booleans of a mask, Triton "
-        f"counts scores twice in tiles of fewer than {JOINED_ROWS}; expected a tile, and blocks of the mask, of {JOINED_ROWS} or more"
+        f"counts scores twice in tiles of fewer than {JOINED_ROWS}; expected tiles{blocks} of {JOINED_ROWS} or more"
     )
