@@ -247,7 +247,7 @@ def run_case(
     factor = scale if scale is not None else spec.head_dim.qk**-0.5
     tf32 = by_precision([dtype]) and spec.fp32_precision == "tf32" and not device.startswith("cpu")
     fp32_product = truncated_matmul if tf32 else rows_matmul if case.n_q == 1 else torch.matmul
-    unit = torch.finfo(torch.float16).eps / 2 if tf32 else torch.finfo(torch.float32).eps  # TF32 has as many bits as fp16, and truncates
+    operand = torch.finfo(torch.float16).eps / 2 if tf32 else 0.0  # the error of products' operands: TF32's bits are fp16's, truncated
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = {**drawn, **dict(zip(learned, x))}
@@ -264,7 +264,7 @@ def run_case(
 
     leaves = (q, k, v, *learned.values())
     names = result_names(spec)
-    truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, unit, whole=bool(spec.score))
+    truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, operand, whole=bool(spec.score))
 
     wide = (*(x.to(out_dtype) for x in (q, k, v)), *learned.values())
     with _whole_products():
@@ -272,7 +272,8 @@ def run_case(
     found = _errors(_gradients(ours, leaves, grads, names), truth)
     fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
     stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else in_dtype) for key, x in truth.items()}
-    rounding = {key: max(e, unit) for key, e in _errors(stored, truth).items()}
+    single = torch.finfo(torch.float32).eps
+    rounding = {key: max(e, single if key.startswith("lse") else operand, single) for key, e in _errors(stored, truth).items()}
     for change in rounded:
         for key, e in _errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
             rounding[key] = max(rounding[key], e)
@@ -301,15 +302,15 @@ def _exact(
     grads: tuple[torch.Tensor, ...],
     weight: torch.Tensor | None,
     names: tuple[str, ...],
-    unit: float,
+    operand: float,
     whole: bool,
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Naive attention and its gradients in fp64, and what two roundings of a fused backward alone add to the gradients.
 
     dS = P (dP - delta) with delta = rowsum(O dO), which a fused backward computes from the stored O, apart from dP: where a query
-    sees few keys the two cancel, and the rounding of delta stays, or that of dP by `unit`, the relative error of products. And it
-    makes P anew, from the stored LSE and from a product of its own: half a unit in the last place of each, in fp32, is a factor. Some
-    query rows at a time, so that large cases fit; all at once if `whole`.
+    sees few keys the two cancel, and the rounding of delta stays, and that of dP, by `operand`, the relative error of products'
+    operands. And it makes P anew, from the stored LSE and from a product of its own: half a unit in the last place of each, in
+    fp32, is a factor. Some query rows at a time, so that large cases fit; all at once if `whole`.
     """
     single = torch.finfo(torch.float32).eps
     q, *others = inputs
@@ -324,7 +325,7 @@ def _exact(
         part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
         out, lse = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
         terms = out.detach() * grad_out
-        delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + unit * terms.abs().sum(-1)
+        delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + single * terms.abs().sum(-1) + operand * terms.norm(dim=-1)
         half = single * lse.detach().abs().nan_to_num(posinf=0.0)
         upstream = (
             (grad_out, grad_lse),
