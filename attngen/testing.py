@@ -272,12 +272,19 @@ def run_case(
     found = _errors(_gradients(ours, leaves, grads, names), truth)
     fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
     stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else in_dtype) for key, x in truth.items()}
+    return Result(case, dtype, found, naive, _rounding(truth, stored, rounded, operand))
+
+
+def _rounding(
+    truth: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], changes: list[dict[str, torch.Tensor]], operand: float
+) -> dict[str, float]:
+    """What rounding alone gives: of the exact results as they are `stored`, by changes that a fused backward makes, and of operands."""
     single = torch.finfo(torch.float32).eps
     rounding = {key: max(e, single if key.startswith("lse") else operand, single) for key, e in _errors(stored, truth).items()}
-    for change in rounded:
+    for change in changes:
         for key, e in _errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
             rounding[key] = max(rounding[key], e)
-    return Result(case, dtype, found, naive, rounding)
+    return rounding
 
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]

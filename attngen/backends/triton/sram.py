@@ -59,8 +59,7 @@ def sram_formula(
     DeviceClass); scratch is for the tiles of scores that change layout at one time on their way to a product (`moved_scores`),
     for what dropout draws (`random_bytes` of a score), and for tiles that are rewritten. Of kernels with such it is an upper bound.
 
-    turned: a streamed tile that several products read changes layout for one of them, as in TF32; an upper bound too, of what 216
-    kernels were seen to need.
+    turned: a streamed tile that several products read changes layout for one of them, as in TF32; an upper bound too.
     """
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
@@ -69,7 +68,7 @@ def sram_formula(
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
     statistics: Expr = sympy.Integer(0)
-    scratch: Expr = sympy.Integer(0)
+    scratch: Expr = _made(kernel)
     for op in kernel.ops():
         if isinstance(op, (Scatter, Store)) and set(kernel.type_of(op.value).dims) == SCORES:  # changes layout on its way
             scratch += tile_bytes(kernel.type_of(op.value))
@@ -85,12 +84,7 @@ def sram_formula(
         if op.type.space == "sram" and not _in_loop(kernel, op):
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
-            products = sum(op.name in (d.a, d.b) for d in kernel.dots)
-            kept = sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared and products > 1 else 0
-            copies = depth + kept
-            if turned and products > 1:  # a copy in the other layout, beside a ring of one; part of it where nothing is copied ahead
-                copies = _max(2, copies) if from_shared else _max(sympy.Min(2, 1 + STAGES / 2), copies)
-            streamed += tile_bytes(op.type) * copies
+            streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, turned)
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
             scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
@@ -98,9 +92,6 @@ def sram_formula(
                 statistics += tile_bytes(op.type) * (STAGES - 1)
             else:  # beside the statistics, which are aligned
                 scratch += tile_bytes(op.type) * (STAGES - 1)
-    for dot in kernel.dots:  # an operand that is made on chip, and turned; in fp32 if it is moved before it is cast
-        made = not isinstance(kernel.op(dot.a), Load) and kernel.type_of(dot.a).dims[0] == dot.over
-        scratch += 4 * elements(kernel.type_of(dot.a)) if made else 0
     if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
@@ -112,6 +103,24 @@ def sram_formula(
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     streamed += _reduced(kernel, aligned)
     return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+
+
+def _made(kernel: Kernel) -> Expr:
+    """Bytes of operands that are made on chip, and turned; in fp32 if they are moved before they are cast."""
+    made = ((kernel.type_of(dot.a), dot.over) for dot in kernel.dots if not isinstance(kernel.op(dot.a), Load))
+    return sympy.Add(*(4 * elements(type_) for type_, over in made if type_.dims[0] == over))
+
+
+def _copies(kernel: Kernel, op: Load, depth: Expr, keeps_reused: bool, from_shared: bool, turned: bool) -> Expr:
+    """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where several products read it.
+
+    Turned, a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead.
+    """
+    if sum(op.name in (dot.a, dot.b) for dot in kernel.dots) < 2:
+        return depth
+    copies = depth + (sympy.Min(1, STAGES - 1) if keeps_reused and from_shared else 0)
+    least = sympy.Integer(2) if from_shared else sympy.Min(2, 1 + STAGES / 2)
+    return _max(least, copies) if turned else copies
 
 
 def _reduced(kernel: Kernel, aligned: bool) -> Expr:
