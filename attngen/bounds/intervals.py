@@ -69,23 +69,21 @@ class Term(NamedTuple):
 def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
     """The condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved literal.
 
-    A conjunction with two bounds that no pair meets, such as `q_idx < 3` and `q_idx == 3`, is left out.
+    A conjunction is left out if no pair inside the tensors meets it: one bound alone (`q_idx > q_len`), or two (`q_idx < 3`, `q_idx == 3`).
     """
     found = []
     for literals in _union(_plain(where, scene), scene):
         each = dict.fromkeys(literals)
         solved = tuple(x for x in each if isinstance(x, Bound))
-        if not any(_apart(a, b, scene) for a, b in combinations(solved, 2)):
+        free = [x.rest for x in solved if x.side == 0] + [a.rest + b.rest for a, b in combinations(solved, 2) if a.side + b.side == 0]
+        if not any(_positive_in_all_rows(rest, scene) for rest in free):
             found.append(Term(solved, tuple(x for x in each if not isinstance(x, Bound))))
     return tuple(dict.fromkeys(found))
 
 
-def _apart(a: Bound, b: Bound, scene: Scene) -> bool:
-    """Whether no pair inside the tensors meets both bounds: their left sides, which are at most 0, add up to a number above 0 that is
-    free of the loop's index, in every row of the own axis."""
-    if a.side + b.side:
-        return False
-    found = extremes(a.rest + b.rest, scene, (sympy.Integer(0), symbol(AXIS_EXTENT[scene.own]) - 1))
+def _positive_in_all_rows(rest: Expr, scene: Scene) -> bool:
+    """Whether an expression without the loop's index, which bounds say is at most 0, is above 0 in every row of the own axis."""
+    found = extremes(rest, scene, (sympy.Integer(0), symbol(AXIS_EXTENT[scene.own]) - 1))
     return found is not None and prove_le(sympy.Integer(1), with_rows(found[0], scene.own, scene.rows))
 
 

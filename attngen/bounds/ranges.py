@@ -64,12 +64,8 @@ def shows_nothing(where: Bool) -> bool:
     """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers of a call are."""
     known = {"b", "h", "hkv", *(f"{axis}_idx" for axis in SCORED), *(AXIS_EXTENT[axis] for axis in SCORED)}
     others = frozenset(str(s) for s in where.free_symbols) - known
-    for own, loop in (SCORED, SCORED[::-1]):
-        scene = Scene(own, loop, others=others)
-        inside = scene.loop_idx < symbol(AXIS_EXTENT[loop])
-        if not any(_run(term, scene) for term in terms(sympy.And(where, inside), scene)):
-            return True
-    return False
+    scenes = (Scene(own, loop, others=others) for own, loop in (SCORED, SCORED[::-1]))
+    return any(not terms(sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])), scene) for scene in scenes)
 
 
 def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
@@ -100,7 +96,7 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     [full start, full end) holds no hidden or out-of-bounds pair among the rows that count: the valid rows, or all rows if products sum
     over them. In each run visible start <= full start <= full end <= visible end. Each run ends before the next one starts.
     """
-    runs = [run for term in terms(where, scene) if (run := _run(term, scene))] or [(sympy.Integer(0),) * 4]
+    runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
     bounds = [e for run in _in_order(_merged(runs), scene) for e in run]
     for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # the bounds rise; a maximum makes this provable where it is not
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
@@ -108,8 +104,8 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     return tuple(flattened(e) for e in bounds)
 
 
-def _run(term: Term, scene: Scene) -> Run | None:
-    """The run of tiles of one conjunction; None if no row of the own tile meets one of its conditions."""
+def _run(term: Term, scene: Scene) -> Run:
+    """The run of tiles of one conjunction."""
     block, extent = symbol(AXIS_DIM[scene.loop]), symbol(AXIS_EXTENT[scene.loop])
     lows: list[Expr] = [sympy.Integer(0)]
     highs: list[Expr] = [extent]
@@ -124,10 +120,8 @@ def _run(term: Term, scene: Scene) -> Run | None:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        else:
-            known = with_rows(rest, scene.own, scene.rows)  # a program's tile has at least one row
-            if not prove_le(known, sympy.Integer(0)):
-                conditions.append(sympy.false if prove_le(sympy.Integer(1), known) else _condition(rest))
+        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program's tile has at least one row
+            conditions.append(_condition(rest))
 
     needs, enough = _known(term, scene)
     for of, (visible, everywhere) in ((term, (True, True)), (needs, (True, False)), (enough, (False, True))):
@@ -142,8 +136,6 @@ def _run(term: Term, scene: Scene) -> Run | None:
             elif everywhere:
                 full_highs.append(sympy.Integer(0))
     full_highs += [sympy.Integer(0)] * len(enough.unsolved)
-    if sympy.false in shown:
-        return None
 
     def at_most(e: Expr, end: Expr) -> Expr:
         """e, cut at `end` unless it is proven never to pass it. Bounds from facts about data are data too, and nothing relates them."""
@@ -176,8 +168,6 @@ def _single(e: Bool, scene: Scene) -> Term:
 
 def _where(conditions: list[Bool], tile: Expr) -> Expr:
     """`tile` where all conditions hold, 0 elsewhere. A condition that another implies is not asked."""
-    if sympy.false in conditions:
-        return sympy.Integer(0)
     for i, condition in enumerate(conditions):
         others = ((j, c) for j, c in enumerate(conditions) if j != i and entails(c, condition))
         if any(j < i or not entails(condition, c) for j, c in others):
