@@ -280,7 +280,7 @@ def _rounding(
 ) -> dict[str, float]:
     """What rounding alone gives: of the exact results as they are `stored`, by changes that a fused backward makes, and of operands."""
     single = torch.finfo(torch.float32).eps
-    rounding = {key: max(e, single if key.startswith("lse") else operand, single) for key, e in _errors(stored, truth).items()}
+    rounding = {key: max(e, single, 0.0 if key.startswith("lse") else operand) for key, e in _errors(stored, truth).items()}
     for change in changes:
         for key, e in _errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
             rounding[key] = max(rounding[key], e)

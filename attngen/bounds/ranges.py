@@ -18,11 +18,11 @@ import sympy
 from attngen.bounds.intervals import Scene, Term, extremes, terms, with_rows
 from attngen.ir.expr import Bool, Expr, cdiv, flattened, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel
+from attngen.ir.names import INTEGERS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
 from attngen.ir.prove import entails, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
-SCORED = ("q", "kv")  # the axes of a score
 MOST_RUNS = 3
 MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
 
@@ -62,9 +62,8 @@ def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
 
 def shows_nothing(where: Bool) -> bool:
     """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers of a call are."""
-    known = {"b", "h", "hkv", *(f"{axis}_idx" for axis in SCORED), *(AXIS_EXTENT[axis] for axis in SCORED)}
-    others = frozenset(str(s) for s in where.free_symbols) - known
-    scenes = (Scene(own, loop, others=others) for own, loop in (SCORED, SCORED[::-1]))
+    others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys())
+    scenes = (Scene("q", "kv", others=others), Scene("kv", "q", others=others))
     return any(not terms(sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])), scene) for scene in scenes)
 
 

@@ -352,15 +352,18 @@ def test_a_mask_that_is_proven_to_hide_every_key_is_lowered() -> None:
     assert check_steps(spec, module, Call.random(random.Random(1), spec, module), passes(spec, module)) > 5
 
 
-def test_a_mask_that_is_false_for_packed_queries_is_lowered(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("expr", ["kv_idx != 3 and 0.5 * q_len <= 0", "0.5 * q_len <= 0 and seen[b, kv_idx]"])
+def test_a_mask_that_is_false_for_packed_queries_is_lowered(expr: str, tmp_path: Path, device: str) -> None:
     """There are some queries where these are packed, so that the condition of @packed is `false`. Specs are read without that."""
-    mask = {"expr": "kv_idx != 3 and 0.5 * q_len <= 0"}
+    seen = {"seen": torch.ones(1, 9, dtype=torch.bool, device=device)} if "seen" in expr else {}
+    mask = {"expr": expr, "params": {name: {"tensor": ["B", "Nk"], "dtype": "bool"} for name in seen}}
     spec = make_spec({"name": "hidden", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": mask})
     module = build_module(spec)
     call = Call.random(random.Random(1), spec, module, (5, 9))
     assert check_steps(spec, module, call, passes(spec, module)) > 5
-    q, k = (torch.ones(1, heads, 5, 16, device=device, dtype=torch.float16) for heads in (4, 2))
-    out, lse = module_of(spec, tmp_path).attention(q, k, k, return_lse=True)
+    q = torch.ones(1, 4, 5, 16, device=device, dtype=torch.float16)
+    k = torch.ones(1, 2, 9, 16, device=device, dtype=torch.float16)
+    out, lse = module_of(spec, tmp_path).attention(q, k, k, return_lse=True, **seen)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 

@@ -51,7 +51,7 @@ def sram_formula(
     random: int,
     aligned: bool = True,
     tma: bool = False,
-    turned: bool = False,
+    tf32: bool = False,
 ) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, a ring of buffers for each tile loaded in a loop, scratch.
 
@@ -59,7 +59,7 @@ def sram_formula(
     DeviceClass); scratch is for the tiles of scores that change layout at one time on their way to a product (`moved_scores`),
     for what dropout draws (`random_bytes` of a score), and for tiles that are rewritten. Of kernels with such it is an upper bound.
 
-    turned: a streamed tile that several products read changes layout for one of them, as in TF32; an upper bound too.
+    tf32: products are in TF32, for which a streamed tile that several of them read changes layout; an upper bound too.
     """
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
@@ -84,7 +84,7 @@ def sram_formula(
         if op.type.space == "sram" and not _in_loop(kernel, op):
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
-            streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, turned)
+            streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
             scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
@@ -111,16 +111,16 @@ def _made(kernel: Kernel) -> Expr:
     return sympy.Add(*(4 * elements(type_) for type_, over in made if type_.dims[0] == over))
 
 
-def _copies(kernel: Kernel, op: Load, depth: Expr, keeps_reused: bool, from_shared: bool, turned: bool) -> Expr:
+def _copies(kernel: Kernel, op: Load, depth: Expr, keeps_reused: bool, from_shared: bool, tf32: bool) -> Expr:
     """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where several products read it.
 
-    Turned, a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead.
+    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead.
     """
     if sum(op.name in (dot.a, dot.b) for dot in kernel.dots) < 2:
         return depth
     copies = depth + (sympy.Min(1, STAGES - 1) if keeps_reused and from_shared else 0)
     least = sympy.Integer(2) if from_shared else sympy.Min(2, 1 + STAGES / 2)
-    return _max(least, copies) if turned else copies
+    return _max(least, copies) if tf32 else copies
 
 
 def _reduced(kernel: Kernel, aligned: bool) -> Expr:
@@ -218,8 +218,8 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
         each = row.block_kv // (row.num_warps * CLASSES[row.device].threads_per_warp)
         return _exchanged(kernel) if each > 2 else sympy.Integer(0)  # one or two are loaded as they are scanned
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
-    turned = _in_tf32(module, row)
-    formula = sram_formula(kernel, CLASSES[row.device], on_units, moved, random_bytes(kernel, row), aligned(module), row.tma, turned)
+    device, random, tf32 = CLASSES[row.device], random_bytes(kernel, row), _in_tf32(module, row)
+    formula = sram_formula(kernel, device, on_units, moved, random, aligned(module), row.tma, tf32)
     return formula + _turned(kernel) if on_units and _few_rows(kernel, row) else formula
 
 
@@ -232,7 +232,7 @@ def _in_tf32(module: Module, row: Row) -> bool:
 def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
     """32-bit registers of each thread that live tiles take."""
     device = CLASSES[row.device]
-    live = register_formula(kernel, device.reads_shared and on_matrix_units(module, kernel, row))
+    live = register_formula(kernel, from_shared(module, kernel, row))
     return int(evaluate(live, sizes(module, row))) // 4 // (row.num_warps * device.threads_per_warp)
 
 
@@ -241,6 +241,11 @@ def on_matrix_units(module: Module, kernel: Kernel, row: Row) -> bool:
     if not kernel.dots:
         return False
     return score_tile(module, kernel, row)[0] >= CLASSES[row.device].matrix_rows and mode(module, row.elem_bytes) != "ieee"
+
+
+def from_shared(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether products run on a matrix instruction that reads its operands from shared memory."""
+    return CLASSES[row.device].reads_shared and on_matrix_units(module, kernel, row)
 
 
 def score_tile(module: Module, kernel: Kernel, row: Row) -> tuple[int, int]:
@@ -285,7 +290,7 @@ def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
     device, dims = CLASSES[row.device], sizes(module, row)
     summed = [op for op in kernel.dots if op.acc]  # Triton spreads the others as these
     results = [tuple(dims[d] for d in op.type.unpadded) for op in summed]
-    if not results or (device.reads_shared and on_matrix_units(module, kernel, row)):
+    if not results or from_shared(module, kernel, row):
         return False
     if device.shares_stationary:  # instructions of 32 rows leave them where the next product reads them
         own, other = score_tile(module, kernel, row)
@@ -349,7 +354,7 @@ def miscounts(module: Module, kernel: Kernel, row: Row) -> str | None:
     device = CLASSES[row.device]
     if device.backend != "cuda" or not kernel.draws or mode(module, row.elem_bytes) == "ieee":
         return None
-    if device.reads_shared and on_matrix_units(module, kernel, row) and row.num_warps >= GROUP_WARPS:
+    if from_shared(module, kernel, row) and row.num_warps >= GROUP_WARPS:
         return None
     narrow = any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and op.type.dims for op in kernel.ops())
     dims = sizes(module, row)
