@@ -28,7 +28,7 @@ def imported(path: Path) -> Iterator[str]:
 def test_only_the_registry_names_a_backend() -> None:
     folder = ROOT / "attngen" / "backends"
     backends = {path.name for path in folder.iterdir() if (path / "__init__.py").exists()}
-    assert backends == {"triton"}
+    assert backends == {"hopper", "triton"}
     for path in (ROOT / "attngen").rglob("*.py"):
         named = {name.split(".")[2] for name in imported(path) if name.startswith("attngen.backends.")} & backends
         inside = {path.relative_to(folder).parts[0]} if path.is_relative_to(folder) else set()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from attngen.backends.base import Backend
+from attngen.backends.base import Backend, Divider
+from attngen.backends.hopper import HOPPER
 from attngen.backends.triton import TRITON
 from attngen.ir.graph import Module, Row
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TRITON,)}
+DIVIDERS: dict[str, Divider] = {divider.name: divider for divider in (HOPPER,)}
 
 
 def backend_of(user: Module | Row) -> Backend:

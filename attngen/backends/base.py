@@ -120,6 +120,19 @@ class Backend:
     compiler: Compiler
 
 
+@dataclass(frozen=True)
+class Divider:
+    """A backend that divides kernels into roles, which stand in for the portable ones on one device class (see Module.divided)."""
+
+    name: str
+    device: str
+    passes: Callable[[int | None, int | None, int | None], tuple[Pass, ...]]  # of a spec's block_q, block_kv and stages; before the others'
+    rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have
+    file: str  # of the generated module: its kernels
+    template: str
+    context: Callable[[Module], Mapping[str, Any]]  # what the template sees
+
+
 def short_digest(of: Any) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of something that JSON can hold, or of a text."""
     text = of if isinstance(of, str) else json.dumps(of, sort_keys=True)

@@ -14,7 +14,7 @@ import jinja2
 import sympy
 
 from attngen.analysis.report import report
-from attngen.backends import backend_of
+from attngen.backends import DIVIDERS, backend_of
 from attngen.backends.base import PrintedKernel
 from attngen.emit import layout
 from attngen.emit.host import HostContext, handle
@@ -39,9 +39,12 @@ def render(module: Module) -> dict[str, str]:
     verify_interface(module)
     printed = backend_of(module).printed(module)
     env = _environment()
+    dividers = [DIVIDERS[name] for name in sorted({kernel.backend for kernel in module.divided})]
+    divided = {d.file: within(env.get_template(d.template).render(d.context(module))) for d in dividers}
     return {
         "__init__.py": within(env.get_template("triton/module.py.jinja").render(_module_context(module, printed.kernels))),
         "kernels.py": within(env.get_template(printed.template).render(printed.context)),
+        **divided,
         "runtime.py": bundle(),
         "schedule.ir": print_module(module),
         "report.json": json.dumps(report(module), indent=2) + "\n",

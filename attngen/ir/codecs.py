@@ -16,7 +16,7 @@ def print_type(t: Type) -> str:
 
 
 def parse_type(text: str, where: str) -> Type:
-    match = re.fullmatch(r"(\w+)\[([\w/, *]*)\] @(hbm|sram|reg|\?)", text.strip())
+    match = re.fullmatch(r"(\w+)\[([\w/, *]*)\] @(hbm|sram|reg|flight|\?)", text.strip())
     if not match:
         raise IRError(f"{where}: `{text.strip()}` is not a type; expected `f32[BLOCK_Q, D_V] @reg`")
     dims = tuple(d.strip() for d in match[2].split(",") if d.strip())
@@ -110,16 +110,17 @@ _EXPR: Codec = (to_text, parse)
 _ACCESS: Codec = (_print_access, _parse_access)
 _FLAG: Codec = (lambda v: "yes", lambda t, w: True)
 _USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
+_RANGES: Codec = (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges)
 _CODECS: dict[str, Codec] = {
     "type": (print_type, parse_type),
     **dict.fromkeys(("src", "dst"), _ACCESS),
-    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "seed", "threshold", "keep", "listed"), _REF),
+    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "seed", "threshold", "keep", "listed", "ring", "holds", "through"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "other", "head", "tile"), _EXPR),
-    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via"), _WORD),
+    **dict.fromkeys(("expr", "where", "other", "head", "tile", "slots"), _EXPR),
+    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to"), _WORD),
     **dict.fromkeys(("score", "recompute"), _FLAG),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
-    **dict.fromkeys(("body", "then", "orelse", "kernel"), (lambda v: f"@{v}", parse_word)),
+    **dict.fromkeys(("body", "then", "orelse", "kernel", "first", "step", "last"), (lambda v: f"@{v}", parse_word)),
     "args": _USES,
     "own": _WORD,
     "fill": _EXPR,
@@ -128,7 +129,7 @@ _CODECS: dict[str, Codec] = {
     "sizes": (lambda v: ", ".join(f"{k}={to_text(e)}" for k, e in v), _parse_sizes),
     "at": (", ".join, _parse_places),
     "least": (str, _parse_count),
-    "ranges": (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges),
+    "ranges": _RANGES,
     "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in split(t, ";"))),
     "known": (_print_facts, _parse_facts),
     "check": (lambda v: ", ".join(a if w == "always" else f"{a} if {w}" for a, w in v), _parse_checks),
@@ -138,6 +139,7 @@ _CODECS: dict[str, Codec] = {
 _WORDS: Codec = (", ".join, lambda t, w: tuple(parse_word(x.strip(), w) for x in split(t, ",")))
 _BY_KIND: dict[str, dict[str, Codec]] = {
     "init": {"value": _EXPR},
+    "pipeline": {"partial": _RANGES, "full": _RANGES},
     "sum": {"over": _WORDS},
     **dict.fromkeys(("seed", "position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
 }

@@ -87,17 +87,18 @@ def execute_kernel(
     scalars: Mapping[str, float],
     tiles: Mapping[str, int],
     dtypes: Mapping[str, Any] = SINGLE,
+    made: type[Launch] | None = None,
 ) -> None:
     """Run every program of a kernel's grid. Tensors of role `out` and `inout` are written in place.
 
     tensors: by the names of the kernel's arguments, shaped as these say; scalars: its numbers by name; tiles: BLOCK_Q and BLOCK_KV;
-    dtypes: NumPy's types for the IR's, SINGLE or DOUBLE. Raises OutsideTensor.
+    dtypes: NumPy's types for the IR's, SINGLE or DOUBLE; made: what runs the ops, in place of Launch. Raises OutsideTensor.
     """
     for arg in kernel.args:
         if arg.role != "scalar" and tensors[arg.name].ndim != len(arg.type.dims):
             shape = list(tensors[arg.name].shape)
             raise AttngenError(f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]")
-    launch = _Launch(module, kernel, dtypes)
+    launch = (made or Launch)(module, kernel, dtypes)
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in widths.items()}
     start = {**CONSTANTS, **widths, **padded, **tensors, **scalars, **tiles}
@@ -134,7 +135,7 @@ def applies(when: str, cls: str) -> bool:
     return when == "always" or (when == "partial" and cls in ("partial", "unknown"))
 
 
-class _Launch:
+class Launch:
     """The ops of one kernel. The method that has the name of an op's kind gives the op's value, or stores; see ir/ops.py for each.
 
     `values` holds, by name, all that a place in the program knows; a loop's body gets a copy with what its turn knows besides.
@@ -168,7 +169,11 @@ class _Launch:
 
     def block(self, name: str, values: Values, cls: str) -> Program:
         """Run a block's ops, as a loop of class `cls` does; what it yields to the next turn."""
-        for op in self.kernel.block(name).ops:
+        return (yield from self.ops(self.kernel.block(name).ops, values, cls))
+
+    def ops(self, ops: Iterable[Op], values: Values, cls: str) -> Program:
+        """Run some ops of a block."""
+        for op in ops:
             match op:
                 case Arg():
                     pass  # its value is there from the start

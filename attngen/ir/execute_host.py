@@ -14,6 +14,7 @@ import numpy as np
 
 from attngen.errors import AttngenError
 from attngen.ir.execute import SINGLE, Values, execute_kernel, spread
+from attngen.ir.execute_roles import DividedLaunch
 from attngen.ir.expr import parse, symbol_names
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
@@ -174,7 +175,8 @@ class _Run:
             if arg.name in tensors.keys() - unwanted:
                 self.must_fit(op, arg, tensors[arg.name], known)
         grid = {str(s): known[str(s)] for axis in kernel.grid for s in axis.extent.free_symbols if str(s) in known}
-        execute_kernel(self.module, _without(kernel, unwanted), tensors, {**grid, **passed}, self.tiles, self.dtypes)
+        made = DividedLaunch if kernel.backend else None
+        execute_kernel(self.module, _without(kernel, unwanted), tensors, {**grid, **passed}, self.tiles, self.dtypes, made)
 
     def must_fit(self, op: Launch, arg: Arg, x: np.ndarray, known: Values) -> None:
         """Raise where a tensor has not the dimensions that the kernel declares; one of any length has what it has."""

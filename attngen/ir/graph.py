@@ -36,6 +36,7 @@ from attngen.ir.ops import (
     Store,
     Type,
 )
+from attngen.ir.roles import Pipeline
 
 PHASES = ("logical", "scheduled", "target")
 DEFAULT_BACKEND = "triton"  # of attngen/backends
@@ -71,6 +72,7 @@ class Kernel:
     own: the axis, q or kv, of whose tiles each program owns one or, walking, all.
     packs: the rows of a tile are the queries of all heads of a group, head after head. The scalar `queries` is their number in one head.
     about: a sentence about the kernel, printed above it.
+    backend: of a divided kernel, the backend whose it is (see Module.divided).
 
     Its arguments say what it reads (`in`), writes (`out`) and rewrites (`inout`).
     """
@@ -81,6 +83,7 @@ class Kernel:
     own: str = ""
     packs: bool = False
     about: str = ""
+    backend: str = ""
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
@@ -120,7 +123,7 @@ class Kernel:
     def type_of(self, ref: str) -> Type:
         """The type of a value. A field of a loop has the type of the value that it starts from."""
         op, field = self.op(ref), ref.partition(".")[2]
-        if isinstance(op, Loop):
+        if isinstance(op, (Loop, Pipeline)):
             return self.type_of(dict(op.carry)[field])
         return op.results()[field]
 
@@ -159,6 +162,11 @@ class Kernel:
             found.append(loop)
             block = self.graph.nodes[loop.name]["block"]
         return found
+
+    @cached_property
+    def roles(self) -> tuple[Block, ...]:
+        """The roles of a divided kernel, in the order written."""
+        return tuple(block for block in self.blocks if block.role)
 
     @cached_property
     def args(self) -> list[Arg]:
@@ -406,7 +414,11 @@ class Unfit:
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """Everything from which a generated module is made. The templates see nothing else."""
+    """Everything from which a generated module is made. The templates see nothing else.
+
+    divided: kernels that stand in for those of the same name in `kernels`, under schedule rows that name their backend. They are divided
+    into roles (ir/roles.py).
+    """
 
     name: str
     version: str
@@ -427,6 +439,7 @@ class Module:
     derived: tuple[Derived, ...]
     learned: tuple[Learned, ...]
     kernels: tuple[Kernel, ...]
+    divided: tuple[Kernel, ...] = ()
     hosts: tuple[Host, ...] = ()
     schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
     meaning: Meaning = Meaning()
@@ -452,8 +465,10 @@ class Module:
         names = [name for host in self.hosts if host.name == direction for name in host.common_launches()]
         return tuple(k for k in self.kernels if k.name in names)
 
-    def rows(self, kernel: str) -> tuple[Row, ...]:
-        return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Row))
+    def rows(self, kernel: str, backend: str = "") -> tuple[Row, ...]:
+        """The rows of a kernel's schedule for the module's own backend, or for another one."""
+        rows = dict(self.schedules).get(kernel, ())
+        return tuple(r for r in rows if isinstance(r, Row) and r.backend == (backend or self.backend))
 
     def unfit(self, kernel: str) -> tuple[Unfit, ...]:
         return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Unfit))

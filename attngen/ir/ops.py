@@ -368,12 +368,30 @@ class Barrier(Op):
 
 
 @dataclass(frozen=True)
+class Role:
+    """What some warps of a divided kernel do, beside the other roles (see ir/roles.py).
+
+    copies: groups of warps that run the role at one time; warps, of each copy; registers, of 32 bits, per thread.
+    rows: a tile of the program's own rows is divided among the copies, each of which has so many; 0 where the role has none.
+    """
+
+    copies: int
+    warps: int
+    registers: int
+    rows: int = 0
+
+
+@dataclass(frozen=True)
 class Block:
-    """A list of ops: the `entry` of a kernel or host program, a loop's body, or a branch of an `if`. `about` says what a body is for."""
+    """A list of ops: the `entry` of a kernel or host program, a role, a loop's body, or a branch of an `if`.
+
+    `about` says what a body is for.
+    """
 
     name: str
     ops: tuple[Op, ...]
     about: str = ""
+    role: Role | None = None
 
 
 OPS: dict[str, type[Op]] = {

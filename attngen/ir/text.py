@@ -15,7 +15,8 @@ from attngen.ir.codecs import MASKS, MEANING, SCORES, codecs_of, parse_type, par
 from attngen.ir.expr import parse, to_text
 from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
 from attngen.ir.host import HOST_KIND, HOST_OPS, Host
-from attngen.ir.ops import KIND, OPS, Block, Op
+from attngen.ir.ops import OPS, Block, Op, Role
+from attngen.ir.roles import DIVIDED_KIND, DIVIDED_OPS
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
 _POSITIONAL = {
@@ -44,8 +45,20 @@ _POSITIONAL = {
     "sum_distances": ("value",),
     "cut_blocks": ("src",),
     "list_blocks": ("src",),
+    "fill": ("ring", "src"),
+    "take": ("ring",),
+    "give": ("value",),
+    "drain": ("ring",),
+    "issue": ("a", "b"),
+    "await": ("value",),
+    "pack": ("value",),
+    "convert": ("value",),
+    "hold": ("value",),
+    "put": ("dst", "value"),
+    "pipeline": ("var",),
 }
 _HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask", "blocks", "dropout")
+ROLE_WORDS = ("copies", "rows", "warps", "registers")
 _UNNAMED = (
     "yield",
     "store",
@@ -53,6 +66,10 @@ _UNNAMED = (
     "barrier",
     "launch",
     "copy",
+    "fill",
+    "give",
+    "drain",
+    "put",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
@@ -61,7 +78,7 @@ _UNNAMED = (
 
 def print_op(op: Op) -> str:
     """One op as one line of text."""
-    kind = KIND.get(type(op)) or HOST_KIND[type(op)]
+    kind = DIVIDED_KIND.get(type(op)) or HOST_KIND[type(op)]
     positional = _POSITIONAL.get(kind, ())
     codecs = codecs_of(kind)
     words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
@@ -85,8 +102,18 @@ def _print_blocks(blocks: Iterable[Block]) -> list[str]:
     found = []
     for block in blocks:
         about = [f"    about {block.about}"] if block.about else []
-        found += [f"  block @{block.name}", *about, *(f"    {print_op(op)}" for op in block.ops)]
+        found += [
+            f"  {_print_role(block)}" if block.role else f"  block @{block.name}",
+            *about,
+            *(f"    {print_op(op)}" for op in block.ops),
+        ]
     return found
+
+
+def _print_role(block: Block) -> str:
+    """The first line of a role: `role @consumer copies(2) rows(64) warps(4) registers(240)`."""
+    given = [(word, getattr(block.role, word)) for word in ROLE_WORDS]
+    return " ".join([f"role @{block.name}", *(f"{word}({n})" for word, n in given if n)])
 
 
 def print_kernel(kernel: Kernel) -> str:
@@ -96,7 +123,8 @@ def print_kernel(kernel: Kernel) -> str:
         for a in kernel.grid
     )
     own = f" own({kernel.own})" if kernel.own else ""
-    header = f"kernel @{kernel.name}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
+    backend = f" backend({kernel.backend})" if kernel.backend else ""
+    header = f"kernel @{kernel.name}{backend}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
 
 
@@ -149,7 +177,7 @@ def print_module(module: Module) -> str:
         lines.append(f"  learn {x} from {x.parts}")
     for host in module.hosts:
         lines += ["", print_host(host)]
-    for kernel in module.kernels:
+    for kernel in (*module.kernels, *module.divided):
         lines += ["", print_kernel(kernel)]
     for name, rows in module.schedules:
         lines += ["", f"schedule @{name}", *(_print_row(row, module.backend) for row in rows)]
@@ -183,7 +211,7 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
     for name, word in zip(positional, words[1:]):
         values[name] = codecs[name][1](word, where)
     known = {f.name for f in fields(ops[kind])} - {"name", "type", *positional}
-    values |= {name: () for name in ("uses", "carry", "values") if name in known}  # nothing, where nothing is said
+    values |= {name: () for name in ("uses", "carry", "values", "partial", "full") if name in known}  # nothing, where nothing is said
     for word in words[1 + len(positional) :]:
         match = re.fullmatch(r"(\w+)\((.*)\)", word)
         if not match or match[1] not in known:
@@ -244,6 +272,7 @@ class _Lines:
     name: str
     about: str = ""
     ops: list[Op] = field(default_factory=list)
+    role: Role | None = None
 
 
 class _Sections:
@@ -264,6 +293,7 @@ class _Sections:
         return tuple(Host(name, _blocks(blocks)) for name, blocks in self.hosts)
 
     def made_kernels(self) -> tuple[Kernel, ...]:
+        """Those that are divided, too."""
         return tuple(Kernel(**fields, blocks=_blocks(blocks)) for fields, blocks in self.kernels)
 
 
@@ -305,7 +335,7 @@ def _sections(text: str, source: str) -> _Sections:
         elif section == "schedule":
             s.schedules[-1][1].append(_parse_row(line, s.header.get("backend", ""), where))
         elif section in ("kernel", "host"):
-            _parse_in_blocks(line, *((s.kernels[-1][1], OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)), where)
+            _parse_in_blocks(line, *((s.kernels[-1][1], DIVIDED_OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)), where)
         else:
             _parse_header_line(s, word, rest, where)
     return s
@@ -336,6 +366,8 @@ def _parse_in_blocks(line: str, blocks: list[_Lines], ops: Mapping[str, type[Op]
     word, _, rest = line.partition(" ")
     if word == "block":
         blocks.append(_Lines(parse_word(rest, where)))
+    elif word == "role":
+        blocks.append(_parse_role(rest, where))
     elif not blocks:
         raise IRError(f"{where}: an op outside a block; expected `block @entry` first")
     elif word == "about" and not blocks[-1].ops:
@@ -344,11 +376,20 @@ def _parse_in_blocks(line: str, blocks: list[_Lines], ops: Mapping[str, type[Op]
         blocks[-1].ops.append(parse_op(line, where, sum(len(block.ops) for block in blocks), ops))
 
 
+def _parse_role(text: str, where: str) -> _Lines:
+    name, *words = text.split()
+    given = {match[1]: match[2] for word in words if (match := re.fullmatch(rf"(\w+)\({_N}\)", word))}
+    if len(given) < len(words) or not {"copies", "warps", "registers"} <= given.keys() <= set(ROLE_WORDS):
+        raise IRError(f"{where}: not a role; expected `role @consumer copies(2) rows(64) warps(4) registers(240)`")
+    return _Lines(parse_word(name, where), role=Role(**{word: int(n) for word, n in given.items()}))
+
+
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
-    match = re.fullmatch(r"@(\w+)(?: own\((q|kv)\))?( packs)? grid\((.*)\)", text)
+    match = re.fullmatch(r"@(\w+)(?: backend\((\w+)\))?(?: own\((q|kv)\))?( packs)? grid\((.*)\)", text)
     if not match:
         raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
-    return {"name": match[1], "grid": _parse_grid(match[4], where), "own": match[2] or "", "packs": bool(match[3])}
+    fields = {"name": match[1], "grid": _parse_grid(match[5], where), "own": match[3] or "", "packs": bool(match[4])}
+    return {**fields, "backend": match[2] or ""}
 
 
 def _parse_input(text: str, where: str) -> Input:
@@ -395,7 +436,7 @@ def _parse_learned(text: str, where: str) -> Learned:
 
 
 def _module(s: _Sections, source: str) -> Module:
-    header = s.header
+    header, kernels = s.header, s.made_kernels()
     for key in ("name", *_HEADER_KEYS):
         if key not in header:
             raise IRError(f"{source}: the module header lacks `{key}`")
@@ -424,7 +465,8 @@ def _module(s: _Sections, source: str) -> Module:
         derived=tuple(s.derived),
         learned=tuple(s.learned),
         hosts=s.made_hosts(),
-        kernels=s.made_kernels(),
+        kernels=tuple(kernel for kernel in kernels if not kernel.backend),
+        divided=tuple(kernel for kernel in kernels if kernel.backend),
         schedules=tuple((name, tuple(rows)) for name, rows in s.schedules),
         meaning=Meaning(**s.meaning, reads=tuple(s.reads)),
     )
@@ -444,4 +486,4 @@ def _parse_blocks(text: str, source: str) -> Blocks | None:
 
 
 def _blocks(blocks: Iterable[_Lines]) -> tuple[Block, ...]:
-    return tuple(Block(block.name, tuple(block.ops), block.about) for block in blocks)
+    return tuple(Block(block.name, tuple(block.ops), block.about, block.role) for block in blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from attngen.backends import backend_of
+from attngen.backends import DIVIDERS, backend_of
 from attngen.build import build_module
 from attngen.errors import SpecError, suggest
 from attngen.ir.graph import Module
@@ -49,6 +49,7 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages, tables=tables),
         PipelineLoads(num_stages=s.stages),
         Dce(),
+        *(DIVIDERS[s.backend].passes(s.block_q, s.block_kv, s.stages) if s.backend in DIVIDERS else ()),
         *backend.legalize,
     )
 

@@ -9,7 +9,18 @@ import ast
 from functools import cache
 from pathlib import Path
 
-FILES = ("private", "memory", "checks", "launch", "blocks", "dropout", "gradients", "operators", "module")  # each imports earlier ones
+FILES = (
+    "private",
+    "memory",
+    "checks",
+    "divided",
+    "launch",
+    "blocks",
+    "dropout",
+    "gradients",
+    "operators",
+    "module",
+)  # each imports earlier ones
 
 
 @cache

@@ -80,6 +80,9 @@ class Schedule(BaseModel):
         default=None, description="depth of the load pipeline"
     )
     warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
+    backend: Literal["triton", "hopper"] = Field(
+        default="triton", description="triton: portable kernels; hopper: also a forward for that GPU, in which warps have roles, of Gluon"
+    )
 
 
 class Backward(BaseModel):
@@ -292,10 +295,12 @@ class Spec(BaseModel):
         return unique((path, note) for path, part in self._parts() for note in part.notes())
 
     def canonical(self) -> dict[str, Any]:
-        """The spec as plain data with every default filled in; `score`, `backward` and the order of loops only where they say something."""
+        """The spec as plain data with every default filled in; `score`, `backward`, the backend and the order of loops only where they say
+        something."""
         plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
-        if self.schedule.order == "q_outer":
-            del plain["schedule"]["order"]
+        for key in ("order", "backend"):
+            if plain["schedule"][key] == Schedule.model_fields[key].default:
+                del plain["schedule"][key]
         plain |= {"score": [s.data() for s in self.score]} if self.score else {}
         plain |= {} if self.trains else {"backward": False}
         return {**plain, "mask": self.mask.data()}

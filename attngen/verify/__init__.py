@@ -10,14 +10,16 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from attngen.backends import BACKENDS
+from attngen.backends import BACKENDS, DIVIDERS
 from attngen.backends.base import Rule
 from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.text import print_module
 from attngen.verify import host
+from attngen.verify.divided import bodies, flights, role_types, roles, scopes, used, walks
 from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.meaning import masks_as_said, scores_as_said
+from attngen.verify.protocol import protocol
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, shares, signature
 from attngen.verify.tiles import classified, covers, ends_hidden, extremes, full_is_proven, lists
@@ -51,6 +53,16 @@ _TARGET: dict[str, Rule] = {
     "in-place": in_place,
     "scheduled-everywhere": scheduled_everywhere,
 }
+_DIVIDED: dict[str, Rule] = {
+    "roles": roles,
+    "references": references,
+    "scopes": scopes,
+    "bodies": bodies,
+    "types": role_types,
+    "walks": walks,
+    "flights": flights,
+    "used": used,
+}
 _MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said}
 
 
@@ -66,6 +78,16 @@ def rules(backend: str) -> dict[str, dict[str, Rule]]:
     }
 
 
+@cache
+def divided_rules(backend: str) -> dict[str, Rule]:
+    """The rules of kernels that are divided for a backend. What one computes is held against the kernel it stands in for by tests."""
+    return {**_DIVIDED, **DIVIDERS[backend].rules, "protocol": protocol} if backend in DIVIDERS else {"backend": _no_divider}
+
+
+def _no_divider(module: Module, kernel: Kernel) -> Iterator[str]:
+    yield f"is for the backend `{kernel.backend}`; expected {', '.join(DIVIDERS)}"
+
+
 # Of each verified kernel: what the rules read besides it, and the names of those that hold.
 _HELD: WeakKeyDictionary[Kernel, tuple[dict[str, Any], set[str]]] = WeakKeyDictionary()
 
@@ -76,7 +98,7 @@ def _broken(module: Module, kernel: Kernel) -> Iterator[tuple[str, str]]:
     read["schedules"] = dict(module.schedules).get(kernel.name)
     before, held = _HELD.get(kernel, (read, set()))
     held = held if before == read else set()
-    wanted = rules(module.backend)[module.phase]
+    wanted = rules(module.backend)[module.phase] if not kernel.backend else divided_rules(kernel.backend)
     for name, rule in wanted.items():
         if name not in held:
             yield from ((name, reason) for reason in rule(module, kernel))
@@ -88,7 +110,7 @@ def verify(module: Module) -> Module:
     try:
         if module.phase not in PHASES:
             raise VerifyError("phase", f"`{module.phase}` is not a phase; expected one of {', '.join(PHASES)}", "")
-        for kernel in module.kernels:
+        for kernel in (*module.kernels, *module.divided):
             for name, reason in _broken(module, kernel):
                 raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
         for name, reason in host.reasons(module):

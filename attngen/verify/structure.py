@@ -14,7 +14,7 @@ import sympy
 from attngen.backends import BACKENDS
 from attngen.ir.dtypes import ELEMENTS, agree, result_type
 from attngen.ir.expr import cdiv, symbol, to_text
-from attngen.ir.graph import Kernel, Module, input_tensors
+from attngen.ir.graph import Kernel, Module, Row, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import AXES, DIMS
 from attngen.ir.ops import (
@@ -38,6 +38,7 @@ from attngen.ir.ops import (
     Yield,
     dimension,
 )
+from attngen.ir.roles import Pipeline
 from attngen.ir.shares import ranges, shared, sharing
 
 WIDTHS = {"D_QK", "D_V"}
@@ -50,7 +51,7 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         ("heads", module.sharing, tuple(SHARINGS)),
         ("precision", module.precision, ("ieee", "tf32")),
         ("backend", module.backend, tuple(BACKENDS)),
-        *(("backend", row.backend, tuple(BACKENDS)) for row in module.rows(kernel.name)),
+        *(("backend", name, (module.backend, *_dividers(module, kernel))) for name in _named_backends(module, kernel)),
         *(("dtype", d, tuple(ELEMENTS)) for d in module.dtypes),
         *((f"head_dim {n}", d, range(16, 257, 8)) for n, d in (("qk", module.head_dim_qk), ("v", module.head_dim_v))),
     ):
@@ -70,6 +71,16 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         if set(text) & set('"\\{}'):  # these texts are printed inside strings
             yield f"`{text}` has a quote, a backslash or a brace"
     yield from _unnamed(module)
+
+
+def _named_backends(module: Module, kernel: Kernel) -> list[str]:
+    """The backends that the rows of a kernel's schedule name."""
+    return [row.backend for row in dict(module.schedules).get(kernel.name, ()) if isinstance(row, Row)]
+
+
+def _dividers(module: Module, kernel: Kernel) -> list[str]:
+    """The backends for which a kernel is divided."""
+    return [other.backend for other in module.divided if other.name == kernel.name]
 
 
 def _unlike(module: Module) -> Iterator[str]:
@@ -150,7 +161,7 @@ def references(module: Module, kernel: Kernel) -> Iterator[str]:
         for ref in op.operands():
             source, _, field = ref.partition(".")
             defined = kernel.op(source)
-            known = dict(defined.carry) if isinstance(defined, Loop) else defined.results()
+            known = dict(defined.carry) if isinstance(defined, (Loop, Pipeline)) else defined.results()
             if field not in known:
                 yield f"%{op.name} reads %{ref}; %{source} has {', '.join(f'.{k}' if k else 'one result' for k in known) or 'none'}"
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import numbers
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
@@ -474,6 +477,49 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
         check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")
 
 
+# -------------------- Kernels whose warps have roles, of Gluon: whether this machine can run them, and descriptors for them.
+
+CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
+TRUSTED = ("3.6", "3.7")  # versions of Triton whose Gluon the kernels are written for and were run with
+
+
+@functools.cache
+def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
+    """The file of a module's divided kernels; None where this Triton cannot run them, or the environment says `triton`.
+
+    Raises ValueError if the environment asks for what the module does not have. Warns once of a Triton that is not trusted.
+    """
+    asked = os.environ.get(CHOICE, "")
+    if asked not in ("", "triton", backend):
+        raise ValueError(f"attention: {CHOICE} is `{asked}` in the environment; expected triton or {backend}, or nothing")
+    if asked == "triton":
+        return None
+    try:
+        found = ".".join(version("triton").split(".")[:2])
+    except PackageNotFoundError:  # a Triton of another name
+        found = ""
+    if found and found not in TRUSTED:
+        about = f"Triton {found} is not one of {', '.join(TRUSTED)}, with which its kernels for {backend} were run"
+        warnings.warn(f"attention: {about}: portable kernels are used", stacklevel=2)
+        return None
+    return importlib.import_module(f"{kernels.__name__.rpartition('.')[0]}.{backend}")
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+
+
+def laid_out(descriptor: Any) -> Any:
+    """A descriptor of Triton's as one of Gluon's, which says how a tile lies in shared memory."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    x, block = descriptor.base, descriptor.block_shape
+    return TensorDescriptor(x, descriptor.shape, descriptor.strides, block, _layout(*block[2:], x.dtype))
+
+
 # -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled.
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -542,6 +588,17 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     return found
 
 
+def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> tuple[ModuleType, Any]:
+    """The file of a kernel for the dtype and device of x, if it can be that of divided kernels, and its schedules there."""
+    table = kernels.SCHEDULES[kernel]
+    if x.device.type == "cuda":
+        mine = device_class(kernels, x.device), x.element_size()
+        for key in (key for key in table if len(key) == 3 and key[:2] == mine):
+            if file := divided(kernels, key[2]):
+                return file, table[key]
+    return kernels, schedules(kernels, kernel, x)
+
+
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
     """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
     config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
@@ -564,6 +621,10 @@ def descriptor(x: torch.Tensor, rows: int) -> Any:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, triton.next_power_of_2(x.shape[3])])
 
 
+def _laid_out(x: torch.Tensor, rows: int) -> Any:
+    return laid_out(descriptor(x, rows))
+
+
 def kind_of(n: int) -> int:
     """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64 bits."""
     return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
@@ -572,15 +633,20 @@ def kind_of(n: int) -> int:
 class Launch:
     """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
 
-    def __init__(self, kernel: Kernel, most: int | None, config: dict[str, Any]) -> None:
-        self.config = config
+    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any]) -> None:
+        self.config, self.file, self.name = config, file, kernel.name
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
+        self.describe = descriptor
+        if file is not kernel.kernels:
+            self.described = [(at, config.get(tile) or tile) for at, tile in file.DESCRIBED[kernel.name]]
+            self.describe = _laid_out
         self.parts: tuple[Any, ...] | None = None
 
-    def first(self, function: Any, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
+    def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
         """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
+        function = getattr(self.file, self.name)
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
         if parts:
@@ -649,9 +715,9 @@ class Kernel:
         if parts is None:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
-            args[at] = descriptor(tensors[at], tile)  # type: ignore[arg-type]
+            args[at] = launch.describe(tensors[at], tile)  # type: ignore[arg-type]
         if parts is None:
-            launch.first(getattr(self.kernels, self.name), programs, args, numbers + strides)
+            launch.first(programs, args, numbers + strides)
             return
         stream, run, before, packed, device, constants = parts
         if packed:
@@ -683,8 +749,8 @@ class Kernel:
         launches = LAUNCHES.get(key)
         if launches is None:
             more = dict(zip(self.flags, flags))
-            found = schedules(self.kernels, self.name, x)
-            launches = LAUNCHES[key] = [Launch(self, most, {**config, **more}) for most, config in found]
+            file, found = homes(self.kernels, self.name, x)
+            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}) for most, config in found]
         return launches
 
 

@@ -152,7 +152,21 @@ def test_generated_code_compiles_and_depends_on_torch_and_triton_alone(path):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add("." if node.level else (node.module or "").split(".")[0])
-    standard = {"__future__", "collections", "contextlib", "functools", "importlib", "math", "numbers", "operator", "re", "types", "typing"}
+    standard = {
+        "__future__",
+        "collections",
+        "contextlib",
+        "functools",
+        "importlib",
+        "math",
+        "numbers",
+        "operator",
+        "os",
+        "re",
+        "types",
+        "typing",
+        "warnings",
+    }
     assert imported <= {"torch", "triton", "."} | standard
 
 

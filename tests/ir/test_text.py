@@ -33,7 +33,7 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
     "name that is no word": ("%m_init = init", "%m init = init", "`%m init` does not name init; expected `%name = ...`"),
     "name without a result": ("    yield ", "    %y = yield ", "`%y` does not name yield; expected no name, as it has no result"),
     "type without a result": ("acc=%acc_next)\n", "acc=%acc_next) : f32[] @reg\n", "yield has no type; expected nothing from `:` on"),
-    "unknown op": ("= init -inf", "= fill -inf", "`fill` is not an op; known: arg, base, load"),
+    "unknown op": ("= init -inf", "= filled -inf", "`filled` is not an op; known: arg, base, load"),
     "missing positional": ("= dot %q %k over(D_QK)", "= dot %q", "`dot` needs a and b after its name"),
     "missing field": ("over(D_QK) ", "", "dot lacks over"),
     "missing type": (" : f32[BLOCK_Q, BLOCK_KV] @reg", "", "dot lacks type"),

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from attngen.backends.base import Printed
-from attngen.backends.triton.context import KernelContext
-from attngen.backends.triton.views import KernelView
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
 from attngen.ir.ops import PADDED, Scan
+from attngen.printing.context import KernelContext
+from attngen.printing.views import KernelView
 
 
 def printed(module: Module) -> Printed:
@@ -64,10 +64,19 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
             if isinstance(row, Unfit):
                 classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
                 continue
+            if row.backend != module.backend:
+                tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, "num_warps": row.num_warps}
+                classes.setdefault(f'("{row.device}", {row.elem_bytes}, "{row.backend}")', []).append((row.max_rows, _config(tiles)))
+                continue
             blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
             config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
             config |= {"TMA": row.tma} if views[kernel].tma else {}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
-            entry.append((row.max_rows, "{" + ", ".join(f'"{key}": {value}' for key, value in config.items()) + "}"))
+            entry.append((row.max_rows, _config(config)))
         out.append((kernel, list(classes.items())))
     return out
+
+
+def _config(config: dict[str, Any]) -> str:
+    """The source of a row's tile sizes and launch options."""
+    return "{" + ", ".join(f'"{key}": {value}' for key, value in config.items()) + "}"

@@ -11,8 +11,6 @@ from typing import Any
 
 import sympy
 
-from attngen.backends.triton.printer import to_triton
-from attngen.backends.triton.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import Kernel, Module
@@ -45,6 +43,8 @@ from attngen.ir.ops import (
     Store,
     Yield,
 )
+from attngen.printing.printer import to_triton
+from attngen.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 
 _TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
 

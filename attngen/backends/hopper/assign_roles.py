@@ -1,0 +1,69 @@
+"""assign-roles: divide the forward into roles, and choose the tiles of its programs.
+
+before:  kernel @fwd own(q) grid(...)
+after:   (the same), and
+         kernel @fwd backend(hopper) own(q) grid(...)
+           block @entry
+             (arguments, bounds of loops)
+           role @producer copies(1) warps(1) registers(24)
+           role @consumer copies(2) rows(64) warps(4) registers(240)
+             (all else)
+         schedule @fwd
+           sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
+
+A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before the roles start,
+as all of them need it. The producer has nothing to do yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.backends.hopper.choice import obstacle, row
+from attngen.backends.hopper.facts import NAME, REGISTERS, ROWS
+from attngen.errors import BuildError
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Arg, Block, Op, Role
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class AssignRoles(Pass):
+    name: ClassVar[str] = "assign-roles"
+    phase: ClassVar[str] = "scheduled"
+    block_q: int | None = None  # the spec's overrides
+    block_kv: int | None = None
+    slots: int | None = None
+
+    def run(self, module: Module) -> Module:
+        kernel = next(k for k in module.kernels if k.name == "fwd")
+        if why := obstacle(module, kernel):
+            raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @fwd cannot be divided into roles: {why}")
+        chosen = row(module, self.block_q, self.block_kv, self.slots)
+        copies, rest = divmod(chosen.block_q, ROWS)
+        if rest or copies not in REGISTERS:
+            expected = " or ".join(str(ROWS * n) for n in REGISTERS)
+            size = f"{chosen.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
+            raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
+        schedules = tuple((name, (*has, chosen) if name == kernel.name else has) for name, has in module.schedules)
+        return replace(module, divided=(_divided(kernel, copies),), schedules=schedules)
+
+
+def _divided(kernel: Kernel, copies: int) -> Kernel:
+    entry = kernel.block("entry").ops
+    ours = [op for op in entry if not _is_shared(op)]
+    consumer, producer = REGISTERS[copies]
+    roles = (
+        Block("producer", (), role=Role(1, 1, producer)),
+        Block("consumer", tuple(ours), role=Role(copies, 4, consumer, ROWS)),
+    )
+    shared = Block("entry", tuple(op for op in entry if _is_shared(op)))
+    bodies = (block for block in kernel.blocks if block.name != "entry")
+    return replace(kernel, backend=NAME, blocks=(shared, *roles, *bodies))
+
+
+def _is_shared(op: Op) -> bool:
+    """Whether it is an argument of the kernel, or one integer or pointer, of which bounds of loops are made."""
+    types = op.results().values()
+    return isinstance(op, Arg) or (bool(types) and all(not t.dims and t.dtype in ("i32", "ptr") for t in types))

@@ -1,0 +1,59 @@
+"""Which kernels this backend can divide, and the tiles of their programs."""
+
+from __future__ import annotations
+
+from attngen.backends.hopper.facts import DEVICE, NAME, ROWS
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.numeric import compiled
+from attngen.ir.ops import Loop
+from attngen.ir.roles import Ring
+
+BARRIER_BYTES = 8
+# The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
+TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
+
+
+def obstacle(module: Module, kernel: Kernel) -> str:
+    """Why a kernel cannot be divided, as the end of a sentence; empty text if it can."""
+    widths = (module.head_dim_qk, module.head_dim_v)
+    if kernel.name != "fwd" or kernel.walks or kernel.packs:
+        return "its programs own no tile of queries (`order: kv_outer`)"
+    if not any(row.elem_bytes == 2 for row in module.rows(kernel.name)):
+        return "no dtype of the spec has 16 bits"
+    if any(width & (width - 1) for width in widths):
+        return f"a head has {' and '.join(map(str, sorted(set(widths))))} columns, not a power of two"
+    if kernel.draws:
+        return "it draws what dropout keeps"
+    if module.blocks and module.blocks.size < ROWS:
+        return f"its mask lists blocks of {module.blocks.size} queries, and a consumer has {ROWS}"
+    loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
+    if len({loop.listed for loop in loops}) > 1:
+        return "its full and partial tiles are in different lists"
+    return ""
+
+
+def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
+    """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
+    wide = max(module.head_dim_qk, module.head_dim_v)
+    usual = next(tiles for width, tiles in TILES.items() if wide <= width)
+    q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
+    most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
+    return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
+
+
+def slots_of(ring: Ring, row: Row) -> int:
+    """The slots of a ring under a row."""
+    return int(compiled(ring.slots)({"num_stages": row.num_stages}))
+
+
+def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+    """Bytes of shared memory of a divided kernel: its rings, and a barrier for each slot."""
+    copies = {block.name: block.role.copies for block in kernel.blocks if block.role}
+    sizes = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
+    total = 0
+    for op in kernel.ops():
+        if isinstance(op, Ring):
+            slots = slots_of(op, row)
+            elements = sizes[op.type.dims[0]] * sizes[op.type.dims[1]]
+            total += slots * (2 * elements + BARRIER_BYTES * copies.get(op.each, 1))
+    return total

@@ -1,0 +1,405 @@
+"""What the templates see of a divided kernel: its roles, and a view per op, every string ready to print.
+
+Expressions are printed as for Triton: Gluon has the same functions, under `gl`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
+from attngen.ir.expr import Expr
+from attngen.ir.graph import Module
+from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Loop, Map, Mask, Op, Reduce, Yield
+from attngen.ir.roles import DIVIDED_KIND, Await, Convert, Drain, Fill, Give, Hold, Issue, Pack, Pipeline, Put, Ring, Take
+from attngen.printing.context import KernelContext
+from attngen.printing.views import LOOP_COMMENTS, Node, names_in
+
+_SPREAD = {"scores": "SCORES", "sums": "SUMS", "operand": "OPERAND"}  # names of layouts
+
+
+@dataclass
+class RingView:
+    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, numbered from `free` on."""
+
+    name: str
+    slots: str
+    shape: str
+    descriptor: str
+    buffers: str  # of all copies
+
+
+@dataclass
+class RoleView:
+    """A role as a function of its own."""
+
+    name: str
+    copies: int
+    warps: int
+    registers: int
+    params: list[str]
+    tiles: list[str]
+    prologue: list[str]
+    nodes: list[Node]
+    constants: list[str]  # THREADS, and the number of the copy where it has rows of its own
+
+
+@dataclass
+class DividedView:
+    """A divided kernel as its template prints it."""
+
+    name: str
+    summary: str
+    params: list[str]
+    not_specialized: list[str]
+    dropout: bool
+    prologue: list[str]
+    nodes: list[Node]
+    rings: list[RingView]
+    roles: list[RoleView]
+    words: set[str]  # that occur in it
+    described: list[tuple[int, str]]  # positions of the tensors that the copy engine reads and writes; rows of their tiles
+
+
+def _rings_in(nodes: list[Node]) -> set[str]:
+    """The rings that nodes and their bodies fill, take from, or write through."""
+    return {node.text["ring"] for node in nodes if "ring" in node.text} | {ring for node in nodes for ring in _rings_in(node.body)}
+
+
+def _gluon(text: Any) -> Any:
+    """Strings as Gluon's source: it has Triton's functions under another name."""
+    if isinstance(text, str):
+        return re.sub(r"\btl\.", "gl.", text)
+    if isinstance(text, dict):
+        return {key: _gluon(value) for key, value in text.items()}
+    return [_gluon(part) for part in text] if isinstance(text, (list, tuple)) else text
+
+
+class DividedContext(KernelContext):
+    """Builds the views of one divided kernel."""
+
+    def __init__(self, module: Module, name: str) -> None:
+        divided = next(kernel for kernel in module.divided if kernel.name == name)
+        self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
+        super().__init__(module, divided)
+        self.portable = KernelContext(module, module.kernel(name))
+
+    # ------------------------------------------------------------------ names
+
+    def _variables(self) -> dict[str, str]:
+        """Value -> Python variable: a carried field has one from its start to its end, in all bodies."""
+        names = super()._variables()
+        for op in self.kernel.ops():
+            if not isinstance(op, Pipeline):
+                continue
+            for field, start in op.carry:
+                names |= dict.fromkeys((start, f"{op.name}.{field}"), field)
+            for body in op.bodies:
+                self._name_body(names, self.kernel.block(body), f"_in_{body}")
+        return names
+
+    def _name_body(self, names: dict[str, str], body: Block, suffix: str) -> None:
+        for op in body.ops:
+            for ref in (f"{op.name}.{f}".rstrip(".") for f in op.results()):
+                names[ref] = names[ref].replace(suffix, "")
+            if isinstance(op, Mask):
+                names[op.name] = names[op.value]
+            if isinstance(op, Hold):
+                names[op.name] = names[op.value]
+            if isinstance(op, Yield):
+                args = {o.name.removesuffix(suffix): o.name for o in body.ops if isinstance(o, Arg)}
+                plain = {field: args.get(field, field) for field, _ in op.values}
+                self._reuse(names, [(plain[field], ref) for field, ref in op.values], op, body.ops)
+
+    def _reuse(self, names: dict[str, str], values: list[tuple[str, str]], yielded: Yield, ops: tuple[Op, ...]) -> None:
+        """A yielded value takes the carried variable itself when nothing reads the old one after it is made."""
+        position = {op.name: i for i, op in enumerate(ops)}
+        for field, ref in values:
+            chain = [ref]
+            while isinstance(self.kernel.op(chain[-1]), (Hold, Await)) and names[chain[-1]] != field:
+                source = self.kernel.op(chain[-1]).value  # type: ignore[attr-defined]
+                if isinstance(self.kernel.op(chain[-1]), Await):
+                    break
+                chain.append(source)
+            made = position.get(chain[-1].split(".")[0], -1)
+            later = [op for op in ops[made + 1 :] if op is not yielded and field in op.operands()]
+            if made >= 0 and not later and isinstance(self.kernel.op(chain[-1]), (Map, Pack, Await)):
+                names |= dict.fromkeys(chain, names.get(field, field))
+
+    def _short(self, ring: str) -> str:
+        """`k` for %K_ring."""
+        return ring.removesuffix("_ring").lower()
+
+    # ------------------------------------------------------------------ the kernel
+
+    def divided(self) -> DividedView:
+        """The view of the kernel and of its roles."""
+        portable = self.portable.view()
+        nodes = self.block("entry", "entry")
+        roles = [self._role(block, portable.params) for block in self.kernel.roles]
+        words = names_in(nodes) | {word for role in roles for word in role.params}
+        return DividedView(
+            name=self.kernel.name,
+            summary=self.kernel.about,
+            params=portable.params,
+            not_specialized=portable.not_specialized,
+            dropout=portable.dropout,
+            prologue=_gluon(self._prologue(words - {"q_idx", "kv_idx", "dtype", "d_qk", "d_v"})),
+            nodes=nodes,
+            rings=[self._ring(op) for op in self.rings.values()],
+            roles=roles,
+            words=names_in(nodes) | {word for role in roles for word in names_in(role.nodes)},
+            described=self._described_tensors(portable.params),
+        )
+
+    def _described_tensors(self, params: list[str]) -> list[tuple[int, str]]:
+        rows = {"q": str(ROWS), "kv": '"BLOCK_KV"'}
+        accesses = (op.src if isinstance(op, Fill) else op.dst for op in self.kernel.ops() if isinstance(op, (Fill, Put)))
+        return sorted({(params.index(access.tensor), rows[access.axes()[0]]) for access in accesses})
+
+    def _ring(self, op: Ring) -> RingView:
+        copies = next((b.role.copies for b in self.kernel.roles if b.name == op.each and b.role), 1)
+        slots = self.scalar(op.slots).replace("num_stages", "SLOTS")
+        tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
+        descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
+        buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
+        return RingView(self._short(op.name), slots, ", ".join(self._dims(op.type.dims, bool(op.each))), descriptor, buffers)
+
+    def _dims(self, dims: tuple[str, ...], each: bool = True) -> list[str]:
+        return ["ROWS" if d == "BLOCK_Q" and each else d for d in dims]
+
+    def _role(self, block: Block, params: list[str]) -> RoleView:
+        assert block.role is not None
+        nodes = self.block(block.name, "entry")
+        words = names_in(nodes) | {f"{ring}_{what}" for ring in _rings_in(nodes) for what in ("ring", "full", "slot")}
+        prologue = [*self._positions(words), *self._counters(block, words)] if block.role.rows else self._counters(block, words)
+        words |= {
+            word for line in prologue for word in line.replace("(", " ").replace(")", " ").replace(",", " ").replace(".", " ").split()
+        }
+        entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (Arg, Ring))]
+        shared = [f"{self._short(ring)}_{what}" for ring in self.rings for what in ("ring", "full")]
+        places = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
+        given = [*params, *entry, *places, *shared]
+        return RoleView(
+            f"{self.kernel.name}_{block.name}",
+            block.role.copies,
+            block.role.warps,
+            block.role.registers,
+            [name for name in given if name in words],
+            [t for t in ("BLOCK_Q", "BLOCK_KV", "SLOTS", "DROPOUT") if t in words or t == "SLOTS"],
+            prologue,
+            nodes,
+            ["THREADS", *(["COPY"] if block.role.rows else [])],
+        )
+
+    def _positions(self, words: set[str]) -> list[str]:
+        """Layouts, and the positions of the copy's rows and of a tile's keys."""
+        lines = ["SCORES: gl.constexpr = layout_of(BLOCK_KV)"]
+        if words & {"SUMS", "OPERAND"}:
+            lines.append("SUMS: gl.constexpr = layout_of(D_V)")
+        if "OPERAND" in words:
+            lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
+        if "q_off" in words or "q_idx" in words:
+            lines.append("q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
+        lines.append("q_start = q_start + COPY * ROWS")
+        if "q_idx" in words:
+            lines.append("q_idx = q_start + q_off")
+        if "kv_off" in words or "kv_idx" in words:
+            lines.append("kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))")
+        if "dtype" in words:
+            lines.append("dtype = O.dtype")
+        return lines
+
+    def _counters(self, block: Block, words: set[str]) -> list[str]:
+        """The next slot of each ring that a role fills or takes from, and the phase of its barrier."""
+        lines = []
+        for ring in self.rings:
+            short = self._short(ring)
+            if f"{short}_slot" in words and not self.rings[ring].each:
+                lines.append(
+                    f"{short}_slot, {short}_phase = 0, 0" if block.role and block.role.rows else f"{short}_slot, {short}_fills = 0, 0"
+                )
+        return lines
+
+    def _free(self, ring: str) -> str:
+        """The number of the named barrier of a ring's first slot."""
+        before: list[str] = []
+        for name, op in self.rings.items():
+            if name == ring:
+                break
+            before += [] if op.each else [self.scalar(op.slots).replace("num_stages", "SLOTS")]
+        return " + ".join([str(FIRST_BARRIER), *before])
+
+    # ------------------------------------------------------------------ nodes
+
+    def block(self, name: str, cls: str) -> list[Node]:
+        """Views of a block's ops, as a loop of class `cls` runs them."""
+        nodes = []
+        for op in self.kernel.block(name).ops:
+            if isinstance(op, (Arg, Ring)) or self._idle(op, cls):
+                continue
+            kind = DIVIDED_KIND[type(op)]
+            text = self._await(op, name) if isinstance(op, Await) else getattr(self, f"_{kind}")(op, cls)
+            body = self.block(op.body, op.cls) if isinstance(op, Loop) else []
+            if isinstance(op, Loop):
+                self._loop_header(op, text, body)
+                self._name_counter(text, body)
+            body = self._bodies(op, text) if isinstance(op, Pipeline) else body
+            nodes.append(Node(kind, _gluon(text), body))
+        return nodes
+
+    @staticmethod
+    def _name_counter(text: dict[str, Any], body: list[Node]) -> None:
+        """A loop's variable is `_` where nothing reads it, and its start is left out where it is 0."""
+        words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
+        text["var"] = text["var"] if text["var"] in words else "_"
+        text["range"] = text["stop"] if text["start"] == "0" else f"{text['start']}, {text['stop']}"
+
+    def _fill(self, op: Fill, cls: str) -> dict[str, Any]:
+        ring = self.rings[op.ring]
+        copies = next((b.role.copies for b in self.kernel.roles if b.name == ring.each and b.role), 0)
+        return {
+            "ring": self._short(op.ring),
+            "tensor": op.src.tensor,
+            "place": self._place(op.src, f" + copy * {ROWS}" if copies else ""),
+            "bytes": " * ".join([*self._dims(ring.type.dims, bool(copies)), "2"]),
+            "copies": copies,
+            "free": self._free(op.ring),
+        }
+
+    def _place(self, access: Access, moved: str = "") -> str:
+        """The coordinates of a tile's first element."""
+        starts = {"q": f"q_start{moved}", "kv": "kv_start"}
+        return ", ".join(starts.get(str(i), "0" if str(i) in AXIS_DIM else self.scalar(i)) for i in access.index)
+
+    def _take(self, op: Take, cls: str) -> dict[str, Any]:
+        short = self._short(op.ring)
+        each = bool(self.rings[op.ring].each)
+        shape = ", ".join(self._dims(op.type.dims, each))
+        return {
+            "var": self.var(op.name),
+            "ring": short,
+            "slot": "COPY" if each else f"{short}_slot",
+            "phase": "0" if each else f"{short}_phase",
+            "shape": shape,
+        }
+
+    def _give(self, op: Give, cls: str) -> dict[str, Any]:
+        take = self.kernel.op(op.value)
+        assert isinstance(take, Take)
+        return {"ring": self._short(take.ring), "free": self._free(take.ring)}
+
+    def _drain(self, op: Drain, cls: str) -> dict[str, Any]:
+        return {"ring": self._short(op.ring), "free": self._free(op.ring)}
+
+    def _issue(self, op: Issue, cls: str) -> dict[str, Any]:
+        a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
+        left = self.var(op.a) if a.dims[1] == op.over else f"{self.var(op.a)}.permute((1, 0))"
+        right = self.var(op.b) if b.dims[0] == op.over else f"{self.var(op.b)}.permute((1, 0))"
+        spread = "SUMS" if "D_V" in op.type.dims else "SCORES"
+        shape = ", ".join(self._dims(op.type.dims))
+        start = self.var(op.acc) if op.acc else f"gl.zeros([{shape}], gl.float32, {spread})"
+        return {"var": self.var(op.name), "a": left, "b": right, "start": start, "adds": bool(op.acc)}
+
+    def _await(self, op: Await, block: str) -> dict[str, Any]:
+        ops = self.kernel.block(block).ops
+        names = [o.name for o in ops]
+        since = ops[names.index(op.value) + 1 : names.index(op.name)]
+        awaited = {o.value for o in since if isinstance(o, Await)}
+        pending = sum(isinstance(o, Issue) and o.name not in awaited for o in since)
+        deps = [self.var(op.value), *([self.var(op.holds)] if op.holds else [])]
+        return {"vars": ", ".join([self.var(op.name), *deps[1:]]), "pending": pending, "deps": ", ".join(deps)}
+
+    def _convert(self, op: Convert, cls: str) -> dict[str, Any]:
+        layout = _SPREAD[op.to] if len(op.type.dims) == 2 else f"gl.SliceLayout(1, {_SPREAD[op.to]})"
+        value = self.var(op.value)
+        return {"var": self.var(op.name), "value": f"unpack({value}, dtype)" if op.to == "operand" else value, "layout": layout}
+
+    def _pack(self, op: Pack, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "value": self.var(op.value), "dtype": "dtype"}
+
+    def _hold(self, op: Hold, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "value": self.var(op.value)}
+
+    def _put(self, op: Put, cls: str) -> dict[str, Any]:
+        shape = ", ".join(self._dims(self.kernel.type_of(op.value).dims))
+        return {
+            "ring": self._short(op.through),
+            "value": self.var(op.value),
+            "tensor": op.dst.tensor,
+            "place": self._place(op.dst),
+            "shape": shape,
+        }
+
+    def _init(self, op: Init, cls: str) -> dict[str, Any]:
+        text = super()._init(op, cls)
+        layout = ("SUMS" if "D_V" in op.type.dims else "SCORES") if len(op.type.dims) == 2 else "gl.SliceLayout(1, SCORES)"
+        return {**text, "shape": ", ".join(self._dims(op.type.dims)), "of": text["of"], "layout": layout}
+
+    def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
+        return {**super()._reduce(op, cls), "chains": op.op == "sum" and op.over == "BLOCK_KV"}
+
+    # ------------------------------------------------------------------ pipelines
+
+    def _pipeline(self, op: Pipeline, cls: str) -> dict[str, Any]:
+        """The numbers of tiles, and the first of them."""
+        both = bool(op.partial and op.full)
+        sizes = {cls: self._count(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
+        lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
+        first = []
+        for ranges, name in ((op.partial, "first"), (op.full, "first_full" if both else "first")):
+            if ranges:
+                first += [f"{name} = {self.scalar(ranges[0][0])}", *self._jumps(ranges, name)]
+        if both:
+            first.append("first = gl.where(partial_tiles > 0, first, first_full)")
+        return {"counts": lines, "any": " + ".join(f"{cls}_tiles" for cls in sizes) + " > 0", "first": first}
+
+    def _count(self, ranges: Any) -> str:
+        """How many tiles ranges have."""
+        lengths = [self.scalar(hi) if lo == 0 else f"{self._term(hi)} - {self._term(lo)}" for lo, hi in ranges]
+        return lengths[0] if len(lengths) == 1 else " + ".join(f"({text})" if " " in text else text for text in lengths)
+
+    def _term(self, e: Expr) -> str:
+        text = self.scalar(e)
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+    def _jumps(self, ranges: Any, at: str) -> list[str]:
+        """Past the ends of joined ranges, as loops over them do."""
+        pairs = zip(ranges, ranges[1:])
+        return [
+            f"{at} = gl.where({at} < {self.scalar(end)}, {at}, {at} + ({self.scalar(lo)} - {self._term(end)}))"
+            for (_, end), (lo, _) in pairs
+        ]
+
+    def _bodies(self, op: Pipeline, text: dict[str, Any]) -> list[Node]:
+        """The first tile; a loop over those that are left of each class; the last product."""
+        first = self.block(op.first, "partial")
+        words = names_in(first)
+        start = [f"{op.var}_tile = {self._tile(op, 'first')}", f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
+        start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
+        text["start"] = start if words & {f"{op.var}_start", f"{op.var}_idx"} else []
+        text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
+        loops = []
+        for cls, ranges in (("partial", op.partial), ("full", op.full)):
+            if not ranges:
+                continue
+            body = self.block(op.step, cls)
+            loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
+            header: dict[str, Any] = self._loop(loop, cls)
+            used = names_in(body)
+            self._loop_header(loop, header, body)
+            lo = self.scalar(ranges[0][0])
+            later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
+            header["start"] = later if lo == "0" else f"{lo} + {later}"
+            header["steps"] = list(header["steps"]) if used & {f"{op.var}_start", f"{op.var}_idx"} else []
+            header["comment"] = LOOP_COMMENTS[cls]
+            self._name_counter(header, body)
+            loops.append(Node("loop", _gluon(header), body))
+        return [Node("body", {}, first), *loops, Node("body", {}, self.block(op.last, "full"))]
+
+    def _tile(self, op: Pipeline, at: str) -> str:
+        if not op.listed:
+            return at
+        return f"tile_at({self.var(op.listed)}, {at}, True, BLOCK // {AXIS_DIM[op.var]})"

@@ -1,0 +1,14 @@
+"""What the schedules of this backend rest on: rows of the matrix instruction, registers of roles.
+
+Sources: the PTX ISA, wgmma (M = 64) and setmaxnreg (a multiple of 8 from 24 to 256, whose sum over the warps of a program is at most what
+the program was launched with: 65,536 registers for each multiprocessor, in groups of 4 warps).
+"""
+
+from __future__ import annotations
+
+NAME = "hopper"
+DEVICE = "sm90"  # the device class of attngen/devices.py
+ROWS = 64  # of the program's tile that each consumer has
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # copies of the consumer -> registers per thread, of it and of the producer
+FIRST_BARRIER = 6  # of the named barriers of a program: Triton uses those below
+NAMED_BARRIERS = 16

@@ -1,0 +1,46 @@
+"""issue-products: products run beside what does not need them.
+
+before:  %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @reg
+         %acc_next = dot %soft.p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @reg
+after:   %s_flight = issue %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight
+         %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg
+         %p_cast = pack %soft.p : T[BLOCK_Q, BLOCK_KV] @reg
+         %acc_flight = issue %p_cast %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @flight
+         %acc_next = await %acc_flight holds(%p_cast) : f32[BLOCK_Q, D_V] @reg
+
+An operand in registers is cast to the tensors' element type. It stays an operand of the await, so that nothing takes its registers while
+the product reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Dot, Op
+from attngen.ir.roles import Await, Issue, Pack
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class IssueProducts(Pass):
+    name: ClassVar[str] = "issue-products"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return replace(module, divided=tuple(k.rewrite(lambda _, op, k=k: _issued(k, op)) for k in module.divided))  # type: ignore[misc]
+
+
+def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
+    if not isinstance(op, Dot):
+        yield op
+        return
+    a, held, given = op.a, None, kernel.type_of(op.a)
+    if given.space != "sram":
+        a = held = f"{op.a.rpartition('.')[2]}_cast"
+        yield Pack(a, op.a, replace(given, dtype="T"))
+    flight = f"{op.name.removesuffix('_next')}_flight"
+    yield Issue(flight, a, op.b, op.over, replace(op.type, space="flight"), op.acc)
+    yield Await(op.name, flight, op.type, held)

@@ -1,0 +1,40 @@
+"""hopper.py of a generated module: what its template sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attngen.backends.hopper.context import DividedContext, DividedView
+from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
+from attngen.ir.graph import Module
+
+TEMPLATE = "hopper/kernels.py.jinja"
+
+
+def context(module: Module) -> dict[str, Any]:
+    """What the template of hopper.py sees."""
+    views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
+    constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
+    constants += [("BLOCK", module.blocks.size)] if module.blocks else []
+    return {
+        "module": module,
+        "constants": constants,
+        "rows": ROWS,
+        "first_barrier": FIRST_BARRIER,
+        "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
+        "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
+        "kernels": [{**vars(view), **_parts(view)} for view in views],
+    }
+
+
+def _parts(view: DividedView) -> dict[str, Any]:
+    """The groups of warps, those of the program's own first: consumers, and then the producer, as Gluon is given them."""
+    roles = sorted(view.roles, key=lambda role: -role.warps)
+    parts = [(role, copy) for role in roles for copy in range(role.copies)]
+    workers = [role for role, _ in parts[1:]]  # the first part has the warps that the kernel is launched with
+    return {
+        "parts": parts,
+        "warps": [role.warps for role in workers],
+        "registers": [role.registers for role in workers],
+        "threads": sum(32 * role.warps for role, _ in parts),
+    }

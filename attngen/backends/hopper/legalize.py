@@ -1,0 +1,116 @@
+"""legalize-gluon: make explicit what Gluon asks of a divided kernel.
+
+before:  %acc_flight = issue %p %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @flight
+         %acc_next = await %acc_flight holds(%p) : f32[BLOCK_Q, D_V] @reg
+         %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%soft.alpha) : f32[BLOCK_Q, D_V] @reg
+         store %O[b, h, q, d_v] %o check(q)
+after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
+         %acc_flight = issue %p_operand %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @flight
+         %acc_next = await %acc_flight holds(%p_operand) : f32[BLOCK_Q, D_V] @reg
+         %alpha_sums = convert %soft.alpha to(sums) : f32[BLOCK_Q] @reg
+         %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%alpha_sums) : f32[BLOCK_Q, D_V] @reg
+         put %O[b, h, q, d_v] %o through(%Q_ring)
+
+- A value is spread over threads as scores are, or, if one of its dimensions is D_V, as sums are. A row that sums need is converted; so is
+  an operand of a product in registers.
+- ptxas may move arithmetic past an await that does not name it, so that it would not run beside the product: the sums of a row are held.
+- The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries, or a ring where widths differ.
+- The address of a head is computed once, in 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import sympy
+
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import AXIS_DIM, Access, Base, Block, Load, Map, Op, Reduce, Store, Type
+from attngen.ir.roles import Await, Convert, Hold, Issue, Put, Ring
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class LegalizeGluon(Pass):
+    name: ClassVar[str] = "legalize-gluon"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        same = module.head_dim_qk == module.head_dim_v
+        return replace(module, divided=tuple(_bases(_put(_spread(_held(kernel)), same)) for kernel in module.divided))
+
+
+def _spread(kernel: Kernel) -> Kernel:
+    """Conversions where a value is needed by other threads than those that have it."""
+
+    def change(_: str, op: Op) -> Iterator[Op]:
+        if isinstance(op, Issue) and kernel.type_of(op.a).space == "reg":
+            yield Convert(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
+            yield replace(op, a=_operand(op.a))
+        elif isinstance(op, Await) and op.holds:
+            yield replace(op, holds=_operand(op.holds))
+        elif isinstance(op, Map) and "D_V" in op.type.dims:
+            rows = {ref: f"{ref.replace('.', '_')}_sums" for _, ref in op.uses if kernel.type_of(ref).dims == ("BLOCK_Q",)}
+            yield from (Convert(name, ref, "sums", kernel.type_of(ref)) for ref, name in rows.items())
+            yield op.with_operands(rows)
+        else:
+            yield op
+
+    return kernel.rewrite(change)
+
+
+def _held(kernel: Kernel) -> Kernel:
+    """Row sums are held where another product's await follows them."""
+    blocks = []
+    for block in kernel.blocks:
+        ops: list[Op] = []
+        renamed: dict[str, str] = {}
+        sums = ""  # the last sum over keys that may be moved past an await
+        for op in block.ops:
+            if isinstance(op, Await) and op.holds and sums:
+                renamed[sums] = f"{sums}_held"
+                ops.append(Hold(renamed[sums], sums, kernel.type_of(sums)))
+            sums = op.name if isinstance(op, Map) and any(isinstance(kernel.op(r), Reduce) for _, r in op.uses) else sums
+            ops.append(op.with_operands(renamed))
+        blocks.append(replace(block, ops=tuple(ops)))
+    return replace(kernel, blocks=tuple(blocks))
+
+
+def _operand(ref: str) -> str:
+    return f"{ref}_operand"
+
+
+def _put(kernel: Kernel, same: bool) -> Kernel:
+    """Outputs by the copy engine: the tiles of two dimensions that are stored."""
+    stores = [op for op in kernel.ops() if isinstance(op, Store) and len(kernel.type_of(op.value).dims) == 2]
+    names = {op.name: "Q_ring" if same else f"{op.dst.tensor}_ring" for op in stores}
+    rings = (
+        ()
+        if same
+        else tuple(Ring(names[op.name], replace(kernel.type_of(op.value), space="sram"), sympy.Integer(1), "consumer") for op in stores)
+    )
+    kernel = kernel.rewrite(
+        lambda _, op: [Put(f"put_{op.value}", op.dst, op.value, names[op.name]) if isinstance(op, Store) and op.name in names else op]
+    )
+    return replace(kernel, blocks=tuple(replace(b, ops=(*b.ops, *rings)) if b.name == "entry" else b for b in kernel.blocks))
+
+
+def _bases(kernel: Kernel) -> Kernel:
+    """One pointer per tensor and head, in the role that reads or writes there."""
+    found = [op for op in kernel.ops() if isinstance(op, (Load, Store)) and (op.dst if isinstance(op, Store) else op.src).axes()]
+    made: dict[str, Base] = {}
+    moved: dict[str, Op] = {}
+    for op in found:
+        access = op.dst if isinstance(op, Store) else op.src
+        name = f"{access.tensor}_head"
+        rows = tuple(i for i in access.index if str(i) in AXIS_DIM)
+        made[name] = Base(name, Access(access.tensor, tuple(i for i in access.index if str(i) not in AXIS_DIM)), Type("ptr", (), "reg"))
+        moved[op.name] = replace(op, dst=Access(name, rows)) if isinstance(op, Store) else replace(op, src=Access(name, rows))
+
+    def with_bases(block: Block) -> Block:
+        ops = tuple(moved.get(op.name, op) for op in block.ops)
+        return replace(block, ops=(*made.values(), *ops) if block.name == "consumer" else ops)
+
+    return replace(kernel, blocks=tuple(map(with_bases, kernel.blocks)))

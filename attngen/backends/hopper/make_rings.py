@@ -1,0 +1,75 @@
+"""make-rings: the producer fills rings with the tiles that consumers load.
+
+before:  role @producer ...                          role @consumer ...
+                                                       %keys = loop kv ranges(0 .. kv_end) ... body(@step) cls(full)
+                                                     block @step
+                                                       %k = load %K[b, h, kv, d_qk] via(descriptor) : T[BLOCK_KV, D_QK] @sram
+                                                       %s = dot %q %k over(D_QK)
+after:   block @entry
+           %K_ring = ring slots(num_stages) : T[BLOCK_KV, D_QK] @sram
+         role @producer ...                          role @consumer ...
+           %copy_keys = loop kv ranges(0 .. kv_end)    %keys = loop kv ranges(0 .. kv_end) ... body(@step) cls(full)
+             body(@copy) cls(full)                   block @step
+           drain %K_ring                               %k = take %K_ring : T[BLOCK_KV, D_QK] @sram
+         block @copy                                   %s = dot %q %k over(D_QK)
+           fill %K_ring %K[b, h, kv, d_qk]             give %k
+
+The producer runs over the tiles that consumers run over, in their order. A tile that is loaded once, such as that of queries, has a ring
+of one slot for each consumer, with its rows; it is filled once, so it is never given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import sympy
+
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Block, Load, Loop, Op, Yield
+from attngen.ir.roles import Drain, Fill, Give, Ring, Take
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class MakeRings(Pass):
+    name: ClassVar[str] = "make-rings"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return replace(module, divided=tuple(map(_with_rings, module.divided)))
+
+
+def _with_rings(kernel: Kernel) -> Kernel:
+    blocks = {block.name: block for block in kernel.blocks}
+    loads = [(name, op) for name, block in blocks.items() for op in block.ops if isinstance(op, Load) and op.via]
+    once = [op for home, op in loads if home == "consumer"]
+    rings = [
+        Ring(f"{op.src.tensor}_ring", op.type, *((sympy.Integer(1), "consumer") if op in once else (symbol("num_stages"),)))
+        for _, op in loads
+    ]
+    loops = [op for op in blocks["consumer"].ops if isinstance(op, Loop)]
+    producer: list[Op] = [Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in once]
+    producer += [replace(loop, name=f"copy_{loop.name}", carry=(), body="copy", tiles=()) for loop in loops]
+    streamed = [op for home, op in loads if home != "consumer"]
+    producer += [Drain(f"drain_{op.name}", f"{op.src.tensor}_ring") for op in streamed]
+    copies = (*(Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in streamed), Yield("yield_copy", ()))
+    made = {
+        "entry": replace(blocks["entry"], ops=(*blocks["entry"].ops, *rings)),
+        "producer": replace(blocks["producer"], ops=tuple(producer)),
+    }
+    taken = {op.name: Take(op.name, f"{op.src.tensor}_ring", op.type) for _, op in loads}
+    for block in kernel.blocks:
+        if block.name not in made:
+            made[block.name] = replace(block, ops=tuple(_taking(block.ops, taken, {op.name for op in streamed})))
+    return replace(kernel, blocks=(*made.values(), Block("copy", copies, about="what consumers take in a turn")))
+
+
+def _taking(ops: tuple[Op, ...], taken: dict[str, Take], streamed: set[str]) -> Iterable[Op]:
+    """The ops with takes in place of loads, and streamed tiles given back after what reads them last."""
+    last = {name: op.name for op in ops for name in op.operands() if name in streamed}
+    for op in ops:
+        yield taken.get(op.name, op)
+        yield from (Give(f"give_{name}", name) for name, reader in last.items() if reader == op.name)

@@ -1,0 +1,160 @@
+"""The ops of divided kernels: roles that run beside each other, and pass tiles through rings in shared memory.
+
+A divided kernel computes what the kernel of its name does, by the means of one backend. After @entry come its roles: the producer has the
+copy engine fill rings, consumers take tiles from them. Each slot of a ring has two barriers that no text names: `full`, which a fill
+completes and a take awaits, and `free`, which all takers complete when they give the tile back, and the next fill of the slot awaits.
+Slots are used in turn: the n-th fill, and the n-th take of each taker, is of slot n % slots.
+
+Products are asynchronous. `issue` starts one, whose result is @flight; `await` waits for it, and so for all that were issued before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from attngen.ir.expr import Expr
+from attngen.ir.ops import KIND, OPERAND, OPS, Access, Op, Type, Uses
+
+Ranges = tuple[tuple[Expr, Expr], ...]
+
+
+@dataclass(frozen=True)
+class Ring(Op):
+    """`slots` buffers of a tile in shared memory. With `each`, every copy of that role has a ring of its own, for its part of the rows."""
+
+    type: Type
+    slots: Expr
+    each: str = ""
+
+
+@dataclass(frozen=True)
+class Fill(Op):
+    """Have the copy engine copy a tile to the ring's next slot, once that is free. Elements out of bounds are 0."""
+
+    ring: str = field(metadata=OPERAND)
+    src: Access = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Take(Op):
+    """The tile in the ring's next slot, once it is full. It is the taker's until it gives it back."""
+
+    ring: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Give(Op):
+    """Give a taken tile back: nothing reads it any more, and its slot is free when all takers have done so."""
+
+    value: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Drain(Op):
+    """Wait until every slot of a ring is free: the last op of a role that fills it, so that no arrival is left unawaited."""
+
+    ring: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Issue(Op):
+    """Start a matrix product over a named dimension, accumulated in fp32; with an `acc`, added to that. Products finish in this order."""
+
+    a: str = field(metadata=OPERAND)
+    b: str = field(metadata=OPERAND)
+    over: str
+    type: Type
+    acc: str | None = field(default=None, metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Await(Op):
+    """The result of a product in flight, once it is there. `holds` is its operand in registers, which nothing may overwrite before."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+    holds: str | None = field(default=None, metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Pack(Op):
+    """A value cast to the tensors' element type, two numbers to a register, in the order in which it is computed."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Convert(Op):
+    """The same value, in the registers of other threads: spread as `to`, which is `scores`, `sums` or `operand`."""
+
+    value: str = field(metadata=OPERAND)
+    to: str
+    type: Type
+
+
+@dataclass(frozen=True)
+class Hold(Op):
+    """The same row of numbers, none of which is negative. What computes it comes before the next await: no compiler moves it past that."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Put(Op):
+    """Write a tile through the calling copy's slot of a ring, which it has taken last: from there the copy engine stores it.
+
+    Rows and columns out of bounds are left out.
+    """
+
+    dst: Access = field(metadata=OPERAND)
+    value: str = field(metadata=OPERAND)
+    through: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Pipeline(Op):
+    """A loop over tiles whose turns overlap: `first` for the first tile, `step` for each later one, and at the end `last`.
+
+    The tiles are those of `partial`, then those of `full`; in `step` they have these classes, `first` is of class partial. If there are
+    none, nothing runs, and the results are what `carry` names. `first` takes the carried fields and may yield more, which `step` takes and
+    yields too; `last` takes these and yields the results.
+    """
+
+    var: str
+    partial: Ranges
+    full: Ranges
+    carry: Uses = field(metadata=OPERAND)
+    first: str
+    step: str
+    last: str
+    listed: str | None = field(default=None, metadata=OPERAND)
+
+    def field(self, arg: str, body: str) -> str:
+        """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""
+        return arg.removesuffix(f"_in_{body}")
+
+    @property
+    def bodies(self) -> tuple[str, str, str]:
+        return self.first, self.step, self.last
+
+
+ROLE_OPS: dict[str, type[Op]] = {
+    "ring": Ring,
+    "fill": Fill,
+    "take": Take,
+    "give": Give,
+    "drain": Drain,
+    "issue": Issue,
+    "await": Await,
+    "pack": Pack,
+    "convert": Convert,
+    "hold": Hold,
+    "put": Put,
+    "pipeline": Pipeline,
+}
+ROLE_KIND = {cls: kind for kind, cls in ROLE_OPS.items()}
+DIVIDED_OPS = {**OPS, **ROLE_OPS}
+DIVIDED_KIND = {**KIND, **ROLE_KIND}

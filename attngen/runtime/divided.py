@@ -1,0 +1,53 @@
+"""Kernels whose warps have roles, of Gluon: whether this machine can run them, and descriptors for them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import torch
+
+CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
+TRUSTED = ("3.6", "3.7")  # versions of Triton whose Gluon the kernels are written for and were run with
+
+
+@functools.cache
+def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
+    """The file of a module's divided kernels; None where this Triton cannot run them, or the environment says `triton`.
+
+    Raises ValueError if the environment asks for what the module does not have. Warns once of a Triton that is not trusted.
+    """
+    asked = os.environ.get(CHOICE, "")
+    if asked not in ("", "triton", backend):
+        raise ValueError(f"attention: {CHOICE} is `{asked}` in the environment; expected triton or {backend}, or nothing")
+    if asked == "triton":
+        return None
+    try:
+        found = ".".join(version("triton").split(".")[:2])
+    except PackageNotFoundError:  # a Triton of another name
+        found = ""
+    if found and found not in TRUSTED:
+        about = f"Triton {found} is not one of {', '.join(TRUSTED)}, with which its kernels for {backend} were run"
+        warnings.warn(f"attention: {about}: portable kernels are used", stacklevel=2)
+        return None
+    return importlib.import_module(f"{kernels.__name__.rpartition('.')[0]}.{backend}")
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+
+
+def laid_out(descriptor: Any) -> Any:
+    """A descriptor of Triton's as one of Gluon's, which says how a tile lies in shared memory."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    x, block = descriptor.base, descriptor.block_shape
+    return TensorDescriptor(x, descriptor.shape, descriptor.strides, block, _layout(*block[2:], x.dtype))

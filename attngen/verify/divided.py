@@ -1,0 +1,263 @@
+"""Rules of divided kernels: what a kernel that is divided into roles has beside what all kernels have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import networkx as nx
+
+from attngen.ir.expr import to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
+from attngen.ir.roles import Await, Convert, Drain, Fill, Give, Hold, Issue, Pack, Pipeline, Put, Ranges, Ring, Take
+from attngen.verify.types import types
+
+SPREADS = ("scores", "sums", "operand")
+
+
+def roles(module: Module, kernel: Kernel) -> Iterator[str]:
+    """After @entry come one role that fills rings and one that takes from them; the copies of this one share the rows of a tile."""
+    if kernel.name not in {k.name for k in module.kernels}:
+        yield f"no kernel of the module is @{kernel.name}, for which it could stand in"
+        return
+    found = {block.name: block.role for block in kernel.blocks if block.role}
+    fills, takes = ({r for r in found for op in _within(kernel, r) if isinstance(op, kind)} for kind in (Fill, Take))
+    if kernel.blocks[0].name != "entry" or kernel.blocks[0].role:
+        yield "its first block is not @entry"
+    if any(isinstance(op, (Fill, Take)) for op in kernel.ops()) and (len(fills), len(takes), len(fills & takes)) != (1, 1, 0):
+        yield f"{len(fills)} roles fill rings and {len(takes)} take from them; expected one each, which are not the same"
+    for name, role in found.items():
+        if role and not 1 <= role.copies <= 3:
+            yield f"@{name} has {role.copies} copies; expected 1 to 3"
+        if role is not None and (role.registers % 8 > 0 or not 24 <= role.registers <= 240):
+            yield f"@{name} has {role.registers} registers; expected a multiple of 8 from 24 to 240"
+    groups = [role.copies * -(-role.warps // 4) * role.registers for role in found.values() if role]
+    if sum(groups) > 512:
+        yield f"the roles' groups of four warps have {sum(groups)} registers for each lane; a multiprocessor has 512"
+    for row in module.rows(kernel.name, kernel.backend):
+        for name, role in found.items():
+            if role and role.rows and role.copies * role.rows != row.block_q:
+                yield f"@{name} has {role.copies} copies of {role.rows} rows, and {row.device} has BLOCK_Q={row.block_q}"
+
+
+def _within(kernel: Kernel, block: str) -> Iterator[Op]:
+    """The ops of a block, and of the bodies of its loops."""
+    for op in (op for b in kernel.blocks if b.name == block for op in b.ops):
+        yield op
+        for body in _bodies(op):
+            yield from _within(kernel, body)
+
+
+def _bodies(op: Op) -> tuple[str, ...]:
+    return (op.body,) if isinstance(op, Loop) else op.bodies if isinstance(op, Pipeline) else ()
+
+
+def scopes(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A value is defined before its use: in the same block, in one around it, or in @entry. Each body belongs to one role."""
+    if not nx.is_directed_acyclic_graph(kernel.graph):
+        yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
+    nodes = kernel.graph.nodes
+    around: dict[str, Op] = {}  # body -> the op that runs it
+    homes: dict[str, set[str]] = {}
+    for op in kernel.ops():
+        for body in _bodies(op):
+            if body not in {block.name for block in kernel.blocks if not block.role and block.name != "entry"}:
+                yield f"%{op.name} runs @{body}, which is no body"
+                return
+            around[body] = op
+            homes.setdefault(body, set()).add(nodes[op.name]["block"])
+    for block in kernel.blocks:
+        if block.name != "entry" and not block.role and len(homes.get(block.name, ())) != 1:
+            yield f"@{block.name} is run by the ops of {len(homes.get(block.name, ()))} blocks; expected one"
+            return
+    for name, data in nodes.items():
+        for ref in (*data["op"].operands(), *sorted(kernel.scalars_of(data["op"]))):
+            source, place = nodes[ref.split(".")[0]], data
+            while place["block"] != source["block"] and place["block"] in around:
+                place = nodes[around[place["block"]].name]
+            same = place["block"] == source["block"]
+            if (same and source["order"] >= place["order"]) or (not same and source["block"] != "entry"):
+                yield f"%{name} reads %{ref} where it is not defined"
+
+
+def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
+    """What a pipeline carries, what its bodies take and what they yield have the same fields and types."""
+    for op in kernel.ops():
+        if isinstance(op, Pipeline):
+            starts = {field: kernel.type_of(ref) for field, ref in op.carry}
+            first, step, last = (_taken(kernel, body, f"_in_{body}") for body in op.bodies)
+            made, again, results = (_yielded(kernel, body) for body in op.bodies)
+            if not (starts == first == results and made == step == again == last):
+                yield f"%{op.name}: what @{op.first}, @{op.step} and @{op.last} take and yield does not fit what it carries"
+            if not (op.partial or op.full):
+                yield f"%{op.name} has no range"
+        elif isinstance(op, Loop):
+            takes = {field: kernel.type_of(ref) for field, ref in op.carry}
+            if not takes == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
+                yield f"%{op.name}: what @{op.body} takes and yields does not fit what it carries"
+
+
+def _taken(kernel: Kernel, body: str, suffix: str) -> dict[str, Any]:
+    return {op.name.removesuffix(suffix): op.type for op in kernel.block(body).ops if isinstance(op, Arg)}
+
+
+def _yielded(kernel: Kernel, body: str) -> dict[str, Any]:
+    last = kernel.block(body).ops[-1:]
+    return {field: kernel.type_of(ref) for op in last if isinstance(op, Yield) for field, ref in op.values}
+
+
+def walks(module: Module, kernel: Kernel) -> Iterator[str]:
+    """All roles run over the same tiles in the same order: those of the kernel for which this one stands in, full and partial."""
+    portable = module.kernel(kernel.name)
+    wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed) for loop in portable.loops}
+    scalars = dict(portable.named)
+    for name, expr in kernel.named:
+        if scalars.get(name) != expr:
+            yield f"%{name} is `{to_text(expr)}`; in the kernel it stands in for it is `{to_text(scalars.get(name, expr))}`"
+    orders = {}
+    for role in kernel.roles:
+        runs = [run for op in role.ops for run in _runs(op)]
+        orders[role.name] = [run for run in runs if run[1]]
+        for cls, ranges, listed in runs:
+            if (ranges, listed) != wanted.get(cls, ((), listed)) and ranges:
+                yield f"@{role.name} runs over other tiles of class {cls} than @{kernel.name} as it is portable"
+        if runs and {cls for cls, ranges, _ in runs if ranges} != wanted.keys():
+            yield f"@{role.name} runs over tiles of class {', '.join(cls for cls, r, _ in runs if r)}; expected {', '.join(wanted)}"
+    if len({repr(order) for order in orders.values() if order}) > 1:
+        yield f"{' and '.join(f'@{name}' for name in orders)} run over tiles in different orders"
+
+
+def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None]]:
+    if isinstance(op, Loop):
+        yield op.cls, op.ranges, op.listed
+    if isinstance(op, Pipeline):
+        yield "partial", op.partial, op.listed
+        yield "full", op.full, op.listed
+
+
+def used(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Everything is read, but for what acts by itself."""
+    named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
+    for op in kernel.ops():
+        acts = isinstance(op, (Drain, Fill, Give, Put, Store, Yield)) or (isinstance(op, Arg) and op.role != "carry")
+        acts |= isinstance(op, Loop) and any(isinstance(o, Fill) for o in kernel.block(op.body).ops)
+        if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
+            yield f"%{op.name} is read by nothing"
+
+
+def flights(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A product in flight is read by its await alone, in the same block. Its operand in registers is held until then."""
+    for op in kernel.ops():
+        if isinstance(op, Issue):
+            users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
+            home = kernel.graph.nodes[op.name]["block"]
+            if [type(user) for user in users] != [Await] or kernel.graph.nodes[users[0].name]["block"] != home:
+                yield f"%{op.name} is in flight; expected one await in @{home} to read it"
+                continue
+            held = op.a if kernel.type_of(op.a).space == "reg" else None
+            awaited = users[0]
+            if isinstance(awaited, Await) and awaited.holds != held:
+                yield f"%{awaited.name} holds {_ref(awaited.holds)}; expected {_ref(held)}, which the product reads from registers"
+
+
+def _ref(name: str | None) -> str:
+    return f"%{name}" if name else "nothing"
+
+
+def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:
+    if op.type.space != "sram" or len(op.type.dims) != 2:
+        yield "is of tiles in sram"
+    if op.each and op.each not in {role.name for role in kernel.roles}:
+        yield f"is for each copy of @{op.each}, which is no role"
+    if op.slots.is_Integer and op.slots < 1:
+        yield f"has {op.slots} slots; expected 1 or more"
+
+
+def _fill_errors(kernel: Kernel, op: Fill) -> Iterator[str]:
+    source, ring = kernel.op(op.src.tensor), kernel.op(op.ring)
+    dims = tuple(AXIS_DIM[axis] for axis in op.src.axes())
+    if (
+        not isinstance(source, Arg)
+        or source.role != "in"
+        or not isinstance(ring, Ring)
+        or (dims, source.type.dtype) != (ring.type.dims, ring.type.dtype)
+    ):
+        yield "fills a ring with tiles of another type"
+
+
+def _take_errors(kernel: Kernel, op: Take) -> Iterator[str]:
+    if not isinstance(kernel.op(op.ring), Ring) or kernel.type_of(op.ring) != op.type:
+        yield f"takes a tile of another type than %{op.ring} has"
+
+
+def _give_errors(kernel: Kernel, op: Give) -> Iterator[str]:
+    take = kernel.op(op.value)
+    if not isinstance(take, Take) or kernel.graph.nodes[take.name]["block"] != kernel.graph.nodes[op.name]["block"]:
+        yield "gives back what this block has not taken"
+
+
+def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
+    a, b = kernel.type_of(op.a), kernel.type_of(op.b)
+    dims = tuple(d for t in (a, b) for d in t.dims if d != op.over)
+    if op.over not in a.dims or op.over not in b.dims or op.type.dims != dims or (op.type.dtype, op.type.space) != ("f32", "flight"):
+        yield f"the product is f32[{', '.join(dims)}] @flight"
+    if {a.dtype, b.dtype} != {"T"} or b.space != "sram":
+        yield "multiplies values of the tensors' element type, the second in sram"
+    if op.acc and (kernel.type_of(op.acc).dtype, kernel.type_of(op.acc).dims, kernel.type_of(op.acc).space) != ("f32", dims, "reg"):
+        yield f"the accumulator is not f32[{', '.join(dims)}] @reg"
+
+
+def _await_errors(kernel: Kernel, op: Await) -> Iterator[str]:
+    flying = kernel.type_of(op.value)
+    if flying.space != "flight" or (flying.dtype, flying.dims, "reg") != (op.type.dtype, op.type.dims, op.type.space):
+        yield f"awaits %{op.value}, which is not in flight, or has another type"
+
+
+def _pack_errors(kernel: Kernel, op: Pack) -> Iterator[str]:
+    value = kernel.type_of(op.value)
+    if (value.dtype, value.dims, value.space) != ("f32", op.type.dims, op.type.space) or op.type.dtype != "T":
+        yield "packs a value of f32 to the tensors' element type"
+
+
+def _same_errors(kernel: Kernel, op: Convert | Hold) -> Iterator[str]:
+    if kernel.type_of(op.value) != op.type:
+        yield "changes the type of a value"
+    if isinstance(op, Convert) and op.to not in SPREADS:
+        yield f"converts to({op.to}); expected {', '.join(SPREADS)}"
+    if isinstance(op, Hold) and (op.type.dtype, op.type.dims) != ("f32", ("BLOCK_Q",)):
+        yield "holds a row of f32"
+
+
+def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
+    target, ring, value = kernel.op(op.dst.tensor), kernel.op(op.through), kernel.type_of(op.value)
+    if not isinstance(target, Arg) or target.role != "out" or tuple(AXIS_DIM[a] for a in op.dst.axes()) != value.dims:
+        yield "writes a tile to what is no output of its dimensions"
+    if not isinstance(ring, Ring) or not ring.each or ring.type.dtype != value.dtype:
+        yield "goes through a ring that each copy has of its own, of the same element type"
+
+
+_ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
+    Ring: _ring_errors,
+    Fill: _fill_errors,
+    Take: _take_errors,
+    Give: _give_errors,
+    Issue: _issue_errors,
+    Await: _await_errors,
+    Pack: _pack_errors,
+    Convert: _same_errors,
+    Hold: _same_errors,
+    Put: _put_errors,
+}
+
+
+def role_types(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Types, as in all kernels; rings, takes and products agree with what fills, gives and reads them."""
+    yield from types(module, kernel)
+    for op in kernel.ops():
+        errors = _ERRORS.get(type(op))
+        yield from (f"%{op.name}: {reason}" for reason in errors(kernel, op)) if errors else ()
+        if any(t.space == "flight" for t in op.results().values()) and not isinstance(op, Issue):
+            yield f"%{op.name}: only a product that is issued is in flight"
+        if isinstance(op, (Map, Load)) and any(kernel.type_of(ref).space == "flight" for ref in op.operands()):
+            yield f"%{op.name}: computes with a product in flight; await it first"

@@ -1,0 +1,45 @@
+"""What the tests of the backend for Hopper share: specs that ask for it, and modules with their divided kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from attngen.backends.hopper.choice import obstacle
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.text import parse_module, print_module
+from attngen.passes.pipeline import stages
+from attngen.spec import Spec
+from tests.helpers import SPECS, edit, spec, target
+
+
+@cache
+def asking(name: str) -> Spec:
+    """A spec of specs/ that asks for this backend."""
+    plain = spec(name)
+    return plain.model_copy(update={"schedule": plain.schedule.model_copy(update={"backend": "hopper"})})
+
+
+@cache
+def after(name: str) -> dict[str, Module]:
+    """The verified module after every pass, by the pass's name."""
+    return dict(stages(asking(name)))
+
+
+def whole(name: str) -> Module:
+    """The module after the last pass."""
+    return list(after(name).values())[-1]
+
+
+def kernel(name: str) -> Kernel:
+    """The divided forward."""
+    return whole(name).divided[0]
+
+
+def edited(name: str, *changes: tuple[str, str]) -> Module:
+    """The module with its text edited from the divided kernel on; not verified."""
+    text = print_module(whole(name))
+    before, at, rest = text.partition("kernel @fwd backend(hopper)")
+    return parse_module(before + at + edit(rest, *changes))
+
+
+DIVIDED = [name for name in SPECS if not obstacle(target(name), target(name).kernels[0])]

@@ -1,0 +1,102 @@
+"""hopper.py of a generated module: its text, what the compiler makes of it, and when the runtime takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attngen.backends.hopper.choice import sram_bytes
+from attngen.emit.render import render
+from attngen.runtime import divided as runtime
+from tests.helpers import ROOT
+from tests.hopper.common import DIVIDED, whole
+
+COMPILED = ("causal_gqa", "window_gqa")  # heads of 128 columns; 3 s each
+CAPTURED = 512  # bytes at most, beside rings and barriers, in which Triton keeps what the groups of warps are given
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the generated modules of all specs that can be divided."""
+    made = tmp_path_factory.mktemp("generated")
+    for name in DIVIDED:
+        (made / name).mkdir()
+        for file, text in render(whole(name)).items():
+            (made / name / file).write_text(text, encoding="utf-8")
+    return made
+
+
+def test_it_is_clean_for_the_linter(folder: Path) -> None:
+    files = [folder / name / "hopper.py" for name in DIVIDED]
+    asked = ["ruff", "check", "--config", ROOT / "pyproject.toml", "--ignore", "I001", *files]
+    result = subprocess.run([sys.executable, "-m", *asked], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    for file in files:
+        text = file.read_text()
+        assert text.endswith("\n") and not text.endswith("\n\n") and "tl." not in text
+        assert [line for line in text.splitlines() if line != line.rstrip() or len(line) > 140] == []
+
+
+def test_it_has_what_the_schedule_says(folder: Path) -> None:
+    text = (folder / "causal_gqa" / "hopper.py").read_text()
+    assert "        [4, 1],\n        [240, 24],\n" in text  # the second consumer and the producer: warps, registers
+    assert text.index("s_flight = warpgroup_mma(") < text.index("acc_flight = warpgroup_mma(")
+    assert "s = warpgroup_mma_wait(1, deps=[s_flight])" in text
+    assert "acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])" in text
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_the_other_files_are_those_of_a_portable_module(name: str, folder: Path) -> None:
+    assert {path.name for path in (folder / name).iterdir()} == {
+        *("__init__.py", "kernels.py", "hopper.py", "runtime.py", "schedule.ir", "report.json"),
+    }
+    assert '"hopper"' in (folder / name / "kernels.py").read_text()
+
+
+def test_the_machine_code_overlaps_and_spills_nothing(folder: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    folders = [str(folder / name) for name in COMPILED]
+    done = subprocess.run([sys.executable, ROOT / "tests" / "hopper" / "aot.py", *folders], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    for name, found in zip(COMPILED, json.loads(done.stdout.splitlines()[-1]).values()):
+        module = whole(name)
+        assert (found["spilled"], found["serialised"], found["HMMA"]) == (0, False, 0)
+        assert min(found[op] for op in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")) > 0
+        predicted = sram_bytes(module, module.divided[0], module.rows("fwd", "hopper")[0])
+        assert predicted <= found["shared"] <= predicted + CAPTURED
+        # of the bodies @first, @step (partial and full) of two consumers, all but @first's stand under a product
+        assert found["under"] >= 0.6 * found["exponentials"] > 0
+
+
+@pytest.fixture()
+def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Asks anew for a module's divided kernels, under a Triton of a version and an environment."""
+
+    def ask(version: str, environment: str = "") -> Any:
+        runtime.divided.cache_clear()
+        monkeypatch.setenv(runtime.CHOICE, environment)
+        monkeypatch.setattr(runtime, "version", lambda _: version)
+        monkeypatch.setattr(runtime.importlib, "import_module", lambda name: name)
+        return runtime.divided(types.ModuleType("made.kernels"), "hopper")
+
+    yield ask
+    runtime.divided.cache_clear()
+
+
+def test_a_trusted_triton_takes_them_unless_the_environment_says_otherwise(asked: Any) -> None:
+    assert asked("3.6.0") == asked("3.7.1", "hopper") == "made.hopper"
+    assert asked("3.6.0", "triton") is None
+    with pytest.raises(ValueError, match="ATTNGEN_BACKEND is `cuda` in the environment; expected triton or hopper, or nothing"):
+        asked("3.6.0", "cuda")
+
+
+def test_another_triton_takes_portable_kernels_with_one_sentence(asked: Any) -> None:
+    with pytest.warns(UserWarning, match="Triton 3.8 is not one of 3.6, 3.7, .* portable kernels are used"):
+        assert asked("3.8.0") is None

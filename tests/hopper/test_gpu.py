@@ -1,0 +1,76 @@
+"""Divided kernels on a Hopper GPU: results and gradients against naive attention, the same bits twice, graphs, wide and narrow calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.sweep import repeats
+from attngen.testing import Case, cli_cases, heads_for, load_module, make_inputs, run_case, torch_dtype
+from tests.hopper.common import DIVIDED, asking, whole
+
+pytestmark = pytest.mark.gpu
+LAYOUTS = ("bnhd", "packed", "expanded", "island")
+
+
+@pytest.fixture()
+def module(request: pytest.FixtureRequest, tmp_path: Path) -> ModuleType:
+    """The module of a spec, with its divided forward; only for GPUs that run this one."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    name = request.node.callspec.params["name"]
+    write_module(render(whole(name)), tmp_path / name)
+    return load_module(tmp_path / name)
+
+
+def launched(module: ModuleType) -> set[str]:
+    """The files whose forward was launched."""
+    found = [launch for launches in module.runtime.LAUNCHES.values() for launch in launches if launch.name == "fwd"]
+    return {launch.file.__name__.rpartition(".")[2] for launch in found}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_results_and_gradients_are_right_and_repeat(name: str, module: ModuleType) -> None:
+    spec = asking(name)
+    cases = [case for case, dtype in cli_cases(spec, True) if dtype == spec.dtype[0]]
+    cases += [Case(2, *heads_for(spec), n_q, n_kv) for n_q, n_kv in ((17, 1000), (1000, 17), (0, 5), (5, 0), (65, 129))]
+    cases += [Case(2, *heads_for(spec), 127, 127, layout) for layout in LAYOUTS]
+    for dtype in spec.dtype:
+        wrong = [str(result) for case in cases if not (result := run_case(module, spec, case, dtype, "cuda")).ok]
+        assert wrong == []
+        assert all(repeats(module, spec, case, dtype, "cuda", seed=3) for case in cases[:6])
+    assert launched(module) == {"hopper"}
+
+
+@pytest.mark.parametrize("name", ["causal_gqa"])
+def test_graphs_and_two_streams(name: str, module: ModuleType) -> None:
+    spec, case = asking(name), Case(2, *heads_for(asking(name)), 1000, 1000)
+    q, k, v, inputs = make_inputs(spec, case, torch_dtype(spec.dtype[0]), "cuda", 1)
+    expected = module.attention(q, k, v, **inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = module.attention(q, k, v, **inputs)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, expected)
+    streams, results = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(module.attention(q, k, v, **inputs))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected) for x in results)
+
+
+@pytest.mark.parametrize("name", ["full_mha"])
+def test_the_environment_may_ask_for_portable_kernels(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_BACKEND", "triton")
+    case = Case(1, *heads_for(asking(name)), 300, 300)
+    assert run_case(module, asking(name), case, asking(name).dtype[0], "cuda").ok
+    assert launched(module) == {"kernels"}

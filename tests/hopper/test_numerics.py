@@ -1,0 +1,74 @@
+"""What divided kernels compute, with their roles as coroutines in random orders: what naive attention does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from attngen.build import build_module
+from attngen.ir.execute import DOUBLE
+from attngen.ir.execute_host import execute
+from attngen.ir.execute_roles import DividedLaunch, RolesStuck
+from attngen.ir.graph import Module
+from tests.hopper.common import DIVIDED, asking, edited, whole
+from tests.passes.test_equality import Call, Unequal, must_be_equal, naive, with_many_queries
+
+
+def divided_alone(module: Module) -> Module:
+    """The module with its divided kernel in place of the portable one."""
+    return with_many_queries(replace(module, kernels=(*module.divided, *module.kernels[1:])))
+
+
+def hold(module: Module, name: str, seed: int, lengths: tuple[int, int] | None = None) -> None:
+    """Raise Unequal where the results of the divided kernel are not those of naive attention."""
+    spec, chance = asking(name), random.Random(seed)
+    call = Call.random(chance, spec, build_module(spec), lengths)
+    data = module.blocks is not None and module.blocks.data
+    call = replace(
+        call, tiles={"BLOCK_Q": chance.choice((8, 16)) * (4 if data else 1), "BLOCK_KV": chance.choice((8, 16)) * (4 if data else 1)}
+    )
+    DividedLaunch.chance = chance
+    found = execute(divided_alone(module), call.of_module(spec), call.tiles, DOUBLE)
+    expected = naive(spec, call)
+    must_be_equal(found, {key: expected[key] for key in ("out", "lse")}, name)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_results_are_those_of_naive_attention(name: str) -> None:
+    for seed in range(6):
+        hold(whole(name), name, seed)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (1, 17), (33, 65), (65, 33), (0, 5), (5, 0)])
+def test_ragged_sizes_and_empty_rows(lengths: tuple[int, int]) -> None:
+    for name in ("causal_gqa", "window_gqa", "full_mha"):
+        hold(whole(name), name, 1, lengths)
+
+
+def test_tiles_may_be_given_back_too_early_on_paper_only() -> None:
+    """K is given back before S is there: the product reads what the next tile, or nothing, has left in its slot."""
+    made = edited(
+        "full_mha",
+        (
+            "    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n    give %k\n",
+            "    give %k\n    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+        ),
+    )
+    with pytest.raises(Unequal):
+        for seed in range(20):
+            hold(made, "full_mha", seed, (20, 40))
+
+
+def test_a_missing_give_stops_all_roles() -> None:
+    with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, producer 0 wait for ever"):
+        hold(edited("full_mha", ("    give %k\n", "")), "full_mha", 3, (20, 60))
+
+
+def test_a_forgotten_rescaling_shows() -> None:
+    made = edited(
+        "full_mha", ("%rescaled = map expr(acc*alpha) uses(acc=%acc_next", "%rescaled = map expr(acc + 0*alpha) uses(acc=%acc_next")
+    )
+    with pytest.raises(Unequal):
+        hold(made, "full_mha", 3, (20, 60))

@@ -1,0 +1,207 @@
+"""The passes that divide the forward into roles: what each changes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.backends.hopper.assign_roles import AssignRoles
+from attngen.errors import BuildError, VerifyError
+from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.passes.pipeline import lower
+from attngen.spec import make_spec
+from attngen.verify import verify
+from tests.helpers import spec, target
+from tests.hopper.common import DIVIDED, after, asking, edited, kernel, whole
+
+
+def lines(module_after: str, block: str, name: str = "causal_gqa") -> list[str]:
+    """The ops of a block of the divided kernel after a pass, as text."""
+    text = print_kernel(after(name)[module_after].divided[0])
+    found = text.partition(f" @{block}")[2].split("\n  block ")[0].split("\n  role ")[0]
+    return [line.strip() for line in found.splitlines()[1:] if not line.strip().startswith("about")]
+
+
+def kinds(module_after: str, block: str) -> list[str]:
+    """The kinds of a block's ops."""
+    return [line.partition(" = ")[2].split()[0] if line.startswith("%") else line.split()[0] for line in lines(module_after, block)]
+
+
+def test_assign_roles_leaves_all_work_to_the_consumer() -> None:
+    text = print_module(after("causal_gqa")["assign-roles"])
+    assert "kernel @fwd backend(hopper) own(q) grid(q in cdiv(Nq, BLOCK_Q) descending abreast(8), h in Hq, b in B)" in text
+    assert "  role @producer copies(1) warps(1) registers(24)\n  role @consumer copies(2) rows(64) warps(4) registers(240)\n" in text
+    assert "  sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend=hopper\n" in text
+    assert lines("assign-roles", "entry")[-1].startswith("%kv_full_end = map")
+    assert kinds("assign-roles", "consumer").count("loop") == 2 and "load" in kinds("assign-roles", "step")
+    assert print_module(parse_module(text)) == text
+
+
+def test_make_rings_moves_loads_to_the_producer() -> None:
+    assert lines("make-rings", "entry")[-3:] == [
+        "%Q_ring = ring slots(1) each(consumer) : T[BLOCK_Q, D_QK] @sram",
+        "%K_ring = ring slots(num_stages) : T[BLOCK_KV, D_QK] @sram",
+        "%V_ring = ring slots(num_stages) : T[BLOCK_KV, D_V] @sram",
+    ]
+    assert lines("make-rings", "producer") == [
+        "fill %Q_ring %Q[b, h, q, d_qk]",
+        "%copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)",
+        "%copy_keys_partial = loop kv ranges(kv_full_end .. kv_end) body(@copy) cls(partial)",
+        "drain %K_ring",
+        "drain %V_ring",
+    ]
+    assert lines("make-rings", "copy") == ["fill %K_ring %K[b, h // group, kv, d_qk]", "fill %V_ring %V[b, h // group, kv, d_v]", "yield"]
+    step = kinds("make-rings", "step")
+    assert step.index("take") < step.index("dot") < step.index("give") and "load" not in step
+
+
+def test_issue_products_awaits_each_where_it_was() -> None:
+    assert kinds("make-rings", "step").count("dot") == 2
+    step = kinds("issue-products", "step")
+    assert "dot" not in step and [k for k in step if k in ("issue", "await", "give", "pack")] == [
+        *("issue", "await", "give"),
+        *("pack", "issue", "await", "give"),
+    ]
+    assert "%acc_next = await %acc_flight holds(%p_cast) : f32[BLOCK_Q, D_V] @reg" in lines("issue-products", "step")
+
+
+def test_overlap_softmax_issues_the_next_product_before_it_awaits_the_last() -> None:
+    steps = {block: [k for k in kinds("overlap-softmax", block) if k != "arg"] for block in ("first", "step", "last")}
+    assert steps["first"][:5] == ["take", "issue", "await", "give", "mask"]
+    assert steps["step"][:6] == ["take", "issue", "take", "issue", "await", "give"]
+    order = steps["step"]
+    assert order.index("softmax_step") < order.index("await", order.index("await") + 1) < len(order) - 1
+    assert steps["last"] == ["take", "issue", "await", "give", "yield"]
+    assert lines("overlap-softmax", "producer")[1:3] == [
+        "%copy_keys_partial = loop kv ranges(kv_full_end .. kv_end) body(@copy) cls(partial)",
+        "%copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)",
+    ]
+    (pipeline,) = (line for line in lines("overlap-softmax", "consumer") if "pipeline" in line)
+    assert pipeline == (
+        "%keys = pipeline kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end) carry(m=%m_init, l=%l_init, acc=%acc_init) "
+        "first(@first) step(@step) last(@last)"
+    )
+
+
+def test_what_depends_on_no_product_stands_under_it() -> None:
+    step = [line.split(" = ")[0] for line in lines("overlap-softmax", "step", "relative_bias_mha")]
+    assert step.index("%acc_flight") < step.index("%relative_bias") < step.index("%s")
+
+
+def test_legalize_gluon_converts_holds_and_puts() -> None:
+    made = lines("legalize-gluon", "step")
+    assert "%weights_operand = convert %weights to(operand) : T[BLOCK_Q, BLOCK_KV] @reg" in made
+    assert "%l_next_held = hold %l_next : f32[BLOCK_Q] @reg" in made
+    assert "%soft_alpha_sums = convert %soft.alpha to(sums) : f32[BLOCK_Q] @reg" in made
+    assert made[-1] == "yield values(m=%soft.m, l=%l_next_held, acc=%rescaled, weights=%p_cast)"
+    consumer = lines("legalize-gluon", "consumer")
+    assert "put %O[b, h, q, d_v] %o through(%Q_ring)" in consumer and "store %LSE_head[q] %lse check(q)" in consumer
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_the_text_of_each_module_prints_as_it_parses(name: str) -> None:
+    text = print_module(whole(name))
+    assert "backend(hopper)" in text and print_module(verify(parse_module(text))) == text
+
+
+def test_other_kernels_stay_as_they_are() -> None:
+    made, plain = whole("causal_gqa"), target("causal_gqa")
+    assert [print_kernel(k) for k in made.kernels] == [print_kernel(k) for k in plain.kernels]
+    assert made.rows("fwd") == plain.rows("fwd") and len(made.rows("fwd", "hopper")) == 1
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("causal_fa1", "its programs own no tile of queries (`order: kv_outer`)"),
+        ("causal_fp32", "no dtype of the spec has 16 bits"),
+        ("mla_dims", "a head has 128 and 192 columns, not a power of two"),
+        ("causal_dropout_mqa", "it draws what dropout keeps"),
+    ],
+)
+def test_what_cannot_be_divided_gets_one_sentence(name: str, why: str) -> None:
+    assert name not in DIVIDED
+    with pytest.raises(BuildError, match="is hopper, and the kernel @fwd cannot be divided into roles: ") as error:
+        lower(asking(name))
+    assert str(error.value).endswith(why)
+
+
+def test_specs_may_give_the_tiles() -> None:
+    data = {
+        "name": "tiles",
+        "head_dim": 64,
+        "mask": "causal",
+        "schedule": {"backend": "hopper", "block_q": 64, "block_kv": 64, "stages": 4},
+    }
+    row = lower(make_spec(data)).rows("fwd", "hopper")[0]
+    assert (row.block_q, row.block_kv, row.num_stages) == (64, 64, 4)
+    with pytest.raises(BuildError, match="is 32; expected 64 or 128 or 192 on the backend hopper"):
+        lower(make_spec({**data, "schedule": {"backend": "hopper", "block_q": 32}}))
+    with pytest.raises(BuildError, match="is 256; expected 64 or 128 or 192 on the backend hopper"):
+        AssignRoles(block_q=256).run(after("causal_gqa")["dce"])
+
+
+def test_the_spec_says_so_in_its_hash_alone_where_it_asks() -> None:
+    assert "backend" not in spec("causal_gqa").canonical()["schedule"]
+    assert asking("causal_gqa").hash() != spec("causal_gqa").hash()
+
+
+# What a hand may write into the text, and the rule that says what is wrong with it.
+REFUSED = {
+    "rows": ("copies(2) rows(64)", "copies(1) rows(64)", "`roles`: .* @consumer has 1 copies of 64 rows, and sm90 has BLOCK_Q=128"),
+    "copies": ("copies(2) rows(64)", "copies(4) rows(32)", "`roles`: .* @consumer has 4 copies; expected 1 to 3"),
+    "registers": ("registers(240)", "registers(241)", "`roles`: .* has 241 registers; expected a multiple of 8"),
+    "all registers": ("registers(24)", "registers(40)", "`roles`: .* have 520 registers for each lane; a multiprocessor has 512"),
+    "a body's name": ("last(@last)", "last(@lost)", "`scopes`: .* %keys runs @lost, which is no body"),
+    "an order": ("full(0 .. kv_full_end)", "full(1 .. kv_full_end)", "`walks`: .* runs over other tiles of class full"),
+    "a bound": ("%kv_full_end = map expr(max(0", "%kv_full_end = map expr(max(1", "`walks`: .* %kv_full_end is"),
+    "a field": ("l=%l_next_held, acc", "acc", "`bodies`: .* take and yield does not fit what it carries"),
+    "an await": (" holds(%weights_operand)", "", "`flights`: .* %acc_next holds nothing; expected %weights_operand"),
+    "a flight": ("%masked = mask %s ", "%masked = mask %s_flight ", "`types`: "),
+    "a type": ("%k = take %K_ring : T[BLOCK_KV, D_QK]", "%k = take %K_ring : T[BLOCK_KV, D_V]", "`types`: .* takes a tile of another type"),
+    "a space": (
+        "= ring slots(1) each(consumer) : T[BLOCK_Q, D_QK] @sram",
+        "= ring slots(1) each(consumer) : T[BLOCK_Q, D_QK] @reg",
+        "`types`",
+    ),
+    "a role": ("each(consumer)", "each(producer)", "`protocol`: .* takes from %Q_ring, which belongs to another role"),
+    "a spread": ("to(operand)", "to(memory)", "`types`: .* converts to\\(memory\\); expected scores, sums, operand"),
+    "memory": ("128 num_warps=4 num_stages=2 TMA", "128 num_warps=4 num_stages=4 TMA", "`fits`: .* needs 294,9.. bytes of shared memory"),
+    "barriers": (
+        "KV=128 num_warps=4 num_stages=2 TMA",
+        "KV=16 num_warps=4 num_stages=6 TMA",
+        "`fits`: .* its rings have 12 slots; expected 10",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_text_is_refused_with_a_reason(what: str) -> None:
+    old, new, reason = REFUSED[what]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("causal_gqa", (old, new)))
+
+
+def test_a_kernel_for_an_unknown_backend_is_refused() -> None:
+    text = print_module(whole("causal_gqa")).replace("backend(hopper)", "backend(other)").replace("backend=hopper", "backend=other")
+    with pytest.raises(VerifyError, match="is for the backend `other`; expected hopper"):
+        verify(parse_module(text))
+
+
+def test_slots_and_tiles_by_hand_give_that_kernel() -> None:
+    made = verify(
+        edited("causal_gqa", ("BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend", "BLOCK_KV=64 num_warps=4 num_stages=3 TMA=1 backend"))
+    )
+    from attngen.emit.render import render
+
+    assert (
+        '("sm90", 2, "hopper"): (\n            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4}),'
+        in render(made)["kernels.py"]
+    )
+
+
+def test_a_role_that_is_written_wrongly_is_one_sentence() -> None:
+    from attngen.errors import IRError
+
+    with pytest.raises(IRError, match="not a role; expected `role @consumer copies\\(2\\) rows\\(64\\) warps\\(4\\) registers\\(240\\)`"):
+        edited("causal_gqa", ("copies(2) rows(64)", "twice"))
+    assert kernel("causal_gqa").roles[1].role is not None

@@ -1,0 +1,145 @@
+"""The protocol of divided kernels: it is proved for every spec, and mistakes of many kinds are found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.verify import verify
+from attngen.verify.protocol import Program, Protocol, Step, Walk, broken, protocol_of
+from tests.hopper.common import DIVIDED, edited, kernel, whole
+
+
+def of(slots: int = 2) -> Protocol:
+    return protocol_of(kernel("causal_gqa"), {"num_stages": slots})
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_every_kernel_is_proved(name: str) -> None:
+    for row in whole(name).rows("fwd", "hopper"):
+        assert broken(protocol_of(kernel(name), {"num_stages": row.num_stages})) == ""
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_it_holds_for_any_number_of_slots(slots: int) -> None:
+    assert broken(of(slots)) == ""
+
+
+def test_one_two_and_three_consumers_are() -> None:
+    for copies in (1, 2, 3):
+        programs = tuple(replace(p, copies=copies) if p.name == "consumer" else p for p in of().programs)
+        assert broken(replace(of(), programs=programs)) == ""
+
+
+# Edits of the text, and what the rule `protocol` finds.
+TEXT = {
+    "a give that is missing": ("    give %k\n", "", "wait for ever"),
+    "a give in the last turn alone that is missing": ("    give %v_in_last\n", "", "wait for ever"),
+    "a give in the first turn that is missing": ("    give %k_in_first\n", "", "wait for ever"),
+    "a tile given back twice": ("    give %k\n", "    give %k\n    give %k\n", "gives back a tile of %K_ring that it has not taken"),
+    "a tile given back while a product reads it": (
+        "    %acc_next = await %acc_flight holds(%weights_operand) : f32[BLOCK_Q, D_V] @reg\n    give %v\n",
+        "    give %v\n    %acc_next = await %acc_flight holds(%weights_operand) : f32[BLOCK_Q, D_V] @reg\n",
+        "gives back a tile of %V_ring while %acc_flight reads it",
+    ),
+    "K given back before S is there": (
+        "    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n    give %k\n",
+        "    give %k\n    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+        "gives back a tile of %K_ring while %s_flight reads it",
+    ),
+    "a ring that is not filled": ("    fill %V_ring %V[b, h // group, kv, d_v]\n", "", "wait for ever"),
+    "a ring filled twice a turn": (
+        "    fill %V_ring %V[b, h // group, kv, d_v]\n",
+        "    fill %V_ring %V[b, h // group, kv, d_v]\n    fill %V_ring %V[b, h // group, kv, d_v]\n",
+        "can wait for ever|at the end",
+    ),
+    "arrivals that nothing awaits": ("    drain %K_ring\n", "", "arrivals at the barrier of %K_ring are awaited by nothing at the end"),
+    "queries that are not filled": ("    fill %Q_ring %Q[b, h, q, d_qk]\n", "", "wait for ever"),
+    "queries filled in each turn": (
+        "    fill %K_ring",
+        "    fill %Q_ring %Q[b, h, q, d_qk]\n    fill %K_ring",
+        "filled again, and nothing gives",
+    ),
+    "a drain too early": (
+        "    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n    drain %K_ring\n",
+        "    drain %K_ring\n    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n",
+        "@producer has a drain between its loops; expected it before or after them",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", TEXT)
+def test_a_mistake_in_the_text_is_found(mistake: str) -> None:
+    old, new, reason = TEXT[mistake]
+    with pytest.raises(VerifyError, match="rule `protocol`: .*" + reason):
+        verify(edited("causal_gqa", (old, new)))
+
+
+def change(name: str, part: Callable[[Program], Program]) -> Protocol:
+    """The protocol with one role changed."""
+    return replace(of(), programs=tuple(part(p) if p.name == name else p for p in of().programs))
+
+
+def without(steps: tuple[Step, ...], kind: str, what: str) -> tuple[Step, ...]:
+    return tuple(s for s in steps if (s.kind, s.what) != (kind, what))
+
+
+def test_one_turn_less_in_one_role_is_found() -> None:
+    """The consumer's first turn takes nothing: it is a tile behind the producer at the end."""
+    made = change("consumer", lambda p: replace(p, walk=replace(p.walk, first=())))
+    assert "%K_ring" in broken(made) or "wait for ever" in broken(made)
+
+
+def test_a_product_that_is_not_awaited_is_found() -> None:
+    made = change(
+        "consumer", lambda p: replace(p, walk=Walk(p.walk.first, p.walk.later, tuple(s for s in p.walk.last if s.kind != "await")))
+    )
+    assert "reads it" in broken(made) or "before it has awaited" in broken(made)
+
+
+def test_writing_through_queries_that_are_read_is_found() -> None:
+    issue = Step("issue", "late", ("Q_ring",))
+    made = change("consumer", lambda p: replace(p, after=(issue, *p.after)))
+    assert broken(made).endswith(" writes to %Q_ring while %late reads it")
+
+
+def test_an_await_of_nothing_is_found() -> None:
+    made = change("consumer", lambda p: replace(p, after=(Step("await", "s_flight"), *p.after)))
+    assert broken(made).endswith(" awaits %s_flight, which is not in flight")
+
+
+def test_a_product_of_a_tile_that_is_gone_is_found() -> None:
+    made = change("consumer", lambda p: replace(p, after=(Step("issue", "late", ("V_ring",)), *p.after)))
+    assert "reads a tile of %V_ring that it has given back or never taken" in broken(made)
+
+
+def test_roles_in_different_orders_wait_for_each_other() -> None:
+    """V before K, with one slot of each: the producer fills K, and the consumer asks for two K before the first V."""
+
+    def swapped(p: Program) -> Program:
+        return replace(p, walk=Walk(*(tuple(reversed(steps)) for steps in (p.walk.first, p.walk.later, p.walk.last))))
+
+    made = replace(change("producer", swapped), slots=(("Q_ring", 1), ("K_ring", 1), ("V_ring", 1)))
+    assert "can wait for ever" in broken(made)
+
+
+def test_a_slot_too_few_is_found() -> None:
+    """A consumer that takes two tiles of K before it gives one back needs two slots."""
+    two = (Step("take", "K_ring"), Step("take", "K_ring"), Step("give", "K_ring"), Step("give", "K_ring"))
+    fill = (Step("fill", "K_ring"), Step("fill", "K_ring"))
+    programs = (
+        Program("producer", (), Walk(fill, fill), (Step("drain", "K_ring"),), 1),
+        Program("consumer", (), Walk(two, two), (), 2),
+    )
+    made = Protocol(programs, (("K_ring", 2),), (("K_ring", ""),))
+    assert broken(made) == "" and "can wait for ever" in broken(replace(made, slots=(("K_ring", 1),)))
+
+
+def test_a_role_that_runs_ahead_without_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("attngen.verify.protocol"), "MOST_STATES", 50)
+    made = replace(of(), each=(*of().each, ("spare", "")), slots=(*of().slots, ("spare", 1)))
+    assert "the roles have more than 50 states" in broken(made)
