@@ -35,7 +35,7 @@ def source(module: Module, folder: Path, dtype: str) -> GluonASTSource:
     file = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(file)
     row, args = module.rows("fwd", "hopper")[0], {arg.name: arg for arg in module.divided[0].args}
-    tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages}
+    tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, "DROPOUT": True}
     params = [p.name for p in file.fwd.params]
     described = {params[at]: tiles.get(rows, rows) for at, rows in file.DESCRIBED["fwd"]}
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}

@@ -52,6 +52,18 @@ def test_it_has_what_the_schedule_says(folder: Path) -> None:
     assert "acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])" in text
 
 
+def test_listed_tiles_are_read_from_the_one_after_the_first_on(folder: Path) -> None:
+    """The first tile is done before the loops; those of a body that needs no tile's number read none."""
+    text = (folder / "local_global_dropout_mha" / "hopper.py").read_text()
+    ahead = "kv_ahead = tile_at(KV_LIST_row, kv_full_end_at + 1, kv_end_at > kv_full_end_at + 1, BLOCK // BLOCK_KV)\n"
+    assert ahead in text and "for at in range(kv_full_end_at + 1, kv_end_at):" in text
+    start = "gl.where(partial_tiles > 0, 0, 1)"
+    read = text.partition(ahead)[2].partition("kv_ahead = tile_at(\n")[2]
+    assert read.split(",")[1].strip() == start and f"for at in range({start}, kv_full_end_at):" in read
+    consumer = (folder / "butterfly_gqa" / "hopper.py").read_text().partition("def fwd_consumer(")[2]
+    assert consumer.count("kv_ahead = tile_at(") == 2  # of the partial loop alone
+
+
 @pytest.mark.parametrize("name", DIVIDED)
 def test_the_other_files_are_those_of_a_portable_module(name: str, folder: Path) -> None:
     assert {path.name for path in (folder / name).iterdir()} == {

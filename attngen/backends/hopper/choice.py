@@ -5,12 +5,13 @@ from __future__ import annotations
 from attngen.backends.hopper.facts import DEVICE, NAME, ROWS
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import Loop
+from attngen.ir.ops import Load, Loop
 from attngen.ir.roles import Ring
 
 BARRIER_BYTES = 8
 # The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
 TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
+PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
 
 
 def obstacle(module: Module, kernel: Kernel) -> str:
@@ -22,8 +23,6 @@ def obstacle(module: Module, kernel: Kernel) -> str:
         return "no dtype of the spec has 16 bits"
     if any(width & (width - 1) for width in widths):
         return f"a head has {' and '.join(map(str, sorted(set(widths))))} columns, not a power of two"
-    if kernel.draws:
-        return "it draws what dropout keeps"
     if module.blocks and module.blocks.size < ROWS:
         return f"its mask lists blocks of {module.blocks.size} queries, and a consumer has {ROWS}"
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
@@ -37,6 +36,8 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     wide = max(module.head_dim_qk, module.head_dim_v)
     usual = next(tiles for width, tiles in TILES.items() if wide <= width)
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
+    paired = any(isinstance(op, Load) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in module.kernel("fwd").ops())
+    kv = kv if block_kv or not paired else min(kv, PAIRED)
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
 

@@ -12,7 +12,7 @@ from typing import Any
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
-from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Loop, Map, Mask, Op, Reduce, Yield
+from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Keep, Loop, Map, Mask, Op, Reduce, Yield
 from attngen.ir.roles import DIVIDED_KIND, Await, Convert, Drain, Fill, Give, Hold, Issue, Pack, Pipeline, Put, Ring, Take
 from attngen.printing.context import KernelContext
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
@@ -338,6 +338,10 @@ class DividedContext(KernelContext):
         layout = ("SUMS" if "D_V" in op.type.dims else "SCORES") if len(op.type.dims) == 2 else "gl.SliceLayout(1, SCORES)"
         return {**text, "shape": ", ".join(self._dims(op.type.dims)), "of": text["of"], "layout": layout}
 
+    def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
+        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", self.var(op.threshold), "BLOCK_KV", "SCORES"]
+        return {"var": self.var(op.name), "args": args, "flag": "DROPOUT"}
+
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         return {**super()._reduce(op, cls), "chains": op.op == "sum" and op.over == "BLOCK_KV"}
 
@@ -388,12 +392,13 @@ class DividedContext(KernelContext):
             body = self.block(op.step, cls)
             loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
             header: dict[str, Any] = self._loop(loop, cls)
-            used = names_in(body)
-            self._loop_header(loop, header, body)
-            lo = self.scalar(ranges[0][0])
+            (lo, hi), *more = header["ranges"]
             later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
-            header["start"] = later if lo == "0" else f"{lo} + {later}"
-            header["steps"] = list(header["steps"]) if used & {f"{op.var}_start", f"{op.var}_idx"} else []
+            header["ranges"] = [(later if lo == "0" else f"{lo} + {later}", hi), *more]
+            self._loop_header(loop, header, body)
+            used = names_in(body)
+            if not used & {f"{op.var}_start", f"{op.var}_idx"}:  # nothing in the body depends on the tile's number
+                header["steps"], header["before"] = [], [line for line in header["before"] if line.startswith(f"{op.var}_stop")]
             header["comment"] = LOOP_COMMENTS[cls]
             self._name_counter(header, body)
             loops.append(Node("loop", _gluon(header), body))
