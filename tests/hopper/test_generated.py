@@ -59,7 +59,7 @@ def test_listed_tiles_are_read_from_the_one_after_the_first_on(folder: Path) -> 
     assert ahead in text and "for at in range(kv_full_end_at + 1, kv_end_at):" in text
     start = "gl.where(partial_tiles > 0, 0, 1)"
     read = text.partition(ahead)[2].partition("kv_ahead = tile_at(\n")[2]
-    assert read.split(",")[1].strip() == start and f"for at in range({start}, kv_full_end_at):" in read
+    assert read.splitlines()[1].strip() == f"{start}," and f"for at in range({start}, kv_full_end_at):" in read
     consumer = (folder / "butterfly_gqa" / "hopper.py").read_text().partition("def fwd_consumer(")[2]
     assert consumer.count("kv_ahead = tile_at(") == 2  # of the partial loop alone
 
