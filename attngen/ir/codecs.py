@@ -118,7 +118,7 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "other", "head", "tile", "slots"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to"), _WORD),
-    **dict.fromkeys(("score", "recompute"), _FLAG),
+    **dict.fromkeys(("score", "recompute", "draws"), _FLAG),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
     **dict.fromkeys(("body", "then", "orelse", "kernel", "first", "step", "last"), (lambda v: f"@{v}", parse_word)),
     "args": _USES,
@@ -138,6 +138,7 @@ _CODECS: dict[str, Codec] = {
 
 _WORDS: Codec = (", ".join, lambda t, w: tuple(parse_word(x.strip(), w) for x in split(t, ",")))
 _BY_KIND: dict[str, dict[str, Codec]] = {
+    "work": {"of": (lambda v: f"@{v}", parse_word)},
     "init": {"value": _EXPR},
     "pipeline": {"partial": _RANGES, "full": _RANGES},
     "sum": {"over": _WORDS},

@@ -104,7 +104,7 @@ def execute_kernel(
     start = {**CONSTANTS, **widths, **padded, **tensors, **scalars, **tiles}
     axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(start)))] for axis in kernel.grid]
     with np.errstate(all="ignore"):
-        run_together(launch.program(dict(place), start) for place in product(*axes))
+        run_together(launch.programs([dict(place) for place in product(*axes)], start))
 
 
 def run_together(programs: Iterable[Program]) -> None:
@@ -152,6 +152,10 @@ class Launch:
         return found | {f"{loop.name}.{f}": self.kernel.type_of(start).dims for loop in self.kernel.loops for f, start in loop.carry}
 
     # ------------------------------------------------------------------ control
+
+    def programs(self, places: list[dict[str, int]], start: Values) -> Iterator[Program]:
+        """The programs of the launch: one for each place of the grid."""
+        return (self.program(place, start) for place in places)
 
     def program(self, place: Mapping[str, int], start: Values) -> Program:
         """The program at a place of the grid."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,24 @@ from attngen.ir.execute import Launch, Program, Values, spread
 from attngen.ir.expr import Expr
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Block, Loop, Op, Role
-from attngen.ir.roles import ROLE_KIND, Await, Convert, Drain, Fill, Give, Hold, Issue, Pack, Pipeline, Put, Ring, Take
+from attngen.ir.roles import (
+    ROLE_KIND,
+    Await,
+    Convert,
+    Drain,
+    Fill,
+    Flush,
+    Give,
+    Hold,
+    Issue,
+    Pack,
+    Pipeline,
+    Put,
+    Ring,
+    Take,
+    Work,
+    bodies_of,
+)
 
 SLOTS = 2  # of a ring whose number of slots is the schedule's
 
@@ -30,14 +47,14 @@ class RolesStuck(AttngenError):
 
 @dataclass
 class _Buffers:
-    """A ring: the tile in each slot, how often it was filled, who has yet to give it back."""
+    """A ring: the tile in each slot, how often it was filled and given back."""
 
-    shape: tuple[int, ...]
     takers: int
-    tiles: list[Any] = field(default_factory=list)
-    fills: list[int] = field(default_factory=list)
-    given: list[int] = field(default_factory=list)
+    tiles: list[Any]
+    fills: list[int]
+    given: list[int]
     started: int = 0
+    storing: bool = False  # the copy engine is to read from it
 
     def poison(self, slot: int) -> None:
         self.tiles[slot][...] = np.nan
@@ -48,12 +65,21 @@ class DividedLaunch(Launch):
 
     chance = random.Random(0)
 
+    def programs(self, places: list[dict[str, int]], start: Values) -> Iterator[Program]:
+        """One for each place; of programs that stay, a random number, which share the places by a counter."""
+        if not any(isinstance(op, Work) for op in self.kernel.ops()):
+            return super().programs(places, start)
+        count = self.chance.randint(1, len(places)) if places else 0
+        counter = iter(range(count, len(places)))
+        return (self.program({}, {**start, "places": places, "own": own, "counter": counter}) for own in range(count))
+
     def program(self, place: Mapping[str, int], start: Values) -> Program:
-        """All roles of the program at a place of the grid, in turns."""
+        """All roles of a program, in turns."""
         values = {"num_stages": SLOTS, **start}
         for axis, number in place.items():
             values |= self.turn(axis, number, values)
-        self.pending: list[Callable[[], None]] = []
+        pending: list[Callable[[], None]] = []
+        values["pending"] = pending
         yield from self.block("entry", values, "entry")
         waiting = {}
         for block in self.kernel.roles:
@@ -62,8 +88,8 @@ class DividedLaunch(Launch):
                 waiting[f"{block.name} {copy}"] = self.role(block, block.role, copy, values)
         stuck = 0
         while waiting:
-            if self.pending and self.chance.random() < 0.3:
-                self.pending.pop(self.chance.randrange(len(self.pending)))()
+            if pending and self.chance.random() < 0.3:
+                pending.pop(self.chance.randrange(len(pending)))()
                 stuck = 0
             name = self.chance.choice(sorted(waiting))
             try:
@@ -71,15 +97,15 @@ class DividedLaunch(Launch):
             except StopIteration:
                 del waiting[name]
                 stuck = 0
-            if stuck > 200 * len(waiting) and not self.pending:
+            if stuck > 200 * len(waiting) and not pending:
                 raise RolesStuck(f"@{self.kernel.name}: {', '.join(sorted(waiting))} wait for ever")
         return {}
 
     def role(self, block: Block, role: Role, copy: int, values: Values) -> Generator[bool, None, Values]:
         """A copy of a role: the program's tile is divided among those that have rows. It yields whether it is waiting."""
-        mine = {**values, "copy": copy, "taken": {}, "role copies": role.copies}
-        if role.rows:
-            mine |= self.share(copy, role.copies, values)
+        mine = {**values, "copy": copy, "taken": {}, "parts": role.copies if role.rows else 1}
+        if "q_start" in values:
+            mine |= self.share(copy, mine["parts"], values)
         return (yield from self.block(block.name, mine, "entry"))
 
     @staticmethod
@@ -93,17 +119,38 @@ class DividedLaunch(Launch):
 
     def block(self, name: str, values: Values, cls: str) -> Any:
         """Run a block's ops; those of roles may wait."""
-        body = self.kernel.block(name)
-        plain: list[Op] = []
-        for op in body.ops:
+        for op in self.kernel.block(name).ops:
             if type(op) not in ROLE_KIND:
-                plain.append(op)
                 found = yield from self.ops((op,), values, cls)
                 if found:
                     return found
                 continue
             yield from getattr(self, f"_{ROLE_KIND[type(op)]}")(op, values)
         return {}
+
+    def _work(self, op: Work, values: Values) -> Any:
+        """The body for the program's own tile, and for those that are drawn. The place of each, here its number, is told to the others."""
+        number = values["own"]
+        while True:
+            if op.draws:
+                yield from self._start(op.ring, values, lambda *_, number=number: np.asarray(number))
+            else:
+                buffers, slot = yield from self._next(op.ring, values)
+                number = int(buffers.tiles[slot])
+            if number >= 0:
+                tile = dict(values)
+                for axis, at in values["places"][number].items():
+                    tile |= self.turn(axis, at, tile)
+                yield from self.block(op.of, tile, "entry")
+                yield from self.block(op.body, tile | self.share(values["copy"], values["parts"], tile), "entry")
+            if not op.draws:
+                self._given(buffers, slot)
+            if number < 0:
+                return
+            number = next(values["counter"], -1) if op.draws else number
+
+    def _recall(self, op: Recall, values: Values) -> Any:
+        yield False
 
     def _pipeline(self, op: Pipeline, values: Values) -> Any:
         carried = {field: values[ref] for field, ref in op.carry}
@@ -135,28 +182,31 @@ class DividedLaunch(Launch):
         slots = int(compiled(op.slots)(values))
         found = []
         for _ in range(copies):
-            buffers = _Buffers(self.shape(op.type.dims, sizes), 1 if op.each else takers, [], [0] * slots, [0] * slots)
-            buffers.tiles = [np.full(buffers.shape, np.nan, self.dtypes["T"]) for _ in range(slots)]
-            found.append(buffers)
+            tiles = [np.full(self.shape(op.type.dims, sizes), np.nan, self.dtypes["T"]) for _ in range(slots)]
+            found.append(_Buffers(1 if op.each else takers, tiles, [0] * slots, [0] * slots))
         values[op.name] = found
         yield from ()
 
     def takes(self, block: str, ring: str) -> bool:
         """Whether a role takes tiles from a ring."""
         for op in self.kernel.block(block).ops:
-            bodies = (op.body,) if isinstance(op, Loop) else op.bodies if isinstance(op, Pipeline) else ()
-            if (isinstance(op, Take) and op.ring == ring) or any(self.takes(body, ring) for body in bodies):
+            of_numbers = isinstance(op, Work) and op.ring == ring and not op.draws
+            if of_numbers or (isinstance(op, Take) and op.ring == ring) or any(self.takes(body, ring) for body in bodies_of(op)):
                 return True
         return False
 
     def _fill(self, op: Fill, values: Values) -> Any:
-        for copy, buffers in enumerate(values[op.ring]):
-            slot = buffers.started % len(buffers.tiles)
-            while buffers.given[slot] < buffers.takers * (buffers.started // len(buffers.tiles)):
+        copies = len(values[op.ring])
+        yield from self._start(op.ring, values, lambda _, copy: self.read(op, values | self.share(copy, copies, values)))
+
+    def _start(self, ring: str, values: Values, tile: Callable[[_Buffers, int], Any]) -> Any:
+        """Fill the next slot of every copy's ring, once all are free."""
+        for buffers in values[ring]:
+            while buffers.given[buffers.started % len(buffers.tiles)] < buffers.takers * (buffers.started // len(buffers.tiles)):
                 yield True
+        for copy, buffers in enumerate(values[ring]):
+            values["pending"].append(self.arrival(buffers, buffers.started % len(buffers.tiles), tile(buffers, copy)))
             buffers.started += 1
-            part = {**values, **(self.share(copy, len(values[op.ring]), values) if len(values[op.ring]) > 1 else {})}
-            self.pending.append(self.arrival(buffers, slot, self.read(op, part)))
             yield False
 
     @staticmethod
@@ -191,24 +241,32 @@ class DividedLaunch(Launch):
         return of[values["copy"] if len(of) > 1 else 0]
 
     def _take(self, op: Take, values: Values) -> Any:
-        buffers, taken = self.mine(op.ring, values), values["taken"]
-        use = taken.get(op.ring, 0)
+        buffers, slot = yield from self._next(op.ring, values)
+        values[op.name] = buffers.tiles[slot]
+        yield False
+
+    def _next(self, ring: str, values: Values) -> Any:
+        """The ring, and its slot that this role takes next, once that is full."""
+        buffers, taken = self.mine(ring, values), values["taken"]
+        use = taken.get(ring, 0)
         slot = use % len(buffers.tiles)
         while buffers.fills[slot] <= use // len(buffers.tiles):
             yield True
-        taken[op.ring] = use + 1
-        values[op.name] = buffers.tiles[slot]
-        yield False
+        taken[ring] = use + 1
+        return buffers, slot
 
     def _give(self, op: Give, values: Values) -> Any:
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
         buffers = self.mine(take.ring, values)
-        slot = next(i for i, tile in enumerate(buffers.tiles) if tile is values[op.value])
+        self._given(buffers, next(i for i, tile in enumerate(buffers.tiles) if tile is values[op.value]))
+        yield False
+
+    @staticmethod
+    def _given(buffers: _Buffers, slot: int) -> None:
         buffers.given[slot] += 1
         if buffers.given[slot] % buffers.takers == 0:
             buffers.poison(slot)
-        yield False
 
     def _drain(self, op: Drain, values: Values) -> Any:
         for buffers in values[op.ring]:
@@ -218,9 +276,10 @@ class DividedLaunch(Launch):
         yield False
 
     def _put(self, op: Put, values: Values) -> Any:
-        """Through the copy's own slot, from which all rows inside the tensor are stored."""
+        """Through the copy's own slot, from which all rows inside the tensor are stored later."""
         buffers = self.mine(op.through, values)
-        buffers.tiles[0][..., :1] = np.nan  # what was there is overwritten
+        yield from self._flush(op, values)
+        buffers.tiles[0][...] = values[op.value]
         places: list[Any] = []
         part = []
         for e in op.dst.index:
@@ -232,8 +291,19 @@ class DividedLaunch(Launch):
             end = max(start, min(start + values[AXIS_DIM[axis]], values[AXIS_EXTENT[axis]]))
             places.append(slice(start, end))
             part.append(slice(0, end - start))
-        values[op.dst.tensor][tuple(places)] = values[op.value][tuple(part)]
+
+        def store() -> None:
+            values[op.dst.tensor][tuple(places)] = buffers.tiles[0][tuple(part)]
+            buffers.storing = False
+
+        buffers.storing = True
+        values["pending"].append(store)
         yield False
+
+    def _flush(self, op: Flush | Put, values: Values) -> Any:
+        """Until the copy engine has stored what the last put wrote."""
+        while self.mine(op.through, values).storing:
+            yield True
 
     # ------------------------------------------------------------------ products
 

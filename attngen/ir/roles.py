@@ -13,14 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from attngen.ir.expr import Expr
-from attngen.ir.ops import KIND, OPERAND, OPS, Access, Op, Type, Uses
+from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
 
 Ranges = tuple[tuple[Expr, Expr], ...]
 
 
 @dataclass(frozen=True)
 class Ring(Op):
-    """`slots` buffers of a tile in shared memory. With `each`, every copy of that role has a ring of its own, for its part of the rows."""
+    """`slots` buffers of a tile in shared memory. With `each`, every copy of that role has a ring of its own, for its part of the rows.
+
+    All these are filled together, once the slot of each is free. A ring of `i32[]` passes places of tiles (see Work).
+    """
 
     type: Type
     slots: Expr
@@ -104,14 +107,43 @@ class Hold(Op):
 
 @dataclass(frozen=True)
 class Put(Op):
-    """Write a tile through the calling copy's slot of a ring, which it has taken last: from there the copy engine stores it.
+    """Write a tile to the calling copy's slot of a ring, from which the copy engine stores it later: `flush` waits for that.
 
-    Rows and columns out of bounds are left out.
+    It first waits until the copy engine has read what the last put wrote. Rows and columns out of bounds are left out.
     """
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
     through: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Flush(Op):
+    """Wait until the copy engine has read all that this role's puts have written: the last op of a role that puts."""
+
+    through: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Work(Op):
+    """Run `body` for each tile of the grid that the program gets. Before it `of` computes what all roles know of a tile.
+
+    Programs stay until no tile is left. A program's number is that of its first tile. In one role `draws` is set: it takes the number of
+    each next tile from a counter that all programs share. Before it starts a tile it passes the tile's place through the ring, and at the
+    end -1. The other roles take the place from there, and give it back after the body.
+    """
+
+    ring: str = field(metadata=OPERAND)
+    of: str
+    body: str
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class Recall(Op):
+    """Read the place of the tile anew, from the ring that passed it: so no registers hold it while products run."""
+
+    ring: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
@@ -141,6 +173,11 @@ class Pipeline(Op):
         return self.first, self.step, self.last
 
 
+def bodies_of(op: Op) -> tuple[str, ...]:
+    """The blocks that an op runs, but for what comes before each tile."""
+    return op.bodies if isinstance(op, Pipeline) else (op.body,) if isinstance(op, (Loop, Work)) else ()
+
+
 ROLE_OPS: dict[str, type[Op]] = {
     "ring": Ring,
     "fill": Fill,
@@ -153,6 +190,9 @@ ROLE_OPS: dict[str, type[Op]] = {
     "convert": Convert,
     "hold": Hold,
     "put": Put,
+    "flush": Flush,
+    "work": Work,
+    "recall": Recall,
     "pipeline": Pipeline,
 }
 ROLE_KIND = {cls: kind for kind, cls in ROLE_OPS.items()}

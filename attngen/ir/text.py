@@ -55,6 +55,9 @@ _POSITIONAL = {
     "convert": ("value",),
     "hold": ("value",),
     "put": ("dst", "value"),
+    "flush": ("through",),
+    "work": ("ring",),
+    "recall": ("ring",),
     "pipeline": ("var",),
 }
 _HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask", "blocks", "dropout")
@@ -70,6 +73,8 @@ _UNNAMED = (
     "give",
     "drain",
     "put",
+    "flush",
+    "recall",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 

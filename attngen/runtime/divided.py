@@ -51,3 +51,20 @@ def laid_out(descriptor: Any) -> Any:
 
     x, block = descriptor.base, descriptor.block_shape
     return TensorDescriptor(x, descriptor.shape, descriptor.strides, block, _layout(*block[2:], x.dtype))
+
+
+_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
+
+
+def counter_of(device: int) -> torch.Tensor:
+    """Two numbers by which the programs of a launch share its tiles: they are 0 before the launch and after it.
+
+    Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may run beside others.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    found = _COUNTERS.get(key)
+    if found is None:
+        found = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+    return found

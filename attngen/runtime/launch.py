@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from attngen.runtime.divided import divided, laid_out
+from attngen.runtime.divided import counter_of, divided, laid_out
 from attngen.runtime.private import hooks_look_on, parts_of
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -129,15 +129,17 @@ def kind_of(n: int) -> int:
 class Launch:
     """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
 
-    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any]) -> None:
+    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device) -> None:
         self.config, self.file, self.name = config, file, kernel.name
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
         self.describe = descriptor
+        self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
         if file is not kernel.kernels:
             self.described = [(at, config.get(tile) or tile) for at, tile in file.DESCRIBED[kernel.name]]
             self.describe = _laid_out
+            self.most_programs = file.STAYING.get(kernel.name, 0) * processors(device)
         self.parts: tuple[Any, ...] | None = None
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
@@ -212,6 +214,10 @@ class Kernel:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
             args[at] = launch.describe(tensors[at], tile)  # type: ignore[arg-type]
+        if launch.most_programs:
+            counter = counter_of(x.get_device())
+            strides = (*strides, counter if parts is None else _address(counter), programs)
+            programs = min(programs, launch.most_programs)
         if parts is None:
             launch.first(programs, args, numbers + strides)
             return
@@ -246,5 +252,5 @@ class Kernel:
         if launches is None:
             more = dict(zip(self.flags, flags))
             file, found = homes(self.kernels, self.name, x)
-            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}) for most, config in found]
+            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for most, config in found]
         return launches

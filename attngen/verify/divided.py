@@ -10,7 +10,7 @@ import networkx as nx
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
-from attngen.ir.roles import Await, Convert, Drain, Fill, Give, Hold, Issue, Pack, Pipeline, Put, Ranges, Ring, Take
+from attngen.ir.roles import Await, Convert, Drain, Fill, Flush, Give, Hold, Issue, Pack, Pipeline, Put, Ranges, Recall, Ring, Take, Work, bodies_of
 from attngen.verify.types import types
 
 SPREADS = ("scores", "sums", "operand")
@@ -45,40 +45,53 @@ def _within(kernel: Kernel, block: str) -> Iterator[Op]:
     """The ops of a block, and of the bodies of its loops."""
     for op in (op for b in kernel.blocks if b.name == block for op in b.ops):
         yield op
-        for body in _bodies(op):
+        for body in bodies_of(op):
             yield from _within(kernel, body)
 
 
-def _bodies(op: Op) -> tuple[str, ...]:
-    return (op.body,) if isinstance(op, Loop) else op.bodies if isinstance(op, Pipeline) else ()
-
-
 def scopes(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A value is defined before its use: in the same block, in one around it, or in @entry. Each body belongs to one role."""
+    """A value is defined before its use: in the same block, in one around it, in what comes before each tile, or in @entry.
+
+    Each body belongs to one role.
+    """
     if not nx.is_directed_acyclic_graph(kernel.graph):
         yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
-    nodes = kernel.graph.nodes
+    blocks = {block.name for block in kernel.blocks if not block.role and block.name != "entry"}
+    before = {op.of for op in kernel.ops() if isinstance(op, Work)}
     around: dict[str, Op] = {}  # body -> the op that runs it
     homes: dict[str, set[str]] = {}
     for op in kernel.ops():
-        for body in _bodies(op):
-            if body not in {block.name for block in kernel.blocks if not block.role and block.name != "entry"}:
+        for body in (*bodies_of(op), *([op.of] if isinstance(op, Work) else [])):
+            if body not in blocks:
                 yield f"%{op.name} runs @{body}, which is no body"
                 return
+        for body in bodies_of(op):
             around[body] = op
-            homes.setdefault(body, set()).add(nodes[op.name]["block"])
-    for block in kernel.blocks:
-        if block.name != "entry" and not block.role and len(homes.get(block.name, ())) != 1:
-            yield f"@{block.name} is run by the ops of {len(homes.get(block.name, ()))} blocks; expected one"
+            homes.setdefault(body, set()).add(kernel.graph.nodes[op.name]["block"])
+    for name in sorted(blocks - before):
+        if len(homes.get(name, ())) != 1:
+            yield f"@{name} is run by the ops of {len(homes.get(name, ()))} blocks; expected one"
             return
-    for name, data in nodes.items():
+    if before & homes.keys():
+        yield f"@{min(before & homes.keys())} comes before each tile, and is a body too"
+        return
+    for name, data in kernel.graph.nodes.items():
         for ref in (*data["op"].operands(), *sorted(kernel.scalars_of(data["op"]))):
-            source, place = nodes[ref.split(".")[0]], data
-            while place["block"] != source["block"] and place["block"] in around:
-                place = nodes[around[place["block"]].name]
-            same = place["block"] == source["block"]
-            if (same and source["order"] >= place["order"]) or (not same and source["block"] != "entry"):
+            if not _is_defined(kernel, around, ref, data):
                 yield f"%{name} reads %{ref} where it is not defined"
+
+
+def _is_defined(kernel: Kernel, around: dict[str, Op], ref: str, place: dict[str, Any]) -> bool:
+    """Whether a value is defined before a place: a node of the kernel's graph."""
+    source = kernel.graph.nodes[ref.split(".")[0]]
+    seen = {"entry"}
+    while place["block"] != source["block"] and place["block"] in around:
+        op = around[place["block"]]
+        seen |= {op.of} if isinstance(op, Work) else set()
+        place = kernel.graph.nodes[op.name]
+    if place["block"] == source["block"]:
+        return bool(source["order"] < place["order"])
+    return source["block"] in seen
 
 
 def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -117,7 +130,7 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{name} is `{to_text(expr)}`; in the kernel it stands in for it is `{to_text(scalars.get(name, expr))}`"
     orders = {}
     for role in kernel.roles:
-        runs = [run for op in role.ops for run in _runs(op)]
+        runs = [run for op in _within(kernel, role.name) for run in _runs(op)]
         orders[role.name] = [run for run in runs if run[1]]
         for cls, ranges, listed in runs:
             if (ranges, listed) != wanted.get(cls, ((), listed)) and ranges:
@@ -140,7 +153,7 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read, but for what acts by itself."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
-        acts = isinstance(op, (Drain, Fill, Give, Put, Store, Yield)) or (isinstance(op, Arg) and op.role != "carry")
+        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Work, Yield)) or (isinstance(op, Arg) and op.role != "carry")
         acts |= isinstance(op, Loop) and any(isinstance(o, Fill) for o in kernel.block(op.body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
@@ -166,12 +179,34 @@ def _ref(name: str | None) -> str:
 
 
 def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:
-    if op.type.space != "sram" or len(op.type.dims) != 2:
-        yield "is of tiles in sram"
+    if op.type.space != "sram" or (len(op.type.dims) != 2 and not _is_of_places(op)):
+        yield "is of tiles, or of places i32[], in sram"
     if op.each and op.each not in {role.name for role in kernel.roles}:
         yield f"is for each copy of @{op.each}, which is no role"
     if op.slots.is_Integer and op.slots < 1:
         yield f"has {op.slots} slots; expected 1 or more"
+
+
+def _is_of_places(op: Op) -> bool:
+    """Whether it is a ring that passes places of tiles, the same to all."""
+    return isinstance(op, Ring) and (op.type.dtype, op.type.dims, op.each) == ("i32", (), "")
+
+
+def _work_errors(kernel: Kernel, op: Work) -> Iterator[str]:
+    works = [other for other in kernel.ops() if isinstance(other, Work)]
+    if not _is_of_places(kernel.op(op.ring)):
+        yield f"passes places through %{op.ring}, which is no ring of i32[]"
+    if len({(other.ring, other.of) for other in works}) > 1 or sum(other.draws for other in works) != 1:
+        yield "belongs to roles of which one draws, which pass places through one ring and know the same of a tile"
+    homes = [kernel.graph.nodes[other.name]["block"] for other in works]
+    if sorted(homes) != sorted(role.name for role in kernel.roles):
+        yield f"{len(works)} ops run over the program's tiles; expected one in each role"
+
+
+def _recall_errors(kernel: Kernel, op: Recall) -> Iterator[str]:
+    bodies = {(other.ring, other.body) for other in kernel.ops() if isinstance(other, Work) and not other.draws}
+    if (op.ring, kernel.graph.nodes[op.name]["block"]) not in bodies:
+        yield f"reads a place from %{op.ring} where this role has none"
 
 
 def _fill_errors(kernel: Kernel, op: Fill) -> Iterator[str]:
@@ -248,6 +283,8 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Convert: _same_errors,
     Hold: _same_errors,
     Put: _put_errors,
+    Work: _work_errors,
+    Recall: _recall_errors,
 }
 
 

@@ -50,7 +50,7 @@ def source(module: Module, folder: Path, dtype: str) -> GluonASTSource:
             types[name] = "constexpr"
         else:
             of = TYPES.get(arg.type.dtype, dtype) if arg else "i32"
-            types[name] = of if arg is None or arg.role == "scalar" else f"*{of}"
+            types[name] = f"*{of}" if name == "COUNTER" or (arg and arg.role != "scalar") else of
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(params) if types[n].startswith("*") or n.startswith("stride")}
     return GluonASTSource(file.fwd, types, {name: tiles[name] for name in params if name in tiles}, aligned)
 

@@ -10,7 +10,8 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.verify import verify
-from attngen.verify.protocol import Program, Protocol, Step, Walk, broken, protocol_of
+from attngen.verify.machine import Program, Protocol, Step, Walk, broken
+from attngen.verify.protocol import protocol_of
 from tests.hopper.common import DIVIDED, edited, kernel, whole
 
 
@@ -62,10 +63,10 @@ TEXT = {
     "queries filled in each turn": (
         "    fill %K_ring",
         "    fill %Q_ring %Q[b, h, q, d_qk]\n    fill %K_ring",
-        "filled again, and nothing gives",
+        "can wait for ever",
     ),
     "a drain too early": (
-        "    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n    drain %K_ring\n",
+        "    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n",
         "    drain %K_ring\n    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n",
         "@producer has a drain between its loops; expected it before or after them",
     ),
@@ -104,6 +105,9 @@ def test_a_product_that_is_not_awaited_is_found() -> None:
 def test_writing_through_queries_that_are_read_is_found() -> None:
     issue = Step("issue", "late", ("Q_ring",))
     made = change("consumer", lambda p: replace(p, after=(issue, *p.after)))
+    assert broken(made).endswith(" gives back a tile of %Q_ring while %late reads it")
+    put = Step("put", "Q_ring")
+    made = change("consumer", lambda p: replace(p, before=(*p.before, issue, put)))
     assert broken(made).endswith(" writes to %Q_ring while %late reads it")
 
 
@@ -123,7 +127,9 @@ def test_roles_in_different_orders_wait_for_each_other() -> None:
     def swapped(p: Program) -> Program:
         return replace(p, walk=Walk(*(tuple(reversed(steps)) for steps in (p.walk.first, p.walk.later, p.walk.last))))
 
-    made = replace(change("producer", swapped), slots=(("Q_ring", 1), ("K_ring", 1), ("V_ring", 1)))
+    slots = tuple((ring, 1) for ring, _ in of().slots)
+    made = replace(change("producer", swapped), slots=slots)
+    assert broken(replace(of(), slots=slots)) == ""
     assert "can wait for ever" in broken(made)
 
 
@@ -140,6 +146,6 @@ def test_a_slot_too_few_is_found() -> None:
 
 
 def test_a_role_that_runs_ahead_without_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("attngen.verify.protocol"), "MOST_STATES", 50)
+    monkeypatch.setattr(importlib.import_module("attngen.verify.machine"), "MOST_STATES", 50)
     made = replace(of(), each=(*of().each, ("spare", "")), slots=(*of().slots, ("spare", 1)))
     assert "the roles have more than 50 states" in broken(made)

@@ -10,6 +10,7 @@ from attngen.backends.hopper.issue_products import IssueProducts
 from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
+from attngen.backends.hopper.schedule_work import ScheduleWork
 
 HOPPER = Divider(
     name=NAME,
@@ -19,6 +20,7 @@ HOPPER = Divider(
         MakeRings(),
         IssueProducts(),
         OverlapSoftmax(),
+        ScheduleWork(),
         LegalizeGluon(),
     ),
     rules={"fits": rules.fits},

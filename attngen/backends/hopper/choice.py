@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.facts import DEVICE, NAME, ROWS
+from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAME, NAMED_BARRIERS, ROWS
+from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Load, Loop
-from attngen.ir.roles import Ring
+from attngen.ir.roles import Fill, Give, Ring, Take, Work
 
+PLACE_SLOTS, PLACE_BYTES = 2, 12  # slots of the ring of places, and the bytes of one: rows, head, sequence
 BARRIER_BYTES = 8
+SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
 # The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
 TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
+QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
 PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
 
 
@@ -31,6 +35,20 @@ def obstacle(module: Module, kernel: Kernel) -> str:
     return ""
 
 
+def staying(module: Module, row: Row) -> int:
+    """The slots of the ring of queries where programs take tile after tile; 0 where there is no room for that beside the other rings.
+
+    Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too.
+    """
+    widths = module.head_dim_qk, module.head_dim_v
+    for slots in QUERIES:
+        rows = slots * row.block_q * widths[0] + row.block_q * widths[1] + row.num_stages * row.block_kv * sum(widths)
+        barriers = slots + 2 * row.num_stages + PLACE_SLOTS
+        if 2 * rows + SPARE <= CLASSES[DEVICE].smem_per_block and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
+            return slots
+    return 0
+
+
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
     wide = max(module.head_dim_qk, module.head_dim_v)
@@ -47,14 +65,22 @@ def slots_of(ring: Ring, row: Row) -> int:
     return int(compiled(ring.slots)({"num_stages": row.num_stages}))
 
 
+def is_reused(kernel: Kernel, ring: str) -> bool:
+    """Whether a ring's slots are given back and filled again: then each has a named barrier, for all copies of the roles that take."""
+    users = [kernel.op(name) for name in kernel.graph.successors(ring)]
+    taken = [kernel.op(name) for op in users if isinstance(op, Take) for name in kernel.graph.successors(op.name)]
+    return any(isinstance(op, Work) for op in users) or any(isinstance(op, Give) for op in taken)
+
+
 def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
-    """Bytes of shared memory of a divided kernel: its rings, and a barrier for each slot."""
+    """Bytes of shared memory of a divided kernel: its rings, and a barrier for each slot that is filled."""
+    filled = {op.ring for op in kernel.ops() if isinstance(op, (Fill, Work))}
     copies = {block.name: block.role.copies for block in kernel.blocks if block.role}
     sizes = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     total = 0
     for op in kernel.ops():
         if isinstance(op, Ring):
             slots = slots_of(op, row)
-            elements = sizes[op.type.dims[0]] * sizes[op.type.dims[1]]
-            total += slots * (2 * elements + BARRIER_BYTES * copies.get(op.each, 1))
+            bytes_ = 2 * sizes[op.type.dims[0]] * sizes[op.type.dims[1]] if op.type.dims else PLACE_BYTES
+            total += slots * (bytes_ + (BARRIER_BYTES * copies.get(op.each, 1) if op.name in filled else 0))
     return total

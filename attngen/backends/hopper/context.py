@@ -9,11 +9,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from attngen.backends.hopper.choice import is_reused
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
 from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Keep, Loop, Map, Mask, Op, Reduce, Yield
-from attngen.ir.roles import DIVIDED_KIND, Await, Convert, Drain, Fill, Give, Hold, Issue, Pack, Pipeline, Put, Ring, Take
+from attngen.ir.roles import DIVIDED_KIND, Await, Convert, Drain, Fill, Flush, Give, Hold, Issue, Pack, Pipeline, Put, Recall, Ring, Take, Work
 from attngen.printing.context import KernelContext
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
@@ -29,6 +30,8 @@ class RingView:
     shape: str
     descriptor: str
     buffers: str  # of all copies
+    filled: bool  # or only stored from
+    numbers: str = ""  # how many, of a ring of places
 
 
 @dataclass
@@ -60,6 +63,7 @@ class DividedView:
     rings: list[RingView]
     roles: list[RoleView]
     words: set[str]  # that occur in it
+    stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
     described: list[tuple[int, str]]  # positions of the tensors that the copy engine reads and writes; rows of their tiles
 
 
@@ -83,6 +87,7 @@ class DividedContext(KernelContext):
     def __init__(self, module: Module, name: str) -> None:
         divided = next(kernel for kernel in module.divided if kernel.name == name)
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
+        self.stays = any(isinstance(op, Work) for op in divided.ops())
         super().__init__(module, divided)
         self.portable = KernelContext(module, module.kernel(name))
 
@@ -139,20 +144,27 @@ class DividedContext(KernelContext):
         portable = self.portable.view()
         nodes = self.block("entry", "entry")
         roles = [self._role(block, portable.params) for block in self.kernel.roles]
-        words = names_in(nodes) | {word for role in roles for word in role.params}
         return DividedView(
             name=self.kernel.name,
             summary=self.kernel.about,
             params=portable.params,
             not_specialized=portable.not_specialized,
             dropout=portable.dropout,
-            prologue=_gluon(self._prologue(words - {"q_idx", "kv_idx", "dtype", "d_qk", "d_v"})),
+            prologue=[] if self.stays else self._place_of_tile(),
             nodes=nodes,
             rings=[self._ring(op) for op in self.rings.values()],
             roles=roles,
+            stays=self.stays,
             words=names_in(nodes) | {word for role in roles for word in names_in(role.nodes)},
             described=self._described_tensors(portable.params),
         )
+
+    def _place_of_tile(self) -> list[str]:
+        """The rows, the head and the sequence of the program's tile; where it takes several, of the one whose number is `pid`."""
+        lines: list[str] = _gluon(self._prologue(set()))
+        if not self.stays:
+            return lines
+        return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
 
     def _described_tensors(self, params: list[str]) -> list[tuple[int, str]]:
         rows = {"q": str(ROWS), "kv": '"BLOCK_KV"'}
@@ -160,12 +172,22 @@ class DividedContext(KernelContext):
         return sorted({(params.index(access.tensor), rows[access.axes()[0]]) for access in accesses})
 
     def _ring(self, op: Ring) -> RingView:
-        copies = next((b.role.copies for b in self.kernel.roles if b.name == op.each and b.role), 1)
-        slots = self.scalar(op.slots).replace("num_stages", "SLOTS")
+        copies = self._copies(op)
+        slots = self._slots(op)
+        buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
+        if not op.type.dims:
+            return RingView(self._short(op.name), slots, "", "", buffers, True, f"{len(self.kernel.grid)} * {slots}")
         tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
-        buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
-        return RingView(self._short(op.name), slots, ", ".join(self._dims(op.type.dims, bool(op.each))), descriptor, buffers)
+        shape = ", ".join(self._dims(op.type.dims, bool(op.each)))
+        return RingView(self._short(op.name), slots, shape, descriptor, buffers, isinstance(tensor, Fill))
+
+    def _copies(self, ring: Ring) -> int:
+        """The copies of the role each of which has a ring of its own; else 1."""
+        return next((b.role.copies for b in self.kernel.roles if b.name == ring.each and b.role), 1)
+
+    def _slots(self, ring: Ring) -> str:
+        return self.scalar(ring.slots).replace("num_stages", "SLOTS")
 
     def _dims(self, dims: tuple[str, ...], each: bool = True) -> list[str]:
         return ["ROWS" if d == "BLOCK_Q" and each else d for d in dims]
@@ -174,14 +196,16 @@ class DividedContext(KernelContext):
         assert block.role is not None
         nodes = self.block(block.name, "entry")
         words = names_in(nodes) | {f"{ring}_{what}" for ring in _rings_in(nodes) for what in ("ring", "full", "slot")}
-        prologue = [*self._positions(words), *self._counters(block, words)] if block.role.rows else self._counters(block, words)
-        words |= {
-            word for line in prologue for word in line.replace("(", " ").replace(")", " ").replace(",", " ").replace(".", " ").split()
-        }
+        prologue = [*(self._positions(words) if block.role.rows else []), *self._counters(block, words)]
+        prologue += [] if self.stays or not block.role.rows else self._own_rows(words)
+        if self.stays:
+            self._place_tiles(nodes, block, words)
+        words |= {"COUNTER", "TILES"} if any(isinstance(op, Work) and op.draws for op in block.ops) else set()
+        words |= names_in(nodes) | set(re.findall(r"\w+", " ".join(prologue)))
         entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (Arg, Ring))]
-        shared = [f"{self._short(ring)}_{what}" for ring in self.rings for what in ("ring", "full")]
+        shared = [f"{ring.name}_{what}" for ring in map(self._ring, self.rings.values()) for what in ("ring", *["full"] * ring.filled)]
         places = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
-        given = [*params, *entry, *places, *shared]
+        given = [*params, *entry, *([] if self.stays else places), *shared, *(["COUNTER", "TILES"] if self.stays else [])]
         return RoleView(
             f"{self.kernel.name}_{block.name}",
             block.role.copies,
@@ -194,8 +218,26 @@ class DividedContext(KernelContext):
             ["THREADS", *(["COPY"] if block.role.rows else [])],
         )
 
+    def _place_tiles(self, nodes: list[Node], block: Block, words: set[str]) -> None:
+        """What comes before the body of a `work`: what all roles know of its tile, and which rows are the copy's own."""
+        work = next(node for node in nodes if node.kind == "work")
+        (known, *body), wanted = work.body, words
+        while wanted - {node.text["var"] for node in known.body} != wanted:  # what others of these need, too
+            needed = [node for node in known.body if node.text["var"] in wanted]
+            if (more := wanted | names_in(needed)) == wanted:
+                break
+            wanted = more
+        of_tile = [node for node in known.body if node.text["var"] in wanted]
+        rows = self._own_rows(words) if block.role and block.role.rows else []
+        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": rows}), *body]
+        at = next((at for at, node in enumerate(body) if node.kind == "recall"), len(body))
+        before = words if at == len(body) else names_in([*of_tile, *body[:at]])
+        work.text["before"] = [i for i, axis in enumerate(work.text["axes"]) if i and axis in before]
+        for node in body[at : at + 1]:
+            node.text["rows"] = rows
+
     def _positions(self, words: set[str]) -> list[str]:
-        """Layouts, and the positions of the copy's rows and of a tile's keys."""
+        """Layouts, and the positions of rows and of keys in their tiles."""
         lines = ["SCORES: gl.constexpr = layout_of(BLOCK_KV)"]
         if words & {"SUMS", "OPERAND"}:
             lines.append("SUMS: gl.constexpr = layout_of(D_V)")
@@ -203,34 +245,33 @@ class DividedContext(KernelContext):
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
         if "q_off" in words or "q_idx" in words:
             lines.append("q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
-        lines.append("q_start = q_start + COPY * ROWS")
-        if "q_idx" in words:
-            lines.append("q_idx = q_start + q_off")
         if "kv_off" in words or "kv_idx" in words:
             lines.append("kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))")
         if "dtype" in words:
             lines.append("dtype = O.dtype")
         return lines
 
+    @staticmethod
+    def _own_rows(words: set[str]) -> list[str]:
+        """The positions of the copy's own rows."""
+        return ["q_start = q_start + COPY * ROWS", *(["q_idx = q_start + q_off"] if "q_idx" in words else [])]
+
     def _counters(self, block: Block, words: set[str]) -> list[str]:
-        """The next slot of each ring that a role fills or takes from, and the phase of its barrier."""
+        """The next slot of each ring that a role fills or takes from; the phase of its barrier, or how often the role has filled it."""
         lines = []
-        for ring in self.rings:
-            short = self._short(ring)
-            if f"{short}_slot" in words and not self.rings[ring].each:
-                lines.append(
-                    f"{short}_slot, {short}_phase = 0, 0" if block.role and block.role.rows else f"{short}_slot, {short}_fills = 0, 0"
-                )
+        takes = bool(block.role and block.role.rows)
+        for name, ring in self.rings.items():
+            short = self._short(name)
+            if f"{short}_slot" in words and is_reused(self.kernel, name) and not (takes and self._counter(name) != short):
+                what = "phase" if takes else "fills"
+                lines.append(f"{short}_{what} = 0" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, 0")
         return lines
 
     def _free(self, ring: str) -> str:
         """The number of the named barrier of a ring's first slot."""
-        before: list[str] = []
-        for name, op in self.rings.items():
-            if name == ring:
-                break
-            before += [] if op.each else [self.scalar(op.slots).replace("num_stages", "SLOTS")]
-        return " + ".join([str(FIRST_BARRIER), *before])
+        before = [self._slots(op) for name, op in list(self.rings.items())[: list(self.rings).index(ring)] if is_reused(self.kernel, name)]
+        first = FIRST_BARRIER + sum(int(slots) for slots in before if slots.isdigit())
+        return " + ".join([str(first), *(slots for slots in before if not slots.isdigit())])
 
     # ------------------------------------------------------------------ nodes
 
@@ -247,6 +288,7 @@ class DividedContext(KernelContext):
                 self._loop_header(op, text, body)
                 self._name_counter(text, body)
             body = self._bodies(op, text) if isinstance(op, Pipeline) else body
+            body = [Node("body", {}, self.block(op.of, cls)), *self.block(op.body, cls)] if isinstance(op, Work) else body
             nodes.append(Node(kind, _gluon(text), body))
         return nodes
 
@@ -259,15 +301,37 @@ class DividedContext(KernelContext):
 
     def _fill(self, op: Fill, cls: str) -> dict[str, Any]:
         ring = self.rings[op.ring]
-        copies = next((b.role.copies for b in self.kernel.roles if b.name == ring.each and b.role), 0)
+        copies = self._copies(ring)
         return {
             "ring": self._short(op.ring),
             "tensor": op.src.tensor,
-            "place": self._place(op.src, f" + copy * {ROWS}" if copies else ""),
-            "bytes": " * ".join([*self._dims(ring.type.dims, bool(copies)), "2"]),
-            "copies": copies,
-            "free": self._free(op.ring),
+            "place": self._place(op.src, f" + copy * {ROWS}" if ring.each else ""),
+            "bytes": " * ".join([*self._dims(ring.type.dims, bool(ring.each)), "2"]),
+            "copies": copies if ring.each else 0,
+            **self._slot(op.ring, "copy"),
         }
+
+    def _slot(self, name: str, copy: str = "") -> dict[str, Any]:
+        """Where a ring's next buffer is, how many slots it has, and the barrier of its first free slot, if it is filled again.
+
+        In a role that takes, a ring of which it takes one slot for each of its tiles goes on when that of places does.
+        """
+        ring, short = self.rings[name], self._short(name)
+        if not is_reused(self.kernel, name):
+            return {"index": copy, "slots": "1", "free": ""}
+        slots, counter = self._slots(ring), self._counter(name) if copy == "COPY" else short
+        slot = "" if slots == "1" else f"{counter}_slot"
+        index = slot or "0"
+        if ring.each:
+            index = f"{self._copies(ring)} * {slot} + {copy}" if slot else copy
+        free = " + ".join([self._free(name), *([slot] if slot else [])])
+        return {"index": index, "slots": slots, "free": free, "counter": counter, "goes_on": counter == short}
+
+    def _counter(self, name: str) -> str:
+        """The name of the counter of a ring's slots in a role that takes from it."""
+        places = next((ring for ring in self.rings.values() if not ring.type.dims), None)
+        once = places is not None and self.rings[name].each and self.rings[name].slots == places.slots
+        return self._short(places.name if once and places else name)
 
     def _place(self, access: Access, moved: str = "") -> str:
         """The coordinates of a tile's first element."""
@@ -276,23 +340,31 @@ class DividedContext(KernelContext):
 
     def _take(self, op: Take, cls: str) -> dict[str, Any]:
         short = self._short(op.ring)
-        each = bool(self.rings[op.ring].each)
-        shape = ", ".join(self._dims(op.type.dims, each))
-        return {
-            "var": self.var(op.name),
-            "ring": short,
-            "slot": "COPY" if each else f"{short}_slot",
-            "phase": "0" if each else f"{short}_phase",
-            "shape": shape,
-        }
+        shape = ", ".join(self._dims(op.type.dims, bool(self.rings[op.ring].each)))
+        phase = f"{self._counter(op.ring)}_phase" if is_reused(self.kernel, op.ring) else "0"
+        return {"var": self.var(op.name), "ring": short, "phase": phase, "shape": shape, **self._slot(op.ring, "COPY")}
 
     def _give(self, op: Give, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
-        return {"ring": self._short(take.ring), "free": self._free(take.ring)}
+        return {"ring": self._short(take.ring), **self._slot(take.ring, "COPY")}
 
     def _drain(self, op: Drain, cls: str) -> dict[str, Any]:
-        return {"ring": self._short(op.ring), "free": self._free(op.ring)}
+        return {"ring": self._short(op.ring), **self._slot(op.ring)}
+
+    def _flush(self, op: Flush, cls: str) -> dict[str, Any]:
+        return {}
+
+    def _work(self, op: Work, cls: str) -> dict[str, Any]:
+        place = self._place_of_tile() if op.draws else []
+        return {"ring": self._short(op.ring), "draws": op.draws, "place": place, **self._axes(), **self._slot(op.ring, "" if op.draws else "COPY")}
+
+    def _recall(self, op: Recall, cls: str) -> dict[str, Any]:
+        return {"ring": self._short(op.ring), **self._axes(), **self._slot(op.ring, "COPY")}
+
+    def _axes(self) -> dict[str, Any]:
+        """The variables that say where a tile is. The first one is never negative, but for what says that there is no tile."""
+        return {"axes": [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]}
 
     def _issue(self, op: Issue, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
@@ -301,7 +373,7 @@ class DividedContext(KernelContext):
         spread = "SUMS" if "D_V" in op.type.dims else "SCORES"
         shape = ", ".join(self._dims(op.type.dims))
         start = self.var(op.acc) if op.acc else f"gl.zeros([{shape}], gl.float32, {spread})"
-        return {"var": self.var(op.name), "a": left, "b": right, "start": start, "adds": bool(op.acc)}
+        return {"var": self.var(op.name), "left": left, "right": right, "start": start, "adds": bool(op.acc)}
 
     def _await(self, op: Await, block: str) -> dict[str, Any]:
         ops = self.kernel.block(block).ops
@@ -331,6 +403,7 @@ class DividedContext(KernelContext):
             "tensor": op.dst.tensor,
             "place": self._place(op.dst),
             "shape": shape,
+            "again": self.stays,
         }
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:

@@ -10,11 +10,13 @@ after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
          %alpha_sums = convert %soft.alpha to(sums) : f32[BLOCK_Q] @reg
          %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%alpha_sums) : f32[BLOCK_Q, D_V] @reg
          put %O[b, h, q, d_v] %o through(%Q_ring)
+         flush %Q_ring
 
 - A value is spread over threads as scores are, or, if one of its dimensions is D_V, as sums are. A row that sums need is converted; so is
   an operand of a product in registers.
 - ptxas may move arithmetic past an await that does not name it, so that it would not run beside the product: the sums of a row are held.
-- The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries, or a ring where widths differ.
+- The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries; or a ring of their own, where widths
+  differ or the program has more tiles.
 - The address of a head is computed once, in 64 bits.
 """
 
@@ -28,7 +30,7 @@ import sympy
 
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Base, Block, Load, Map, Op, Reduce, Store, Type
-from attngen.ir.roles import Await, Convert, Hold, Issue, Put, Ring
+from attngen.ir.roles import Await, Convert, Flush, Hold, Issue, Put, Ring, Work
 from attngen.passes.base import Pass
 
 
@@ -40,6 +42,11 @@ class LegalizeGluon(Pass):
     def run(self, module: Module) -> Module:
         same = module.head_dim_qk == module.head_dim_v
         return replace(module, divided=tuple(_bases(_put(_spread(_held(kernel)), same)) for kernel in module.divided))
+
+
+def _stays(kernel: Kernel) -> bool:
+    """Whether its programs take one tile after another."""
+    return any(isinstance(op, Work) for op in kernel.ops())
 
 
 def _spread(kernel: Kernel) -> Kernel:
@@ -85,20 +92,22 @@ def _operand(ref: str) -> str:
 def _put(kernel: Kernel, same: bool) -> Kernel:
     """Outputs by the copy engine: the tiles of two dimensions that are stored."""
     stores = [op for op in kernel.ops() if isinstance(op, Store) and len(kernel.type_of(op.value).dims) == 2]
-    names = {op.name: "Q_ring" if same else f"{op.dst.tensor}_ring" for op in stores}
+    shared = same and not _stays(kernel)
+    names = {op.name: "Q_ring" if shared else f"{op.dst.tensor}_ring" for op in stores}
     rings = (
         ()
-        if same
+        if shared
         else tuple(Ring(names[op.name], replace(kernel.type_of(op.value), space="sram"), sympy.Integer(1), "consumer") for op in stores)
     )
     kernel = kernel.rewrite(
         lambda _, op: [Put(f"put_{op.value}", op.dst, op.value, names[op.name]) if isinstance(op, Store) and op.name in names else op]
     )
-    return replace(kernel, blocks=tuple(replace(b, ops=(*b.ops, *rings)) if b.name == "entry" else b for b in kernel.blocks))
+    last = {"entry": rings, "consumer": tuple(Flush(f"flush_{ring}", ring) for ring in dict.fromkeys(names.values()))}
+    return replace(kernel, blocks=tuple(replace(b, ops=(*b.ops, *last.get(b.name, ()))) for b in kernel.blocks))
 
 
 def _bases(kernel: Kernel) -> Kernel:
-    """One pointer per tensor and head, in the role that reads or writes there."""
+    """One pointer per tensor and head, in the role that reads or writes there: where it is needed first, or before the loops."""
     found = [op for op in kernel.ops() if isinstance(op, (Load, Store)) and (op.dst if isinstance(op, Store) else op.src).axes()]
     made: dict[str, Base] = {}
     moved: dict[str, Op] = {}
@@ -109,8 +118,15 @@ def _bases(kernel: Kernel) -> Kernel:
         made[name] = Base(name, Access(access.tensor, tuple(i for i in access.index if str(i) not in AXIS_DIM)), Type("ptr", (), "reg"))
         moved[op.name] = replace(op, dst=Access(name, rows)) if isinstance(op, Store) else replace(op, src=Access(name, rows))
 
-    def with_bases(block: Block) -> Block:
-        ops = tuple(moved.get(op.name, op) for op in block.ops)
-        return replace(block, ops=(*made.values(), *ops) if block.name == "consumer" else ops)
+    home = "consume" if _stays(kernel) else "consumer"
 
+    def with_bases(block: Block) -> Block:
+        ops: list[Op] = [made[name] for name in made if block.name == home and name in elsewhere]
+        for op in block.ops:
+            own = moved.get(op.name, op)
+            ops += [made[name] for name in own.operands() if name in made and made[name] not in ops and block.name == home]
+            ops.append(own)
+        return replace(block, ops=tuple(ops))
+
+    elsewhere = {name for op in moved.values() for name in op.operands() if kernel.graph.nodes[op.name]["block"] != home}
     return replace(kernel, blocks=tuple(map(with_bases, kernel.blocks)))

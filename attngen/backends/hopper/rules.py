@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import slots_of, sram_bytes
+from attngen.backends.hopper.choice import is_reused, slots_of, sram_bytes
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
@@ -21,7 +21,7 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         if need > has:
             given = f"BLOCK_KV={row.block_kv} and num_stages={row.num_stages}"
             yield f"with {given} it needs {need:,} bytes of shared memory; {DEVICE} has {has:,}"
-        slots = sum(slots_of(op, row) for op in kernel.ops() if isinstance(op, Ring) and not op.each)
+        slots = sum(slots_of(op, row) for op in kernel.ops() if isinstance(op, Ring) and is_reused(kernel, op.name))
         if slots > NAMED_BARRIERS - FIRST_BARRIER:
             yield f"its rings have {slots} slots; expected {NAMED_BARRIERS - FIRST_BARRIER} at most, of which each takes a named barrier"
         if row.block_kv & (row.block_kv - 1) or not 16 <= row.block_kv <= 256:

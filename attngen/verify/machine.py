@@ -1,0 +1,439 @@
+"""Roles as automata that share rings, and all the states that they can reach.
+
+A state says where each role is, what is in each slot, and what has been decided: at the end of a turn, whether there is another one. The
+first role that asks decides, both ways, and the others get the same answer. Answers count from the slowest role on, and uses of a slot
+modulo a number that no role can be ahead of another by. So there are finitely many states.
+
+Not every order of steps leads to states of its own. Where no other role can do anything, before an agent's next step, that this step
+depends on or changes, the step is taken at once: what is found after it is found, too, where others go first. That is the method of
+persistent sets (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock
+and no mistake of any order. A give is such a step, as nobody passes the barrier without it; a fill, a take and the end of a copy are,
+while each taker's next tile in that slot is the one that is copied, or taken. Where this does not hold, all orders are followed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+_PERIOD = 2
+MOST_STATES = 400_000
+_OWN = ("issue", "await", "put", "flush")  # steps that touch nothing of other roles: they need no state of their own
+
+
+class Step(NamedTuple):
+    """What a role does: `fill`, `take`, `give`, `drain` of a ring, `put` through one and `flush`; `issue` and `await` of a product."""
+
+    kind: str
+    what: str  # a ring, or a product
+    tiles: tuple[str, ...] = ()  # rings whose taken tiles a product reads
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A role's loop over tiles of keys: the steps of its first turn, of each later one, and after the last one, if there was any."""
+
+    first: tuple[Step, ...]
+    later: tuple[Step, ...]
+    last: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A role: steps before its loop, the loop, steps after it. If it `stays`, all that for each tile, after `start` and before `end`."""
+
+    name: str
+    before: tuple[Step, ...]
+    walk: Walk
+    after: tuple[Step, ...]
+    copies: int
+    stays: bool = False
+    start: tuple[Step, ...] = ()
+    end: tuple[Step, ...] = ()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        walk = self.walk
+        return (*self.start, *self.before, *walk.first, *walk.later, *walk.last, *self.after, *self.end)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """All that a kernel's roles do with its rings, under one number of slots of each."""
+
+    programs: tuple[Program, ...]
+    slots: tuple[tuple[str, int], ...]  # of each ring
+    each: tuple[tuple[str, str], ...]  # of each ring, the role whose copies have one of their own; or nothing
+
+
+class Place(NamedTuple):
+    """A place in a role: a step and the place after it; or, without a step, where to go on if there is another turn, and if not."""
+
+    step: Step | None
+    then: int
+    otherwise: int = -1
+
+
+def places(program: Program) -> list[Place]:
+    """A role as places from the first, 0, to the end, which is the number after the last."""
+    found: list[Place] = []
+
+    def straight(steps: tuple[Step, ...]) -> None:
+        found.extend([Place(step, len(found) + 1 + i) for i, step in enumerate(steps)])
+
+    def question() -> int:
+        found.append(Place(None, len(found) + 1))
+        return len(found) - 1
+
+    straight(program.start)
+    top = question() if program.stays else len(found)
+    straight(program.before)
+    walk = program.walk
+    if program.stays or walk.first or walk.later or walk.last:
+        any_ = question()
+        straight(walk.first)
+        more = question()
+        straight(walk.later)
+        found[-1] = found[-1]._replace(then=more) if walk.later else found[-1]
+        found[more] = Place(None, more + 1 if walk.later else more, len(found))
+        straight(walk.last)
+        found[any_] = found[any_]._replace(otherwise=len(found))
+    straight(program.after)
+    if program.stays:
+        past = len(found)  # from where the role goes back to the question
+        found[top:] = [Place(p.step, *(top if to == past else to for to in (p.then, p.otherwise))) for p in found[top:]]
+        found[top] = Place(None, top + 1, past)
+    straight(program.end)
+    return found
+
+
+class Agent(NamedTuple):
+    """A copy of a role: where it is, and how often it has used each ring, modulo `_PERIOD` times its slots."""
+
+    at: int  # a place; past the last one it is done
+    asked: int  # answers that it has had, from the slowest agent's on
+    uses: tuple[int, ...]  # fills, or takes; of each ring
+    given: tuple[int, ...]
+    full: tuple[bool, ...]  # whether it has filled all slots of the ring once
+    flying: tuple[int, ...] = ()  # places of products that are not awaited
+    storing: frozenset[int] = frozenset()  # rings from which the copy engine stores what it has put there
+
+
+class Slot(NamedTuple):
+    """A slot of a ring."""
+
+    tile: int  # the number of the fill, as `uses` counts; -1 before the first
+    filling: bool
+    phase: int  # fills that are complete, modulo 2
+    arrived: frozenset[int]  # agents at its named barrier
+
+
+class State(NamedTuple):
+    agents: tuple[Agent, ...]
+    rings: tuple[tuple[Slot, ...], ...]
+    answers: tuple[bool, ...] = ()  # to whether there is another turn, from the slowest agent's next question on
+
+
+class Broken(Exception):
+    """What is wrong, in words."""
+
+
+class _Machine:
+    """The states that follow a state."""
+
+    def __init__(self, of: Protocol) -> None:
+        self.names: list[tuple[str, str]] = []  # (ring, agent it belongs to): a ring with `each` stands for several
+        self.programs = [(program, f"{program.name} {copy}") for program in of.programs for copy in range(program.copies)]
+        for ring, each in of.each:
+            self.names += [(ring, owner) for owner in [who for program, who in self.programs if program.name == each] or [""]]
+        self.slots = [dict(of.slots)[ring] for ring, _ in self.names]
+        self.places = [places(program) for program, _ in self.programs]
+        kinds = [{s.what for s in p.steps if s.kind in ("take", "give")} for p, _ in self.programs]
+        self.takers = [
+            frozenset(i for i, (_, who) in enumerate(self.programs) if ring in kinds[i] and owner in ("", who))
+            for ring, owner in self.names
+        ]
+        gives = {s.what for p, _ in self.programs for s in p.steps if s.kind == "give"}
+        self.returned = [ring in gives for ring, _ in self.names]
+        self.filler = [
+            next((i for i, (p, _) in enumerate(self.programs) if any(s.kind == "fill" and s.what == ring for s in p.steps)), -1)
+            for ring, _ in self.names
+        ]
+
+    def start(self) -> State:
+        none = (0,) * len(self.names)
+        agents = [Agent(0, 0, none, none, (False,) * len(self.names)) for _ in self.programs]
+        state = State(tuple(agents), tuple((Slot(-1, False, 0, frozenset()),) * n for n in self.slots))
+        for i in range(len(agents)):
+            state = self.onward(state, i)
+        return state
+
+    def following(self, state: State, all_orders: bool = False) -> list[State]:
+        """The states that one step of one agent, or of the copy engine, leads to; of one that can be taken at once, if there is such a step.
+
+        all_orders: of every agent and copy, in any case."""
+        found: list[State] = []
+        for r, ring in enumerate(state.rings):
+            for s, slot in enumerate(ring):
+                if slot.filling:
+                    found.append(_with_slot(state, r, s, slot._replace(filling=False, phase=slot.phase ^ 1)))
+                    if not all_orders and self.awaited(state, r, slot.tile):
+                        return found[-1:]
+        for i in range(len(state.agents)):
+            place = self.place(state, i)
+            if place and place.step:
+                if after := self.step(state, i, place.step):
+                    found.append(self.settled(self.onward(_moved(after, i, place.then), i)))
+                    if not all_orders and self.comes_first(state, i, place.step):
+                        return found[-1:]
+            elif place:  # no one has asked before: both answers
+                asked = (state._replace(answers=(*state.answers, answer)) for answer in (True, False))
+                both = [self.settled(self.onward(after, i)) for after in asked]
+                if not all_orders:
+                    return both
+                found += both
+        return found
+
+    def awaited(self, state: State, r: int, tile: int) -> bool:
+        """Whether a tile is the next one that each of the ring's takers takes from its slot: none can pass the slot's barrier before."""
+        n = self.slots[r]
+        return all((tile - state.agents[i].uses[r]) % (_PERIOD * n) < n for i in self.takers[r])
+
+    def comes_first(self, state: State, i: int, step: Step) -> bool:
+        """Whether nothing that others can do before an agent's next step bears on it (see above)."""
+        agent = state.agents[i]
+        rings = [r for r, (ring, owner) in enumerate(self.names) if ring == step.what and owner in ("", self.programs[i][1])]
+        if step.kind == "take":
+            return all(i not in state.rings[r][agent.uses[r] % self.slots[r]].arrived for r in rings)
+        if step.kind == "fill":
+            return all(self.awaited(state, r, agent.uses[r]) for r, (ring, _) in enumerate(self.names) if ring == step.what)
+        return True
+
+    def place(self, state: State, i: int) -> Place | None:
+        """Where an agent is; None where it is done."""
+        at = state.agents[i].at
+        return self.places[i][at] if at < len(self.places[i]) else None
+
+    def onward(self, state: State, i: int) -> State:
+        """The state after the agent's next steps that concern no other, up to one that does, or to a question without an answer yet."""
+        while place := self.place(state, i):
+            agent = state.agents[i]
+            if not place.step:
+                if agent.asked == len(state.answers):
+                    break
+                to = place.then if state.answers[agent.asked] else place.otherwise
+                state = _with_agent(state, i, agent._replace(at=to, asked=agent.asked + 1))
+            elif place.step.kind in _OWN:
+                state = _moved(self.step(state, i, place.step) or state, i, place.then)
+            else:
+                break
+        else:
+            self.ended(state, i)
+        return state
+
+    def ended(self, state: State, i: int) -> None:
+        agent, who = state.agents[i], self.programs[i][1]
+        if agent.flying:
+            raise Broken(f"{who} ends before it has awaited %{self.product(i, agent.flying[0]).what}")
+        if agent.storing:
+            raise Broken(f"{who} ends while the copy engine stores from %{self.names[min(agent.storing)][0]}")
+
+    def product(self, i: int, at: int) -> Step:
+        """The product that an agent has issued at a place."""
+        step = self.places[i][at].step
+        assert step is not None
+        return step
+
+    def settled(self, state: State) -> State:
+        """The same state: answers counted from the slowest agent on, uses of a ring from its next fill on once all slots were filled."""
+        busy = [agent.asked for i, agent in enumerate(state.agents) if agent.at < len(self.places[i])]
+        base = min(busy, default=len(state.answers))
+        if base > 0:
+            agents = tuple(agent._replace(asked=max(0, agent.asked - base)) for agent in state.agents)
+            state = State(agents, state.rings, state.answers[base:])
+        for r, n in enumerate(self.slots):
+            filler = state.agents[self.filler[r]]
+            if filler.full[r] and filler.uses[r]:
+                state = self.turned(state, r, filler.uses[r], n)
+        return state
+
+    def turned(self, state: State, r: int, by: int, n: int) -> State:
+        """The same state with the uses of a ring counted from `by` on."""
+        period = _PERIOD * n
+        agents = []
+        for i, agent in enumerate(state.agents):
+            if i == self.filler[r] or i in self.takers[r]:
+                agent = agent._replace(uses=_set(agent.uses, r, (agent.uses[r] - by) % period))
+            if i in self.takers[r]:
+                agent = agent._replace(given=_set(agent.given, r, (agent.given[r] - by) % period))
+            agents.append(agent)
+        slots = [Slot(0, False, 0, frozenset())] * n
+        for s, slot in enumerate(state.rings[r]):
+            at = (s - by) % period
+            slots[at % n] = slot._replace(tile=(slot.tile - by) % period, phase=slot.phase ^ at // n % 2)
+        return state._replace(agents=tuple(agents), rings=_set(state.rings, r, tuple(slots)))
+
+    def step(self, state: State, i: int, step: Step) -> State | None:
+        """The state after an agent's step; None while it has to wait."""
+        agent = state.agents[i]
+        who = self.programs[i][1]
+        if step.kind == "issue":
+            for ring in step.tiles:
+                r = self.index(ring, who)
+                if agent.given[r] == agent.uses[r]:
+                    raise Broken(f"{who} issues %{step.what}, which reads a tile of %{ring} that it has given back or never taken")
+            return _with_agent(state, i, agent._replace(flying=(*agent.flying, agent.at)))
+        if step.kind == "await":
+            names = [self.product(i, at).what for at in agent.flying]
+            if step.what not in names:
+                raise Broken(f"{who} awaits %{step.what}, which is not in flight")
+            return _with_agent(state, i, agent._replace(flying=agent.flying[names.index(step.what) + 1 :]))
+        if step.kind in ("fill", "drain"):
+            rings = [r for r, (ring, _) in enumerate(self.names) if ring == step.what]
+            return self.fill(state, i, rings) if step.kind == "fill" else self.drain(state, i, rings)
+        r = self.index(step.what, who)
+        if step.kind == "put":
+            for reader in (self.product(i, at) for at in agent.flying):
+                if step.what in reader.tiles:
+                    raise Broken(f"{who} writes to %{step.what} while %{reader.what} reads it")
+            return _with_agent(state, i, agent._replace(storing=agent.storing | {r}))
+        if step.kind == "flush":
+            return _with_agent(state, i, agent._replace(storing=agent.storing - {r}))
+        return self.take(state, i, r) if step.kind == "take" else self.give(state, i, r)
+
+    def index(self, ring: str, who: str) -> int:
+        found = [r for r, (name, owner) in enumerate(self.names) if name == ring and owner in ("", who)]
+        if not found:
+            raise Broken(f"{who} takes from %{ring}, which belongs to another role")
+        return found[0]
+
+    def fill(self, state: State, i: int, rings: list[int]) -> State | None:
+        """Fill the next slot of a ring, or of those of all copies, once all have been given back."""
+        for r in rings:
+            if state.agents[i].full[r] and not self.returned[r]:
+                raise Broken(f"%{self.names[r][0]} is filled again, and nothing gives its tiles back")
+            if state.agents[i].full[r] and state.rings[r][state.agents[i].uses[r] % self.slots[r]].arrived != self.takers[r]:
+                return None
+        for r in rings:
+            agent, n = state.agents[i], self.slots[r]
+            s = agent.uses[r] % n
+            slot = state.rings[r][s]
+            slot = slot._replace(arrived=frozenset()) if agent.full[r] else slot
+            if slot.filling:
+                raise Broken(f"%{self.names[r][0]} is filled while an earlier copy to the slot is in flight")
+            holders = [who for a, (_, who) in zip(state.agents, self.programs) if self.holds(a, r, s)]
+            if holders:
+                raise Broken(f"{self.programs[i][1]} overwrites a tile of %{self.names[r][0]}, which {holders[0]} has not given back")
+            state = _with_slot(state, r, s, slot._replace(tile=agent.uses[r], filling=True))
+            uses = (agent.uses[r] + 1) % (_PERIOD * n)
+            full: Any = agent.full[r] or uses >= n
+            state = _with_agent(state, i, agent._replace(uses=_set(agent.uses, r, uses), full=_set(agent.full, r, full)))
+        return state
+
+    def holds(self, agent: Agent, r: int, s: int) -> bool:
+        """Whether an agent has a tile in this slot that it has not given back."""
+        period = _PERIOD * self.slots[r]
+        taken = (agent.uses[r] - agent.given[r]) % period
+        return self.returned[r] and not agent.full[r] and any((agent.given[r] + k) % self.slots[r] == s for k in range(taken))
+
+    def take(self, state: State, i: int, r: int) -> State | None:
+        agent, n = state.agents[i], self.slots[r]
+        use = agent.uses[r]
+        slot = state.rings[r][use % n]
+        if slot.phase == use // n % 2:  # the phase that it waits for is not complete
+            return None
+        if slot.filling or slot.tile != use:
+            raise Broken(
+                f"{self.programs[i][1]} takes a tile of %{self.names[r][0]} that is not there yet: the phase is that of another one"
+            )
+        return _with_agent(state, i, agent._replace(uses=_set(agent.uses, r, (use + 1) % (_PERIOD * n))))
+
+    def give(self, state: State, i: int, r: int) -> State | None:
+        agent, n, (ring, _) = state.agents[i], self.slots[r], self.names[r]
+        who = self.programs[i][1]
+        if agent.given[r] == agent.uses[r]:
+            raise Broken(f"{who} gives back a tile of %{ring} that it has not taken")
+        if r in agent.storing:
+            raise Broken(f"{who} gives back a tile of %{ring} from which the copy engine stores")
+        for product in (self.product(i, at) for at in agent.flying):
+            if ring in product.tiles and (agent.uses[r] - agent.given[r]) % (_PERIOD * n) == 1:
+                raise Broken(f"{who} gives back a tile of %{ring} while %{product.what} reads it")
+        s = agent.given[r] % n
+        slot = state.rings[r][s]
+        if i in slot.arrived:
+            raise Broken(f"{who} arrives twice at the barrier of a slot of %{ring}")
+        state = _with_slot(state, r, s, slot._replace(arrived=slot.arrived | {i}))
+        return _with_agent(state, i, agent._replace(given=_set(agent.given, r, (agent.given[r] + 1) % (_PERIOD * n))))
+
+    def drain(self, state: State, i: int, rings: list[int]) -> State | None:
+        agent = state.agents[i]
+        used = [(r, s) for r in rings for s in range(self.slots[r] if agent.full[r] else agent.uses[r])]
+        if any(state.rings[r][s].arrived != self.takers[r] for r, s in used):
+            return None
+        for r, s in used:
+            state = _with_slot(state, r, s, state.rings[r][s]._replace(arrived=frozenset()))
+        return state
+
+    def left(self, state: State) -> str:
+        """What is left when all agents are done; empty if nothing is."""
+        for (ring, _), slots in zip(self.names, state.rings):
+            if any(slot.filling for slot in slots):
+                return f"a copy to %{ring} is in flight at the end"
+            if any(slot.arrived for slot in slots):
+                return f"arrivals at the barrier of %{ring} are awaited by nothing at the end"
+        for r, (ring, owner) in enumerate(self.names):
+            for agent, (_, who) in zip(state.agents, self.programs):
+                if (
+                    self.returned[r]
+                    and owner in ("", who)
+                    and not agent.full[r]
+                    and agent.given[r] != agent.uses[r]
+                    and who not in self.fillers(r)
+                ):
+                    return f"{who} keeps a tile of %{ring} at the end"
+        return ""
+
+    def fillers(self, r: int) -> set[str]:
+        return {who for program, who in self.programs if any(s.kind == "fill" and s.what == self.names[r][0] for s in program.steps)}
+
+
+def _set(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+def _with_agent(state: State, i: int, agent: Agent) -> State:
+    return state._replace(agents=_set(state.agents, i, agent))
+
+
+def _with_slot(state: State, r: int, s: int, slot: Slot) -> State:
+    return state._replace(rings=_set(state.rings, r, _set(state.rings[r], s, slot)))
+
+
+def _moved(state: State, i: int, at: int) -> State:
+    return _with_agent(state, i, state.agents[i]._replace(at=at))
+
+
+@cache
+def broken(of: Protocol, all_orders: bool = False) -> str:
+    """What can go wrong, in words; empty text if nothing can. all_orders: follow every order of steps, which finds the same."""
+    machine = _Machine(of)
+    try:
+        start = machine.start()
+        seen, waiting = {start}, [start]
+        while waiting:
+            state = waiting.pop()
+            after = machine.following(state, all_orders)
+            waiting += set(after) - seen
+            seen.update(after)
+            if len(seen) > MOST_STATES:
+                raise Broken(f"the roles have more than {MOST_STATES:,} states; expected that no role runs ahead of another without bound")
+            if not after:
+                stuck = [who for i, (_, who) in enumerate(machine.programs) if machine.place(state, i)]
+                if stuck:
+                    raise Broken(f"{' and '.join(stuck)} can wait for ever")
+                if reason := machine.left(state):
+                    raise Broken(reason)
+    except Broken as error:
+        return str(error)
+    return ""
