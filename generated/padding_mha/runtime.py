@@ -480,7 +480,9 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
 # -------------------- Kernels whose warps have roles, of Gluon: whether this machine can run them, and descriptors for them.
 
 CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
-TRUSTED = ("3.6", "3.7")  # versions of Triton whose Gluon the kernels are written for and were run with
+# Versions of Triton under which machine code of such kernels was read (docs/versions.md): no product is serialised, and nothing writes an
+# operand of a product before its wait. ptxas of 3.6 to 3.8 can do that (triton#11781). Other versions are not known to keep to it.
+TRUSTED = ("3.6", "3.7", "3.8", "3.9")
 
 
 @functools.cache
@@ -499,7 +501,7 @@ def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
     except PackageNotFoundError:  # a Triton of another name
         found = ""
     if found and found not in TRUSTED:
-        about = f"Triton {found} is not one of {', '.join(TRUSTED)}, with which its kernels for {backend} were run"
+        about = f"Triton {found} is not one of {', '.join(TRUSTED)}, whose machine code of its kernels for {backend} was read"
         warnings.warn(f"attention: {about}: portable kernels are used", stacklevel=2)
         return None
     return importlib.import_module(f"{kernels.__name__.rpartition('.')[0]}.{backend}")

@@ -7,7 +7,9 @@ Each folder's module is read from its schedule.ir. It is a process of its own, b
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -21,11 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from attngen.backends.hopper.reuse import reused
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module
 
 TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def source(module: Module, folder: Path, dtype: str) -> GluonASTSource:
@@ -58,14 +60,24 @@ def source(module: Module, folder: Path, dtype: str) -> GluonASTSource:
 def reading(folder: Path, dtype: str = "bf16") -> dict[str, Any]:
     """What the compiler says, and what its machine code holds."""
     module = parse_module((folder / "schedule.ir").read_text(encoding="utf-8"))
-    made = triton.compile(source(module, folder, dtype), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    with tempfile.TemporaryDirectory() as at:
-        ptx, cubin = Path(at) / "k.ptx", Path(at) / "k.cubin"
-        ptx.write_text(made.asm["ptx"])
-        log = subprocess.run([TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin], capture_output=True, text=True).stderr
-        sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True).stdout
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
-    return {"shared": made.metadata.shared, "spilled": spilled, "serialised": "C75" in log, **_machine_code(sass)}
+    triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        made = triton.compile(source(module, folder, dtype), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(made.asm["cubin"])
+        cubin.flush()
+        tool = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin.name]
+        sass = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    log = said.getvalue()
+    return {
+        "shared": made.metadata.shared,
+        "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
+        "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill", log)),
+        "serialised": "C75" in log,
+        "reused": reused(sass),
+        **_machine_code(sass),
+    }
 
 
 def _machine_code(sass: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import triton
 
 from attngen.backends.hopper.choice import sram_bytes
 from attngen.emit.render import render
 from attngen.runtime import divided as runtime
+from attngen.runtime.launch import descriptor
 from tests.helpers import ROOT
 from tests.hopper.common import DIVIDED, whole
+from tests.versions.__main__ import PAIRS
 
 COMPILED = ("causal_gqa", "window_gqa")  # heads of 128 columns; 3 s each
 CAPTURED = 512  # bytes at most, beside rings and barriers, in which Triton keeps what the groups of warps are given
@@ -42,6 +47,33 @@ def test_it_is_clean_for_the_linter(folder: Path) -> None:
         text = file.read_text()
         assert text.endswith("\n") and not text.endswith("\n\n") and "tl." not in text
         assert [line for line in text.splitlines() if line != line.rstrip() or len(line) > 140] == []
+
+
+def generation(text: str, version: str) -> dict[str, str]:
+    """What the head of a hopper.py makes of Gluon's copies under a version of Triton: their names there."""
+    branch = next(node for node in ast.parse(text).body if isinstance(node, ast.If))
+    names = {node.attr for node in ast.walk(branch) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tma"}
+    scope: dict[str, Any] = {"triton": types.SimpleNamespace(__version__=version), "tma": types.SimpleNamespace(**{n: n for n in names})}
+    before = set(scope)
+    exec(compile(ast.Module([branch], []), "head", "exec"), scope)
+    return {name: value for name, value in scope.items() if name not in {*before, "__builtins__"}}
+
+
+@pytest.mark.parametrize("version", [*PAIRS.values(), "3.10.0+git1234"])
+def test_its_head_has_the_names_of_each_version(version: str, folder: Path) -> None:
+    text = (folder / "causal_gqa" / "hopper.py").read_text()
+    old = {"copy_in": "async_copy_global_to_shared", "copy_out": "async_copy_shared_to_global"}
+    new = {"copy_in": "async_load", "copy_out": "async_store"}
+    assert generation(text, version) == (old if version.startswith(("3.6", "3.7")) else new)
+    body = text.partition("LOG2E")[2]
+    assert "copy_in(" in body and "copy_out(" in body and not any(name in body for name in {*old.values(), *new.values()})
+
+
+def test_gluon_has_the_names_of_the_version_that_is_installed(folder: Path) -> None:
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    named = generation((folder / "causal_gqa" / "hopper.py").read_text(), triton.__version__)
+    assert all(hasattr(tma, name) for name in named.values())
 
 
 def test_it_has_what_the_schedule_says(folder: Path) -> None:
@@ -79,7 +111,7 @@ def test_the_machine_code_overlaps_and_spills_nothing(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name, found in zip(COMPILED, json.loads(done.stdout.splitlines()[-1]).values()):
         module = whole(name)
-        assert (found["spilled"], found["serialised"], found["HMMA"]) == (0, False, 0)
+        assert (found["spilled"], found["serialised"], found["HMMA"], found["reused"]) == (0, False, 0, [])
         assert min(found[op] for op in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")) > 0
         predicted = sram_bytes(module, module.divided[0], module.rows("fwd", "hopper")[0])
         assert predicted <= found["shared"] <= predicted + CAPTURED
@@ -103,12 +135,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_trusted_triton_takes_them_unless_the_environment_says_otherwise(asked: Any) -> None:
-    assert asked("3.6.0") == asked("3.7.1", "hopper") == "made.hopper"
+    assert asked("3.6.0") == asked("3.7.1", "hopper") == asked("3.8.0") == asked("3.9.0") == "made.hopper"
     assert asked("3.6.0", "triton") is None
     with pytest.raises(ValueError, match="ATTNGEN_BACKEND is `cuda` in the environment; expected triton or hopper, or nothing"):
         asked("3.6.0", "cuda")
 
 
+@pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
+def test_a_descriptor_says_how_a_tile_lies_in_shared_memory(columns: int) -> None:
+    made = runtime.laid_out(descriptor(torch.zeros(2, 3, 100, columns, dtype=torch.bfloat16), 64))
+    assert (made.block_shape, made.strides) == ([1, 1, 64, columns], [300 * columns, 100 * columns, columns, 1])
+    assert (made.layout.rank, made.layout.swizzle_byte_width) == (4, min(128, 2 * columns))
+
+
 def test_another_triton_takes_portable_kernels_with_one_sentence(asked: Any) -> None:
-    with pytest.warns(UserWarning, match="Triton 3.8 is not one of 3.6, 3.7, .* portable kernels are used"):
-        assert asked("3.8.0") is None
+    with pytest.warns(UserWarning, match="Triton 3.10 is not one of 3.6, 3.7, 3.8, 3.9, .* portable kernels are used"):
+        assert asked("3.10.0") is None
