@@ -30,6 +30,7 @@ from attngen.testing import load_module
 from attngen.verify import verify
 from tests.helpers import ROOT, SMALL, changes, edit, lowered, module, spec, target
 from tests.versions.__main__ import PAIRS
+from tests.versions.compiled import TARGETS
 
 # SMALL where select-tiles meets it: classified, and placed
 PLACED = edit(re.sub(r"(= load .*)@[?]", r"\1@sram", SMALL).replace("@?", "@reg"), ("body(@step)", "body(@step) cls(partial)"))
@@ -244,16 +245,19 @@ def test_every_line_of_spills_names_supported_versions_and_no_chosen_schedule() 
 
 
 def test_what_other_versions_made_of_the_kernels_fits() -> None:
-    """Findings of supported versions but the pinned one, for every target: every kernel compiles and fits, and none spills."""
+    """Findings of supported versions but the pinned one, for every target: every kernel compiles and fits, and none spills.
+
+    Forwards whose warps have roles may spill a little: the newest ptxas does.
+    """
     found = json.loads((ROOT / "docs" / "versions.json").read_text(encoding="utf-8"))
-    assert set(found) == {"3.6.0", "3.7.0", "3.8.0", "3.9.0"} and all(
-        set(of) == {"sm80", "sm90", "sm100", "gfx942"} for of in found.values()
-    )
+    assert set(found) == {"3.6.0", "3.7.0", "3.8.0", "3.9.0"} and all(set(of) == {*TARGETS} for of in found.values())
     for of in found.values():
         for target_, kernels in of.items():
-            assert kernels["kernels"] >= 128 and not (kernels["unfit"] or kernels["failed"])
-            assert all(needed <= CLASSES[target_].smem_per_block for _, needed in kernels["more"].values())
-    assert not {name for of in found.values() for kernels in of.values() for name in kernels["spill"]}
+            device = "sm90" if target_ == "hopper" else target_
+            assert kernels["kernels"] >= (25 if target_ == "hopper" else 128) and not (kernels["unfit"] or kernels["failed"])
+            assert all(needed <= CLASSES[device].smem_per_block for _, needed in kernels["more"].values())
+            assert target_ == "hopper" or not kernels["spill"]
+        assert not any(of["hopper"][key] for key in ("serialised", "reused", "bare"))
 
 
 DROPS = "name: small\nhead_dim: 64\ndropout: true\n"

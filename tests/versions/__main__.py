@@ -95,6 +95,8 @@ def compiled_cell(found: dict[str, Any]) -> str:
         said.append(f"{len(found['spill'])} spill {least}{f' to {most:,}' if most > least else ''} bytes")
     for key, what in (("more", "need more than predicted"), ("less", "need less"), ("unfit", "do not fit"), ("failed", "do not compile")):
         said += [f"{len(found[key])} {what}"] if found[key] else []
+    for key, what in (("serialised", "serialised"), ("reused", "write operands in flight"), ("bare", "overlap little")):
+        said += [f"{len(found[key])} {what}"] if found.get(key) else []
     return ", ".join(said if len(said) > 1 else [*said, "as predicted"])
 
 
@@ -125,7 +127,9 @@ def page(runs: dict[str, dict[str, Any]], kept: dict[str, Any]) -> str:
         "(builds for the CPU alone have no `_cuda_getDevice`).\n",
         *table("interface", columns("private")),
         "\n## A sample, compiled\n",
-        "Kernels of `causal_mqa`, compiled ahead of time, beside what [fit.md](fit.md) predicts of shared memory.\n",
+        "Kernels of `causal_mqa`, compiled ahead of time, beside what [fit.md](fit.md) predicts of shared memory. Those of `hopper` are\n"
+        "forwards whose warps have roles, of `causal_mqa` and `causal_gqa`. Their machine code is read, too: no product is serialised,\n"
+        "exponentials stand under products, and nothing writes an operand of a product before its wait.\n",
         *table("target", columns("compiled")),
     ]
     if certified:

@@ -19,11 +19,12 @@ from attngen.certify.certificate import TOLERANCE, chosen, reason
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.text import parse_module
+from tests.versions import divided
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "versions.json"  # by version of Triton, and by target
 SAMPLE = ("causal_mqa",)
-TARGETS = ("sm80", "sm90", "sm100", "gfx942")
+TARGETS = ("sm80", "sm90", "sm100", "gfx942", divided.NAME)  # the last: forwards for sm90 whose warps have roles
 
 
 def of_target(work: list[tuple[Module, Kernel, Row]], readings: list[Reading | str]) -> dict[str, Any]:
@@ -50,13 +51,19 @@ def of_target(work: list[tuple[Module, Kernel, Row]], readings: list[Reading | s
 
 
 def findings(names: list[str], targets: list[str], workers: int) -> dict[str, dict[str, Any]]:
-    """By target what the installed Triton makes of the modules' kernels, for the rows that `attngen verify` takes."""
+    """By target what the installed Triton makes of the modules' kernels, for the rows that `attngen verify` takes.
+
+    Of a sample, if no modules are named.
+    """
     modules = []
-    for name in names:
+    for name in names or list(SAMPLE):
         ir = ROOT / "generated" / name / "schedule.ir"
         modules.append((parse_module(ir.read_text(encoding="utf-8"), str(ir)), ir.with_name("kernels.py")))
     found = {}
     for target in targets:
+        if target == divided.NAME:
+            found[target] = divided.findings(None if names else list(divided.SAMPLE))
+            continue
         asked = [(module, kernel, row, file) for module, file in modules for kernel, row in chosen(module, [target], False)]
         readings = compile_all([job(*what) for what in asked], workers)
         found[target] = of_target([what[:3] for what in asked], list(readings))
@@ -71,7 +78,7 @@ def main() -> None:
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args()
-    names = sorted(path.parent.name for path in (ROOT / "generated").glob("*/schedule.ir")) if asked.all else list(SAMPLE)
+    names = sorted(path.parent.name for path in (ROOT / "generated").glob("*/schedule.ir")) if asked.all else []
     found = findings(names, asked.target, asked.jobs)
     if asked.write:
         kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
