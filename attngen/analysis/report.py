@@ -7,7 +7,7 @@ from typing import Any
 
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import hbm_bytes
-from attngen.backends import backend_of
+from attngen.backends import maker_of
 from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
@@ -35,6 +35,7 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
         "hbm_bytes": to_text(hbm_bytes(kernel)),
         "schedules": [
             *(_row(module, kernel, row) for row in module.rows(kernel.name)),
+            *(_row(module, k, row) for k in module.divided if k.name == kernel.name for row in module.rows(k.name, k.backend)),
             *({"device": u.device, "elem_bytes": u.elem_bytes, "none": u.reason} for u in module.unfit(kernel.name)),
         ],
     }
@@ -46,7 +47,7 @@ def schedule(row: Row) -> dict[str, Any]:
 
 
 def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:
-    footprint = backend_of(row).footprint
+    footprint = maker_of(row).footprint
     return {
         **schedule(row),
         "sram_formula": to_text(footprint.formula(module, kernel, row)),

@@ -80,11 +80,12 @@ class Reading:
     triton: str
     seconds: float = field(compare=False)
     job: str = ""  # the digest of what was compiled
+    machine: dict[str, Any] | None = None  # what a backend reads in the machine code beside this, as JSON can hold it
 
     @property
     def digest(self) -> str:
         """A short digest of what was compiled, by which Triton, and of what was said of it: an edited number has another."""
-        return short_digest({key: value for key, value in vars(self).items() if key != "seconds"})
+        return short_digest({key: value for key, value in vars(self).items() if key != "seconds" and value is not None})
 
 
 class Job(Protocol):
@@ -118,6 +119,7 @@ class Backend:
     cost: Cost
     printed: Callable[[Module], Printed]
     compiler: Compiler
+    file: str = "kernels.py"  # of the generated module: its kernels
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,9 @@ class Divider:
     file: str  # of the generated module: its kernels
     template: str
     context: Callable[[Module], Mapping[str, Any]]  # what the template sees
+    footprint: Footprint
+    compiler: Compiler
+    faults: Callable[[Module, Kernel, Row, Reading], Iterator[str]]  # what a reading says against a row: the end of a sentence each
 
 
 def short_digest(of: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.analysis.report import schedule
-from attngen.backends import backend_of
+from attngen.backends import BACKENDS, DIVIDERS, kernel_of, maker_of
 from attngen.backends.base import Job, Reading, short_digest
 from attngen.bounds.sizes import elem_sizes
 from attngen.devices import CLASSES
@@ -24,19 +24,21 @@ Found = dict[tuple[str, Row], Reading]  # by kernel and schedule row
 
 def chosen(module: Module, targets: Sequence[str], every: bool) -> list[tuple[Kernel, Row]]:
     """The schedule rows to certify on the targets: all with `every`; otherwise those of the smallest element size that are for any
-    number of rows or were measured."""
+    number of rows or were measured. Rows of divided kernels are certified always."""
     least = {kernel.name: min(elem_sizes(module, kernel)) for kernel in module.kernels}
     pairs = [(kernel, row) for kernel in module.kernels for row in module.rows(kernel.name) if row.device in targets]
-    return [
+    divided = [(kernel, row) for kernel in module.divided for row in module.rows(kernel.name, kernel.backend) if row.device in targets]
+    usual = [
         (kernel, row) for kernel, row in pairs if every or (row.elem_bytes == least[kernel.name] and (row.max_rows is None or row.measured))
     ]
+    return usual + divided
 
 
 def record(module: Module, files: dict[str, str], found: Found) -> dict[str, str]:
     """The files of a module with readings put into their rows of report.json."""
     report = json.loads(files["report.json"])
     for (kernel, row), reading in found.items():
-        _entry(report, kernel, row)["reading"] = plain(module, module.kernel(kernel), row, reading, files)
+        _entry(report, kernel, row)["reading"] = plain(module, kernel_of(module, kernel, row), row, reading, files)
     return {**files, "report.json": json.dumps(report, indent=2) + "\n"}
 
 
@@ -48,8 +50,15 @@ def _entry(report: dict[str, Any], kernel: str, row: Row) -> dict[str, Any]:
 def plain(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> dict[str, Any]:
     """A reading as report.json stores it, with the reason for a difference. The compile time is left out, because no two runs share it."""
     numbers = {key: getattr(reading, key) for key in NUMBERS}
-    digests = {"source": backend_of(module).compiler.source_digest(files["kernels.py"], kernel.name), "digest": reading.digest}
+    numbers |= {"machine": reading.machine} if reading.machine is not None else {}
+    digests = {"source": _source_digest(files, kernel.name, row.backend), "digest": reading.digest}
     return {"target": row.device, **numbers, **digests, "states": reason(module, kernel, row, reading)}
+
+
+def _source_digest(files: dict[str, str], kernel: str, backend: str) -> str:
+    """The digest of a kernel's source in the file of its backend."""
+    maker = DIVIDERS[backend] if backend in DIVIDERS else BACKENDS[backend]
+    return maker.compiler.source_digest(files[maker.file], kernel)
 
 
 def keep(module: Module, files: dict[str, str], folder: Path) -> dict[str, str]:
@@ -58,8 +67,8 @@ def keep(module: Module, files: dict[str, str], folder: Path) -> dict[str, str]:
         old = json.loads((folder / "report.json").read_text(encoding="utf-8"))["kernels"]
         report = json.loads(files["report.json"])
         for name, kernel in report["kernels"].items():
-            digest = backend_of(module).compiler.source_digest(files["kernels.py"], name)
             for entry in kernel["schedules"]:
+                digest = _source_digest(files, name, entry.get("backend", module.backend))
                 for before in old[name]["schedules"] if name in old else ():
                     kept = before.get("reading")
                     if kept and kept["source"] == digest and {**before, "reading": None} == {**entry, "reading": None}:
@@ -73,8 +82,8 @@ def recorded(module: Module, kernel: Kernel, row: Row, job: Job, files: dict[str
     """The reading that report.json has for a row; None unless its digest shows that it is of this job, by this Triton, and not edited."""
     entry = _entry(json.loads(files["report.json"]), kernel.name, row)["reading"]
     try:
-        reading = Reading(**{key: entry[key] for key in NUMBERS}, job=job.digest, seconds=0.0)
-        return reading if (reading.digest, reading.triton) == (entry["digest"], backend_of(row).compiler.version()) else None
+        reading = Reading(**{key: entry[key] for key in NUMBERS}, job=job.digest, seconds=0.0, machine=entry.get("machine"))
+        return reading if (reading.digest, reading.triton) == (entry["digest"], maker_of(row).compiler.version()) else None
     except (KeyError, TypeError):  # there is none, or it is not one of ours
         return None
 
@@ -107,9 +116,16 @@ def commit(folder: Path, jobs: Iterable[Job]) -> str:
 
 
 def reason(module: Module, kernel: Kernel, row: Row, reading: Reading) -> str:
-    """The known reason why a prediction is above its reading by more than TOLERANCE; empty if it is not, or if no reason is known."""
-    differs = backend_of(row).footprint.sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes
-    return (backend_of(row).footprint.slack(module, kernel, row) or "") if differs else ""
+    """What a report states of a reading.
+
+    Of a portable row, the known reason why a prediction is above its reading by more than TOLERANCE; empty if it is not, or if no reason
+    is known. Of a divider's row, why it gets no certificate; empty if it gets one.
+    """
+    if row.backend in DIVIDERS:
+        return "; ".join(DIVIDERS[row.backend].faults(module, kernel, row, reading))
+    footprint = BACKENDS[row.backend].footprint
+    differs = footprint.sram_bytes(module, kernel, row) > TOLERANCE * reading.shared_bytes
+    return (footprint.slack(module, kernel, row) or "") if differs else ""
 
 
 def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str) -> Iterator[str]:
@@ -117,18 +133,30 @@ def violations(module: Module, kernel: Kernel, row: Row, reading: Reading | str)
     where = _where(module, kernel, row)
     if isinstance(reading, str):
         yield f"{where} does not compile: {reading}"
-        return
-    predicted, limit = backend_of(row).footprint.sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
+    elif row.backend in DIVIDERS:
+        yield from (f"{where} {fault}" for fault in DIVIDERS[row.backend].faults(module, kernel, row, reading))
+    else:
+        yield from (f"{where} {fault}" for fault in _faults(module, kernel, row, reading))
+
+
+def why_not(module: Module, kernel: Kernel, row: Row, reading: Reading | str) -> str | None:
+    """Why a schedule row may not be chosen, by what the compiler says of it; None if it gets its certificate."""
+    return "; ".join(violations(module, kernel, row, reading)) or None
+
+
+def _faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
+    """Why a portable row gets no certificate: the ends of sentences."""
+    backend, limit = BACKENDS[row.backend], CLASSES[row.device].smem_per_block
+    predicted = backend.footprint.sram_bytes(module, kernel, row)
     if reading.spilled_bytes and CLASSES[row.device].backend == "cuda":
-        cost = backend_of(row).cost
-        line = f"{cost.spilling} lists `{cost.row_key(module, kernel, row)} @ {reading.triton}`"
-        yield f"{where} spills {reading.spilled_bytes:,} bytes; tile selection leaves it out once {line}"
+        line = f"{backend.cost.spilling} lists `{backend.cost.row_key(module, kernel, row)} @ {reading.triton}`"
+        yield f"spills {reading.spilled_bytes:,} bytes; tile selection leaves it out once {line}"
     if reading.shared_bytes > limit:
-        yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, and has {limit:,}"
+        yield f"needs {reading.shared_bytes:,} bytes of shared memory, and has {limit:,}"
     if reading.shared_bytes > predicted:
-        yield f"{where} needs {reading.shared_bytes:,} bytes of shared memory, more than the {predicted:,} that the closed form predicts"
-    if predicted > TOLERANCE * reading.shared_bytes and not backend_of(row).footprint.slack(module, kernel, row):
-        yield f"{where} is predicted to need {predicted:,} bytes of shared memory, and needs {reading.shared_bytes:,}; no reason is known"
+        yield f"needs {reading.shared_bytes:,} bytes of shared memory, more than the {predicted:,} that the closed form predicts"
+    if predicted > TOLERANCE * reading.shared_bytes and not backend.footprint.slack(module, kernel, row):
+        yield f"is predicted to need {predicted:,} bytes of shared memory, and needs {reading.shared_bytes:,}; no reason is known"
 
 
 def stale(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> Iterator[str]:
@@ -150,4 +178,5 @@ def percent(predicted: int, reported: int) -> str:
 
 def _where(module: Module, kernel: Kernel, row: Row) -> str:
     tile = f"BLOCK_Q={row.block_q}, BLOCK_KV={row.block_kv}, num_warps={row.num_warps}, num_stages={row.num_stages}"
-    return f"{module.name}: on {row.device} the kernel @{kernel.name} with {tile}"
+    of = f" of {DIVIDERS[row.backend].file}" if row.backend in DIVIDERS else ""
+    return f"{module.name}: on {row.device} the kernel @{kernel.name}{of} with {tile}"

@@ -46,7 +46,7 @@ def verify(
 
     For each target, without a GPU: shared memory predicted and reported, registers, spilled bytes, code size. It fails where
     a kernel spills on an NVIDIA target, needs more than predicted, or more than 10% less without a reason, or where the
-    readings in report.json are not these.
+    readings in report.json are not these; where warps have roles, also where the machine code is not what docs/fit.md says.
 
     \b
     attngen verify specs/causal_mqa.yaml                 after attngen build, and verify --write
@@ -117,7 +117,7 @@ def _compiled(
 
     The readings are held against those of the modules in `built`. With `changed` those of the same kernels are taken from there.
     """
-    from attngen.backends import BACKENDS, backend_of
+    from attngen.backends import maker_of
     from attngen.backends.base import Reading
     from attngen.certify.certificate import known, stale, violations
 
@@ -125,19 +125,20 @@ def _compiled(
     wrong: list[str] = []
     table = new_table(*HEADINGS)
     with tempfile.TemporaryDirectory() as folder, err.status("compiling") as status:
-        sources = {name: Path(folder) / f"{name}.py" for name in files}
-        for name, path in sources.items():
-            path.write_text(files[name]["kernels.py"], encoding="utf-8")
-        asked = [backend_of(row).compiler.job(module, kernel, row, sources[module.name]) for module, kernel, row in work]
+        sources = {(name, file): Path(folder) / f"{name}_{file}" for name, file in {(m.name, maker_of(row).file) for m, _, row in work}}
+        for (name, file), path in sources.items():
+            path.write_text(files[name][file], encoding="utf-8")
+        asked = [maker_of(row).compiler.job(m, kernel, row, sources[m.name, maker_of(row).file]) for m, kernel, row in work]
         taken = known(work, asked, files, built) if changed and built else [None] * len(work)
+        makers = {row.backend: maker_of(row) for _, _, row in work}
         rest = [(row.backend, one) for (_, _, row), one, before in zip(work, asked, taken) if before is None]
-        compiled = {name: BACKENDS[name].compiler.compile_all([j for of, j in rest if of == name], jobs) for name, _ in rest}
+        compiled = {name: makers[name].compiler.compile_all([j for of, j in rest if of == name], jobs) for name, _ in rest}
         for i, ((module, kernel, row), before) in enumerate(zip(work, taken), 1):
             reading = before or next(compiled[row.backend])
             status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {row.device}")
             wrong += violations(module, kernel, row, reading)
-            tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
-            predicted = backend_of(row).footprint.sram_bytes(module, kernel, row)
+            tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{f' {row.backend}' * (row.backend != module.backend)}"
+            predicted = maker_of(row).footprint.sram_bytes(module, kernel, row)
             cells = [module.name, kernel.name, row.device, tile, f"{predicted:,}"]
             if isinstance(reading, Reading):
                 found.setdefault(module.name, {})[kernel.name, row] = reading

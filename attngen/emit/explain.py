@@ -79,7 +79,7 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
                 none.append(row["none"])
                 continue
             tile = f"{row['block_q']}x{row['block_kv']}x{row['num_warps']}x{row['num_stages']}"
-            tile += " measured" * row.get("measured", False)
+            tile += " measured" * row.get("measured", False) + f" {row.get('backend', '')}".rstrip()
             rows, reading = "any" if row["max_rows"] is None else f"<={row['max_rows']}", row["reading"] or {}
             read = (reading.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
             verified |= bool(reading)

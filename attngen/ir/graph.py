@@ -5,7 +5,7 @@ The graph's nodes are names of ops; its edges run from an operand to its users. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -36,7 +36,7 @@ from attngen.ir.ops import (
     Store,
     Type,
 )
-from attngen.ir.roles import Pipeline
+from attngen.ir.roles import Pipeline, bodies_of
 
 PHASES = ("logical", "scheduled", "target")
 DEFAULT_BACKEND = "triton"  # of attngen/backends
@@ -162,6 +162,13 @@ class Kernel:
             found.append(loop)
             block = self.graph.nodes[loop.name]["block"]
         return found
+
+    def within(self, block: str) -> Iterator[Op]:
+        """The ops of a block of a divided kernel, and of the bodies that these run."""
+        for op in self.block(block).ops:
+            yield op
+            for body in bodies_of(op):
+                yield from self.within(body)
 
     @cached_property
     def roles(self) -> tuple[Block, ...]:

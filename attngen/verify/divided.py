@@ -22,7 +22,7 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"no kernel of the module is @{kernel.name}, for which it could stand in"
         return
     found = {block.name: block.role for block in kernel.blocks if block.role}
-    fills, takes = ({r for r in found for op in _within(kernel, r) if isinstance(op, kind)} for kind in (Fill, Take))
+    fills, takes = ({r for r in found for op in kernel.within(r) if isinstance(op, kind)} for kind in (Fill, Take))
     if kernel.blocks[0].name != "entry" or kernel.blocks[0].role:
         yield "its first block is not @entry"
     if any(isinstance(op, (Fill, Take)) for op in kernel.ops()) and (len(fills), len(takes), len(fills & takes)) != (1, 1, 0):
@@ -39,14 +39,6 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
         for name, role in found.items():
             if role and role.rows and role.copies * role.rows != row.block_q:
                 yield f"@{name} has {role.copies} copies of {role.rows} rows, and {row.device} has BLOCK_Q={row.block_q}"
-
-
-def _within(kernel: Kernel, block: str) -> Iterator[Op]:
-    """The ops of a block, and of the bodies of its loops."""
-    for op in (op for b in kernel.blocks if b.name == block for op in b.ops):
-        yield op
-        for body in bodies_of(op):
-            yield from _within(kernel, body)
 
 
 def scopes(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -130,7 +122,7 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{name} is `{to_text(expr)}`; in the kernel it stands in for it is `{to_text(scalars.get(name, expr))}`"
     orders = {}
     for role in kernel.roles:
-        runs = [run for op in _within(kernel, role.name) for run in _runs(op)]
+        runs = [run for op in kernel.within(role.name) for run in _runs(op)]
         orders[role.name] = [run for run in runs if run[1]]
         for cls, ranges, listed in runs:
             if (ranges, listed) != wanted.get(cls, ((), listed)) and ranges:

@@ -62,12 +62,17 @@ def findings(names: list[str], targets: list[str], workers: int) -> dict[str, di
     found = {}
     for target in targets:
         if target == divided.NAME:
-            found[target] = divided.findings(None if names else list(divided.SAMPLE))
+            found[target] = divided.findings(None if names else list(divided.SAMPLE), workers)
             continue
-        asked = [(module, kernel, row, file) for module, file in modules for kernel, row in chosen(module, [target], False)]
+        asked = [(module, kernel, row, file) for module, file in modules for kernel, row in portable(module, target)]
         readings = compile_all([job(*what) for what in asked], workers)
         found[target] = of_target([what[:3] for what in asked], list(readings))
     return found
+
+
+def portable(module: Module, target: str) -> list[tuple[Kernel, Row]]:
+    """The rows that `attngen verify` takes of the module's own backend."""
+    return [(kernel, row) for kernel, row in chosen(module, [target], False) if row.backend == module.backend]
 
 
 def main() -> None:

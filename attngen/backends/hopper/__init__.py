@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from attngen.backends.base import Divider
-from attngen.backends.hopper import kernels, rules
+from attngen.backends.ahead import triton_version
+from attngen.backends.base import Compiler, Divider, Footprint
+from attngen.backends.hopper import certificate, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.facts import DEVICE, NAME
 from attngen.backends.hopper.issue_products import IssueProducts
@@ -27,4 +28,7 @@ HOPPER = Divider(
     file="hopper.py",
     template=kernels.TEMPLATE,
     context=kernels.context,
+    footprint=Footprint(sram.row_formula, sram.sram_bytes, sram.registers, sram.misfit, lambda module, kernel, row: None),
+    compiler=Compiler(triton_version, compiler.job, compiler.compile_all, compiler.source_digest),
+    faults=certificate.faults,
 )

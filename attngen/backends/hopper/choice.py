@@ -5,12 +5,10 @@ from __future__ import annotations
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAME, NAMED_BARRIERS, ROWS
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.numeric import compiled
 from attngen.ir.ops import Load, Loop
-from attngen.ir.roles import Fill, Give, Ring, Take, Work
+from attngen.ir.roles import Give, Take, Work
 
-PLACE_SLOTS, PLACE_BYTES = 2, 12  # slots of the ring of places, and the bytes of one: rows, head, sequence
-BARRIER_BYTES = 8
+PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
 # The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
 TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
@@ -60,27 +58,8 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
 
 
-def slots_of(ring: Ring, row: Row) -> int:
-    """The slots of a ring under a row."""
-    return int(compiled(ring.slots)({"num_stages": row.num_stages}))
-
-
 def is_reused(kernel: Kernel, ring: str) -> bool:
     """Whether a ring's slots are given back and filled again: then each has a named barrier, for all copies of the roles that take."""
     users = [kernel.op(name) for name in kernel.graph.successors(ring)]
     taken = [kernel.op(name) for op in users if isinstance(op, Take) for name in kernel.graph.successors(op.name)]
     return any(isinstance(op, Work) for op in users) or any(isinstance(op, Give) for op in taken)
-
-
-def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
-    """Bytes of shared memory of a divided kernel: its rings, and a barrier for each slot that is filled."""
-    filled = {op.ring for op in kernel.ops() if isinstance(op, (Fill, Work))}
-    copies = {block.name: block.role.copies for block in kernel.blocks if block.role}
-    sizes = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
-    total = 0
-    for op in kernel.ops():
-        if isinstance(op, Ring):
-            slots = slots_of(op, row)
-            bytes_ = 2 * sizes[op.type.dims[0]] * sizes[op.type.dims[1]] if op.type.dims else PLACE_BYTES
-            total += slots * (bytes_ + (BARRIER_BYTES * copies.get(op.each, 1) if op.name in filled else 0))
-    return total

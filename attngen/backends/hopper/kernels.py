@@ -23,11 +23,11 @@ def context(module: Module) -> dict[str, Any]:
         "first_barrier": FIRST_BARRIER,
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
-        "kernels": [{**vars(view), **_parts(view)} for view in views],
+        "kernels": [{**vars(view), **parts(view)} for view in views],
     }
 
 
-def _parts(view: DividedView) -> dict[str, Any]:
+def parts(view: DividedView) -> dict[str, Any]:
     """The groups of warps, those of the program's own first: consumers, and then the producer, as Gluon is given them."""
     roles = sorted(view.roles, key=lambda role: -role.warps)
     parts = [(role, copy) for role in roles for copy in range(role.copies)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import is_reused, slots_of, sram_bytes
+from attngen.backends.hopper.choice import is_reused
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
+from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.roles import Ring
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -17,11 +17,11 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         if row.device != DEVICE or row.elem_bytes != 2:
             yield f"a row is for {row.device} at {row.elem_bytes} bytes; expected {DEVICE} at 2"
             continue
-        need, has = sram_bytes(module, kernel, row), CLASSES[DEVICE].smem_per_block
+        need, has = ring_bytes(module, kernel, row), CLASSES[DEVICE].smem_per_block
         if need > has:
             given = f"BLOCK_KV={row.block_kv} and num_stages={row.num_stages}"
             yield f"with {given} it needs {need:,} bytes of shared memory; {DEVICE} has {has:,}"
-        slots = sum(slots_of(op, row) for op in kernel.ops() if isinstance(op, Ring) and is_reused(kernel, op.name))
+        slots = sum(slots_of(op, row) for op in rings(kernel) if is_reused(kernel, op.name))
         if slots > NAMED_BARRIERS - FIRST_BARRIER:
             yield f"its rings have {slots} slots; expected {NAMED_BARRIERS - FIRST_BARRIER} at most, of which each takes a named barrier"
         if row.block_kv & (row.block_kv - 1) or not 16 <= row.block_kv <= 256:

@@ -1,0 +1,85 @@
+"""What a divided kernel has to be, as the compiler reports it and as its machine code is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attngen.backends.base import Reading
+from attngen.backends.hopper.facts import LANE_REGISTERS, LEAST_UNDER, MOST_REGISTERS
+from attngen.backends.hopper.sram import sram_bytes
+from attngen.devices import CLASSES
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import Role
+from attngen.ir.roles import Put
+
+
+def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
+    """Why a row gets no certificate: the ends of sentences about its kernel, each with what was expected."""
+    predicted = sram_bytes(module, kernel, row)
+    if reading.spilled_bytes:
+        yield f"spills {reading.spilled_bytes:,} bytes; expected none"
+    if reading.shared_bytes != predicted:
+        yield f"needs {reading.shared_bytes:,} bytes of shared memory; expected the {predicted:,} of the closed form"
+    if reading.shared_bytes > CLASSES[row.device].smem_per_block:
+        yield f"needs {reading.shared_bytes:,} bytes of shared memory, and has {CLASSES[row.device].smem_per_block:,}"
+    if reading.machine is not None:
+        yield from _instructions(kernel, reading.machine)
+        yield from _registers(kernel, reading.machine)
+        yield from _overlap(reading.machine)
+
+
+def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
+    """Products of warp groups alone, which do not wait for each other; loads and stores of the copy engine."""
+    expected = {"HGMMA": "products of groups of warps", "UTMALDG": "loads by the copy engine"}
+    expected |= {"UTMASTG": "stores by the copy engine"} if any(isinstance(op, Put) for op in kernel.ops()) else {}
+    for op, what in expected.items():
+        if not code[op]:
+            yield f"has no {op} in its machine code; expected {what}"
+    if code["HMMA"]:
+        yield f"has {code['HMMA']:,} HMMA in its machine code; expected products of groups of warps alone"
+    if code["serialised"]:
+        yield f"has products that wait for each other, as ptxas warns ({', '.join(code['serialised'])}); expected products in flight"
+    if code["reused"]:
+        yield f"writes a register of a product in flight ({code['reused'][0]}); expected its operands and sum left alone until its wait"
+
+
+def _registers(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
+    """Each copy of a role has the registers that its role says, and names no others."""
+    roles = {block.name: block.role for block in kernel.roles if block.role}
+    for name, found in code["roles"].items():
+        expected = given(name, roles)
+        if sorted(found["registers"]) != expected:
+            yield f"gives its copies of @{name} {_listed(found['registers'])} registers; expected {_listed(expected)}"
+        for has, used in zip(found["registers"], found["used"]):
+            if used > has:
+                yield f"has a copy of @{name} that uses {used} registers; expected {has} at most"
+
+
+def given(name: str, roles: dict[str, Role]) -> list[int]:
+    """The registers that the copies of a role have, least first.
+
+    Groups of four warps have what their roles say. The first group, of the role with the most warps, has what the others leave, which is
+    more where a program has few warps.
+    """
+    groups = {role: of.copies * -(-of.warps // 4) for role, of in roles.items()}
+    first = max(roles, key=lambda role: roles[role].warps)
+    total = sum(groups.values())
+    launched = min(MOST_REGISTERS, LANE_REGISTERS // total // 8 * 8)
+    left = launched * total - sum(n * roles[role].registers for role, n in groups.items()) + roles[first].registers
+    own = [roles[name].registers] * roles[name].copies
+    return sorted([*own[1:], min(MOST_REGISTERS, left // 8 * 8)] if name == first else own)
+
+
+def _overlap(code: dict[str, Any]) -> Iterator[str]:
+    """Exponentials of loops stand between the issue of the product of weights and V, and the wait for it."""
+    total, under = code["exponentials"], code["under"]
+    if not total:
+        yield "has no exponentials in loops over products of weights; expected those of the softmax"
+    elif under < LEAST_UNDER * total:
+        share = f"{under} of the {total} exponentials in its loops between the issue of a product and its wait"
+        yield f"has {share}; expected {LEAST_UNDER:.0%} at least"
+
+
+def _listed(numbers: list[int]) -> str:
+    return " and ".join(map(str, numbers)) or "no"

@@ -1,0 +1,144 @@
+"""Reads machine code of Hopper, as nvdisasm prints it: what the parts of a kernel hold, and what stands under a product.
+
+A part begins where warps say how many registers they have (USETMAXREG), and ends where they say so again. Each role is one part for each
+of its copies. A product is a group of HGMMA instructions, of which the last names the group's counter (gsb0). It is in flight until a wait
+(WARPGROUP.DEPBAR) leaves fewer groups than were issued since.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import networkx as nx
+
+_LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?(.*?)\s*;?\s*$")
+_LABEL = re.compile(r"(\.L\w+):")
+_WEIGHTS = re.compile(r"HGMMA\S*\s+R\d+, R\d+, gdesc")  # a product whose left operand is in registers: that of weights and V
+_MOST_GROUPS = 8  # in flight, of which a part keeps track
+
+Groups = tuple[bool, ...]  # products in flight, oldest first: whether each is of weights
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction, with the numbers of those that may come next."""
+
+    text: str
+    then: tuple[int, ...]
+
+    @property
+    def op(self) -> str:
+        """HGMMA of `HGMMA.64x128x16.F32.BF16 R24, ...`."""
+        return re.split(r"[.\s]", self.text, maxsplit=1)[0]
+
+    @property
+    def registers(self) -> int:
+        """One more than the highest register that it names."""
+        wide = re.match(r"HGMMA\.64x(\d+)x", self.text)
+        most = int(wide[1]) // 2 if wide else 4 if ".128" in self.text else 2 if ".64" in self.text else 1
+        named = [int(n) for n in re.findall(r"\bR(\d+)\b", self.text)]
+        return max((n + (most if i == 0 else 1) for i, n in enumerate(named)), default=0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the code between two changes of a warp's registers holds."""
+
+    registers: int  # that its warps have
+    used: int  # that its instructions name
+    ops: Counter[str]
+    exponentials: int  # in loops over products of weights
+    under: int  # those of them that stand between the issue of such a product and the wait for it, whichever way they are reached
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of a kernel."""
+    lines: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := _LABEL.match(line.strip()):
+            labels[label[1]] = len(lines)
+        elif found := _LINE.match(line):
+            lines.append((found[1] or "", found[2]))
+    made = []
+    for at, (guard, body) in enumerate(lines):
+        named = tuple(labels[name] for name in re.findall(r"\.L\w+", body) if name in labels)
+        always = not guard and re.match(r"(BRX|EXIT|RET|BRA(\.\w+)* `)", body) is not None
+        after = () if always or at + 1 == len(lines) else (at + 1,)
+        made.append(Instruction(body, tuple(to for to in (*named, *after) if to < len(lines))))
+    return made
+
+
+def parts(code: list[Instruction]) -> Iterator[Part]:
+    """The parts of a kernel in which warps have a number of registers of their own, in the order of the code."""
+    for start, instruction in enumerate(code):
+        if instruction.op == "USETMAXREG":
+            inside = _reached(code, start)
+            loops = set().union(*_loops(code, inside))
+            covered = _covered(code, start)
+            exponentials = [i for i in loops if code[i].text.startswith("MUFU.EX2")]
+            yield Part(
+                int(instruction.text.split()[-1], 16),
+                max(code[i].registers for i in inside),
+                Counter(code[i].op for i in inside),
+                len(exponentials),
+                sum(i in covered for i in exponentials),
+            )
+
+
+def _next(code: list[Instruction], at: int, start: int) -> Iterator[int]:
+    """The instructions that may follow one in the part that begins at `start`."""
+    return (to for to in code[at].then if code[to].op != "USETMAXREG" or at == to == start)
+
+
+def _reached(code: list[Instruction], start: int) -> set[int]:
+    """The instructions of the part that begins at `start`."""
+    found, left = {start}, [start]
+    while left:
+        new = [to for to in _next(code, left.pop(), start) if to not in found]
+        found.update(new)
+        left += new
+    return found
+
+
+def _loops(code: list[Instruction], inside: set[int]) -> Iterator[set[int]]:
+    """The innermost loops that hold a product of weights; loops in which barriers are awaited are part of them."""
+    graph = nx.DiGraph([(at, to) for at in inside for to in code[at].then if to in inside])
+    for loop in nx.strongly_connected_components(graph):
+        weights = any(_WEIGHTS.match(code[i].text) for i in loop)
+        if len(loop) > 1 and weights:
+            entries = {to for to in loop for at in graph.predecessors(to) if at not in loop}
+            yield from list(_loops(code, loop - entries)) or [loop]
+
+
+def _covered(code: list[Instruction], start: int) -> set[int]:
+    """The instructions of a part that are reached with a product of weights in flight alone."""
+    bare: set[int] = set()
+    seen: set[tuple[int, Groups, str]] = set()
+    left: list[tuple[int, Groups, str]] = [(start, (), "")]
+    while left:
+        state = left.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        at, groups, issued = state
+        if not any(groups) and issued != "weights":
+            bare.add(at)
+        groups, issued = _after(code[at].text, groups, issued)
+        left += [(to, groups, issued) for to in _next(code, at, start)]
+    return {at for at, _, _ in seen} - bare
+
+
+def _after(text: str, groups: Groups, issued: str) -> tuple[Groups, str]:
+    """The products in flight after an instruction; `issued` says what has been issued of the next one."""
+    if text.startswith("HGMMA"):
+        issued = "weights" if _WEIGHTS.match(text) else issued or "scores"
+        if "gsb0" in text:
+            return (*groups, issued == "weights")[-_MOST_GROUPS:], ""
+    elif waits := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", text):
+        kept = int(waits[1], 16)
+        return groups[len(groups) - min(kept, len(groups)) :], issued
+    return groups, issued

@@ -1,0 +1,134 @@
+"""Shared memory of a divided kernel, to the byte: rings, barriers, and what Triton adds to them.
+
+Triton puts all of it side by side, the largest first, each at a multiple of its alignment (Allocation.cpp):
+
+- the tiles of a ring, at multiples of eight rows of their swizzle;
+- 8 bytes for the barrier of each slot, at multiples of 16;
+- what all groups of warps but the first are given, once for all of them (WarpSpecializeOp::getCaptureSizeAlign): 4 bytes for a number,
+  8 for a pointer or a descriptor, 8 and 4 for each dimension for buffers;
+- a byte for each warp of these groups, which are filled up to four warps.
+
+Conversions between the layouts of a consumer take nothing: each value stays in its thread.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import sympy
+
+from attngen.backends.hopper.context import DividedContext
+from attngen.backends.hopper.facts import COUNTER
+from attngen.backends.hopper.kernels import parts
+from attngen.bounds.sizes import STAGES, sizes, tile_bytes
+from attngen.bounds.tiles import evaluate
+from attngen.devices import CLASSES
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import DTYPE_BYTES, Arg
+from attngen.ir.roles import Fill, Ring, Work
+
+BARRIER_BYTES, BARRIER_ALIGNMENT = 8, 16
+SWIZZLED = 128  # bytes of a row of the widest swizzle, of which eight rows repeat
+TILE_DIMS = 3  # of the buffers of tiles, before those of a tile: the slot, and the tensor's batch and head
+
+
+def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+    """Bytes of shared memory of a divided kernel as it is printed."""
+    given, warps = _given(module, kernel)
+    buffers = [*_rings(module, kernel, row), (given, DTYPE_BYTES["ptr"]), (warps, 1)]
+    end = 0
+    for size, alignment in sorted(buffers, key=lambda buffer: -buffer[0]):
+        end = -(-end // alignment) * alignment + size
+    return end
+
+
+def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
+    """Bytes of tiles in closed form, and the number of bytes beside them under a row."""
+    tiles: Expr = sympy.Add(*(_tiles(kernel, ring) for ring in rings(kernel)))
+    return tiles + (sram_bytes(module, kernel, row) - int(evaluate(tiles, sizes(module, row))))
+
+
+def ring_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+    """Bytes of a kernel's rings alone, with their barriers: what is known before all of it can be printed."""
+    return sum(size for size, _ in _rings(module, kernel, row))
+
+
+def registers(module: Module, kernel: Kernel, row: Row) -> int:
+    """Registers of a thread that has most of them, as roles say."""
+    return max(block.role.registers for block in kernel.roles if block.role)
+
+
+def misfit(module: Module, kernel: Kernel, row: Row, change: str = "") -> str | None:
+    """One sentence on why a row does not fit, or None."""
+    need, has = sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
+    tile = f"BLOCK_Q={row.block_q}, BLOCK_KV={row.block_kv} and num_stages={row.num_stages}"
+    return f"with {tile} the kernel @{kernel.name} needs {need:,} bytes of shared memory, and has {has:,}" if need > has else None
+
+
+def rings(kernel: Kernel) -> list[Ring]:
+    """The rings of a kernel."""
+    return [op for op in kernel.ops() if isinstance(op, Ring)]
+
+
+def slots_of(ring: Ring, row: Row) -> int:
+    """The slots of a ring under a row."""
+    return int(evaluate(ring.slots, {"num_stages": row.num_stages}))
+
+
+def _copies(kernel: Kernel, ring: Ring) -> int:
+    """How many rings there are of one that each copy of a role has."""
+    return next((b.role.copies for b in kernel.roles if b.role and b.name == ring.each), 1)
+
+
+def _tiles(kernel: Kernel, ring: Ring) -> Expr:
+    """Bytes of a ring's tiles. Copies that have a ring each share the rows of the program's tile."""
+    times = 1 if "BLOCK_Q" in ring.type.dims else _copies(kernel, ring)
+    return times * ring.slots.subs(symbol("num_stages"), STAGES) * tile_bytes(ring.type)
+
+
+def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
+    """The bytes and the alignment of each ring's tiles, and of its barriers."""
+    known, buffers = sizes(module, row), []
+    for ring in rings(kernel):
+        if ring.type.dims:
+            width = row.elem_bytes * known[ring.type.dims[-1]]
+            buffers.append((int(evaluate(_tiles(kernel, ring), known)), 8 * min(SWIZZLED, width)))
+        else:
+            buffers.append((slots_of(ring, row) * len(kernel.grid) * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))  # of places
+        if ring.name in _filled(kernel):
+            buffers.append((slots_of(ring, row) * _copies(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
+    return buffers
+
+
+def _filled(kernel: Kernel) -> set[str]:
+    """The rings that something fills. Nothing waits for the barriers of another one, so they take no room of their own."""
+    return {op.ring for op in kernel.ops() if isinstance(op, (Fill, Work))}
+
+
+@lru_cache(maxsize=256)
+def _given(module: Module, kernel: Kernel) -> tuple[int, int]:
+    """Bytes of what groups of warps are given beside the first, and how many warps these have: a byte is kept for each.
+
+    A group is given what its role's function takes. Groups share what they have in common.
+    """
+    context = DividedContext(module, kernel.name)
+    printed = parts(context.divided())
+    names = {name for role, _ in printed["parts"][1:] for name in role.params}
+    buffers: dict[str, int] = {}  # dimensions by name
+    for ring, op in context.rings.items():
+        short = ring.removesuffix("_ring").lower()
+        buffers |= {f"{short}_ring": TILE_DIMS + len(op.type.dims) if op.type.dims else 2, f"{short}_full": 2}
+        names -= set() if ring in _filled(kernel) else {f"{short}_full"}
+    given = (DTYPE_BYTES["ptr"] + 4 * buffers[name] if name in buffers else DTYPE_BYTES[_dtype(kernel, name)] for name in names)
+    return sum(given), 4 * -(-sum(printed["warps"]) // 4)
+
+
+def _dtype(kernel: Kernel, name: str) -> str:
+    """The type of a function's parameter: of tensors and descriptors `ptr`; of strides, sizes and places of programs `i32`."""
+    op = next((op for op in kernel.block("entry").ops if op.name == name), None)
+    if name == COUNTER:
+        return "ptr"
+    if isinstance(op, Arg):
+        return op.type.dtype if op.role == "scalar" else "ptr"
+    return next(iter(op.results().values())).dtype if op is not None else "i32"
