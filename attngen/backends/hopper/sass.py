@@ -77,7 +77,7 @@ def parts(code: list[Instruction]) -> Iterator[Part]:
     for start, instruction in enumerate(code):
         if instruction.op == "USETMAXREG":
             inside = _reached(code, start)
-            loops = set().union(*_loops(code, inside))
+            loops = set().union(*_loops(code, _graph(code, inside), inside))
             covered = _covered(code, start)
             exponentials = [i for i in loops if code[i].text.startswith("MUFU.EX2")]
             yield Part(
@@ -104,14 +104,19 @@ def _reached(code: list[Instruction], start: int) -> set[int]:
     return found
 
 
-def _loops(code: list[Instruction], inside: set[int]) -> Iterator[set[int]]:
+def _graph(code: list[Instruction], inside: set[int]) -> nx.DiGraph[int]:
+    """The instructions of a part, with edges to those that may come next."""
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_edges_from((at, to) for at in inside for to in code[at].then if to in inside)
+    return graph
+
+
+def _loops(code: list[Instruction], graph: nx.DiGraph[int], inside: set[int]) -> Iterator[set[int]]:
     """The innermost loops that hold a product of weights; loops in which barriers are awaited are part of them."""
-    graph = nx.DiGraph([(at, to) for at in inside for to in code[at].then if to in inside])
-    for loop in nx.strongly_connected_components(graph):
-        weights = any(_WEIGHTS.match(code[i].text) for i in loop)
-        if len(loop) > 1 and weights:
-            entries = {to for to in loop for at in graph.predecessors(to) if at not in loop}
-            yield from list(_loops(code, loop - entries)) or [loop]
+    for loop in nx.strongly_connected_components(graph.subgraph(inside)):
+        if len(loop) > 1 and any(_WEIGHTS.match(code[i].text) for i in loop):
+            entries = {to for to in loop if any(at not in loop for at in graph.predecessors(to))}
+            yield from (list(_loops(code, graph, loop - entries)) if entries else []) or [loop]
 
 
 def _covered(code: list[Instruction], start: int) -> set[int]:

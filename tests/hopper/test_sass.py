@@ -1,0 +1,160 @@
+"""The reader of machine code, on small texts; and what a certificate says of each mistake that is put into one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attngen.backends.base import Reading
+from attngen.backends.hopper.certificate import faults, given
+from attngen.backends.hopper.compiler import machine_code, marks
+from attngen.backends.hopper.facts import REGISTERS
+from attngen.backends.hopper.sass import Part, parse, parts
+from attngen.backends.hopper.sram import sram_bytes
+from attngen.ir.ops import Role
+from tests.hopper.common import kernel, whole
+
+NAME = "butterfly_gqa"  # one consumer, whose warps have all registers that setmaxnreg can give
+SCORES = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT, gsb0"
+WEIGHTS = "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR16].tnspB, R88, gsb0"
+BARRIER, ALL = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+EXPONENTIAL = "MUFU.EX2 R2, R3"
+CODE = f"""
+  @P0 BRA `(.L_x_2)
+.L_x_0:
+  USETMAXREG.DEALLOC.CTAPOOL 0x18
+  UTMALDG.4D [UR8], [UR16], desc[UR6]
+  @P0 BRA `(.L_x_0)
+  BRX R4 -0x290 (*"BRANCH_TARGETS .L_x_0,.L_x_2"*)
+.L_x_2:
+  USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0x100
+  @!P0 BRA `(.L_x_2)
+  {EXPONENTIAL}
+.L_x_3:
+  {SCORES}
+  {WEIGHTS}
+  {BARRIER}
+  {EXPONENTIAL}
+  {EXPONENTIAL}
+  @P1 BRA `(.L_x_4)
+.L_x_5:
+  {EXPONENTIAL}
+  {ALL}
+  @P0 BRA `(.L_x_3)
+  {EXPONENTIAL}
+  UTMASTG.4D [UR8], [UR16]
+  EXIT
+.L_x_4:
+  SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8+0x280e0], RZ
+  @!P0 BRA `(.L_x_4)
+  BRA `(.L_x_5)
+"""
+
+
+def printed(text: str) -> str:
+    """Instructions as nvdisasm prints them."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return "\n".join(line if line.endswith(":") else f"        /*{16 * at:04x}*/    {line} ;" for at, line in enumerate(lines))
+
+
+def read(text: str) -> list[Part]:
+    return list(parts(parse(printed(text))))
+
+
+def test_a_kernel_is_read_by_the_parts_of_its_roles() -> None:
+    producer, consumer = read(CODE)
+    assert (producer.registers, producer.ops["UTMALDG"], producer.ops["HGMMA"]) == (24, 1, 0)
+    assert (consumer.registers, consumer.ops["HGMMA"], consumer.ops["UTMALDG"]) == (256, 2, 0)
+    assert (producer.used, consumer.used) == (4 + 1, 152 + 1)
+
+
+def test_registers_of_wide_instructions_count() -> None:
+    (part,) = read("USETMAXREG.DEALLOC.CTAPOOL 0x18\nHGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT\nSTS.128 [R200+0x10], R4\nEXIT")
+    assert part.used == 204
+    (part,) = read("USETMAXREG.DEALLOC.CTAPOOL 0x18\nHGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT\nEXIT")
+    assert part.used == 88 + 64
+
+
+def test_exponentials_count_in_loops_over_products_of_weights() -> None:
+    """Not the one before the loop, nor that after it; a loop in which a barrier is awaited is part of it."""
+    consumer = read(CODE)[1]
+    assert (consumer.under, consumer.exponentials) == (3, 3)
+
+
+def test_programs_in_a_loop_are_no_loop_over_tiles() -> None:
+    """A program that takes one piece of work after another has a loop around that over tiles."""
+    around = CODE.replace(f"  {EXPONENTIAL}\n.L_x_3:", f".L_x_6:\n  {EXPONENTIAL}\n.L_x_3:")
+    consumer = read(around.replace("  EXIT\n", "  @P3 BRA `(.L_x_6)\n  EXIT\n"))[1]
+    assert (consumer.under, consumer.exponentials) == (3, 3)
+
+
+# What is between the issue of a product and its wait -> exponentials that stand under it, of three.
+ORDERS = {
+    "after the wait": (f"{EXPONENTIAL}\n  {ALL}", f"{ALL}\n  {EXPONENTIAL}", 2),
+    "before the issue": (f"{WEIGHTS}\n  {BARRIER}\n  {EXPONENTIAL}", f"{BARRIER}\n  {EXPONENTIAL}\n  {WEIGHTS}", 2),
+    "under scores alone": (f"{SCORES}\n  {WEIGHTS}\n", f"{WEIGHTS}\n  {SCORES}\n", 0),
+    "a wait on one of two ways": ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8+0x280e0], RZ", ALL, 2),
+    "the product in two halves": (WEIGHTS, f"{WEIGHTS.removesuffix(', gsb0')}\n  {WEIGHTS}", 3),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_stands_under_a_product_is_read_from_every_way_there(order: str) -> None:
+    old, new, under = ORDERS[order]
+    assert old in CODE
+    consumer = read(CODE.replace(old, new))[1]
+    assert (consumer.under, consumer.exponentials) == (under, 3)
+
+
+def said_of(text: str = CODE, log: str = "", **changes: int) -> list[str]:
+    """What a certificate says of a kernel with such machine code."""
+    module, divided = whole(NAME), kernel(NAME)
+    (row,) = module.rows("fwd", "hopper")
+    code = machine_code(printed(text), log, list(marks(divided)))
+    reading = Reading(sram_bytes(module, divided, row), 255, 0, 4096, "0", 1.0, machine=code)
+    return list(faults(module, divided, row, replace(reading, **changes)))  # type: ignore[arg-type]
+
+
+def test_a_kernel_as_it_should_be_gets_its_certificate() -> None:
+    assert said_of() == []
+
+
+LOSS = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient registers"
+MISTAKES = {
+    "no product": (WEIGHTS, "NOP", "has no exponentials in loops over products of weights"),
+    "no products at all": ("HGMMA", "FFMA", "has no HGMMA in its machine code; expected products of groups of warps"),
+    "products of warps": ("EXIT", "HMMA.16816.F32 R4\n  EXIT", "has 1 HMMA in its machine code"),
+    "no loads by the copy engine": ("UTMALDG.4D", "LDG.E", "has no UTMALDG in its machine code; expected loads by the copy engine"),
+    "no stores by the copy engine": ("UTMASTG.4D", "STG.E", "has no UTMASTG in its machine code; expected stores by the copy engine"),
+    "other registers": ("0x18", "0x20", "gives its copies of @producer 32 registers; expected 24"),
+    "a copy that is missing": ("UTMALDG.4D", "LDG.E", "gives its copies of @producer no registers; expected 24"),
+    "too many registers": ("UTMALDG.4D [UR8]", "UTMALDG.4D [R30]", "has a copy of @producer that uses 31 registers; expected 24 at most"),
+    "exponentials outside": (
+        f"{WEIGHTS}\n  {BARRIER}",
+        f"{WEIGHTS}\n  {ALL}",
+        "has 0 of the 3 exponentials in its loops between the issue of a product and its wait; expected 90% at least",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_machine_code_is_found(mistake: str) -> None:
+    old, new, said = MISTAKES[mistake]
+    assert old in CODE
+    assert any(fault.startswith(said) for fault in said_of(CODE.replace(old, new)))
+
+
+def test_what_the_compiler_says_is_held_against_the_certificate() -> None:
+    assert said_of(spilled_bytes=16) == ["spills 16 bytes; expected none"]
+    (said,) = said_of(log=LOSS)
+    assert said == "has products that wait for each other, as ptxas warns (C7510); expected products in flight"
+    assert said_of(shared_bytes=57616) == ["needs 57,616 bytes of shared memory; expected the 57,612 of the closed form"]
+
+
+@pytest.mark.parametrize(("copies", "first"), [(1, 256), (2, 240), (3, 160)])
+def test_the_first_group_has_what_the_others_leave(copies: int, first: int) -> None:
+    consumer, producer = REGISTERS[copies]
+    roles = {"producer": Role(1, 1, producer), "consumer": Role(copies, 4, consumer, 64)}
+    assert given("producer", roles) == [producer]
+    assert given("consumer", roles) == sorted([*[consumer] * (copies - 1), first])
