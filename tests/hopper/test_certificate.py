@@ -1,0 +1,150 @@
+"""Divided kernels compiled ahead of time: shared memory to the byte, certificates, and `attngen verify`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attngen.backends.base import Reading
+from attngen.backends.hopper.compiler import Job, compile_all, job, marks, source_digest
+from attngen.backends.hopper.sram import misfit, ring_bytes, row_formula, sram_bytes
+from attngen.bounds.sizes import sizes
+from attngen.bounds.tiles import evaluate
+from attngen.certify.certificate import chosen, keep, record, recorded, stale, violations, why_not
+from attngen.cli import main
+from attngen.emit.render import render
+from attngen.ir.expr import parse, to_text
+from attngen.ir.graph import Module
+from attngen.ir.text import parse_module, print_module
+from attngen.passes.pipeline import lower
+from attngen.spec import make_spec
+from attngen.verify import verify
+from tests.helpers import edit
+from tests.hopper.common import whole
+
+
+def made(head_dim: object, dtype: str, **schedule: object) -> Module:
+    """A causal forward of a head, with a schedule."""
+    parts = {"head_dim": head_dim, "mask": "causal", "dtype": [dtype], "backward": False}
+    return lower(make_spec({"name": "made", **parts, "schedule": {"backend": "hopper", **schedule}}))
+
+
+def three(module: Module) -> Module:
+    """The module with three consumers in place of two."""
+    before, at, text = print_module(module).partition("kernel @fwd backend(hopper)")
+    text = edit(text, ("copies(2)", "copies(3)"), ("registers(240)", "registers(160)"), ("registers(24)", "registers(32)"))
+    at_row, row, rest = text.rpartition("BLOCK_Q=128")  # the last row is the divided kernel's
+    return verify(parse_module(before + at + at_row + "BLOCK_Q=192" + rest))
+
+
+COMPILED: dict[str, Callable[[], Module]] = {
+    "two consumers": lambda: whole("causal_mqa"),
+    "one, which walks lists and drops": lambda: replace(whole("local_global_dropout_mha"), dtypes=("fp16",)),
+    "outputs with a ring of their own, three slots": lambda: made({"qk": 128, "v": 64}, "fp16", block_kv=64, stages=3),
+    "three consumers": lambda: three(made(64, "bf16", block_kv=64, stages=2)),
+}
+Compiled = dict[str, tuple[Module, Reading]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    folder, modules = tmp_path_factory.mktemp("hopper"), {name: make() for name, make in COMPILED.items()}
+    readings = compile_all([job_of(module, folder / f"{i}.py") for i, module in enumerate(modules.values())], 2)
+    return {name: (module, found) for (name, module), found in zip(modules.items(), readings) if isinstance(found, Reading)}
+
+
+def job_of(module: Module, file: Path) -> Job:
+    file.write_text(render(module)["hopper.py"], encoding="utf-8")
+    return job(module, module.divided[0], module.rows("fwd", "hopper")[0], file)
+
+
+def test_what_is_compiled_has_the_predicted_shared_memory_and_its_certificate(compiled: Compiled) -> None:
+    assert list(compiled) == list(COMPILED)
+    for name, (module, reading) in compiled.items():
+        (row,) = module.rows("fwd", "hopper")
+        assert sram_bytes(module, module.divided[0], row) == reading.shared_bytes, name
+        assert why_not(module, module.divided[0], row, reading) is None, name
+
+
+def test_a_row_that_fails_says_why(compiled: Compiled) -> None:
+    module, reading = compiled["two consumers"]
+    (row,), divided = module.rows("fwd", "hopper"), module.divided[0]
+    assert reading.machine is not None
+    broken = replace(reading, spilled_bytes=980, machine={**reading.machine, "serialised": ["C7512"]})
+    where = "causal_mqa: on sm90 the kernel @fwd of hopper.py with BLOCK_Q=128, BLOCK_KV=128, num_warps=4, num_stages=3"
+    spills, waits = (f"{where} {fault}" for fault in ("spills 980 bytes; expected none", "has products that wait for each other"))
+    said = list(violations(module, divided, row, broken))
+    assert said[0] == spills and said[1].startswith(waits) and len(said) == 2
+    assert why_not(module, divided, row, broken) == "; ".join(said)
+    assert why_not(module, divided, row, "no such instruction") == f"{where} does not compile: no such instruction"
+    files = record(module, render(module), {("fwd", row): broken})
+    entry = next(e for e in json.loads(files["report.json"])["kernels"]["fwd"]["schedules"] if e.get("backend") == "hopper")
+    assert entry["reading"]["states"].startswith("spills 980 bytes; expected none; has products that wait for each other, as ptxas")
+
+
+def test_readings_are_kept_while_kernel_and_row_are_the_same(compiled: Compiled, tmp_path: Path) -> None:
+    module, reading = compiled["two consumers"]
+    (row,), divided, bare = module.rows("fwd", "hopper"), module.divided[0], render(module)
+    files = record(module, bare, {("fwd", row): reading})
+    (tmp_path / "report.json").write_text(files["report.json"])
+    assert keep(module, bare, tmp_path) == files
+    asked = job_of(module, tmp_path / "hopper.py")
+    assert recorded(module, divided, row, asked, files) == reading and list(stale(module, divided, row, reading, files)) == []
+    edited = {**files, "report.json": files["report.json"].replace('"HGMMA": ', '"HGMMA": 1')}
+    assert recorded(module, divided, row, asked, edited) is None
+    (said,) = stale(module, divided, row, reading, edited)
+    assert "has another reading in report.json: machine {" in said
+    other = {**bare, "hopper.py": bare["hopper.py"].replace("    # The sum of each row", "    # Sums of rows")}
+    assert '"machine"' not in keep(module, other, tmp_path)["report.json"]
+
+
+def test_the_digest_of_a_source_is_not_of_its_docstring() -> None:
+    text = render(whole("causal_gqa"))["hopper.py"]
+    assert source_digest(text.replace("for Hopper. Generated by", "generated by"), "fwd") == source_digest(text, "fwd")
+    assert source_digest(text.replace("count=1", "count=2"), "fwd") != source_digest(text, "fwd")
+
+
+@pytest.mark.parametrize("name", ["butterfly_gqa", "causal_d256", "dense_bias_dropout_mha", "full_mha"])
+def test_the_formula_gives_the_bytes(name: str) -> None:
+    """Beside tiles and their barriers there is less than a KB."""
+    module = whole(name)
+    (row,), divided = module.rows("fwd", "hopper"), module.divided[0]
+    assert (divided, row) in chosen(module, ["sm90"], False) and misfit(module, divided, row) is None
+    assert list(marks(divided)) == [("producer", "UTMALDG"), ("consumer", "HGMMA")]
+    need = sram_bytes(module, divided, row)
+    assert evaluate(parse(to_text(row_formula(module, divided, row))), sizes(module, row)) == need
+    assert 0 < need - ring_bytes(module, divided, row) < 1024
+
+
+@pytest.fixture()
+def built(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    spec = tmp_path / "small.yaml"
+    spec.write_text("name: small\nhead_dim: 64\nmask: none\nbackward: false\nschedule: {backend: hopper}\n")
+    yield str(spec), ["--target", "sm90", "--jobs", "1", "--out", str(tmp_path / "generated")]
+
+
+def test_verify_certifies_divided_rows(built: tuple[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, to = built
+    run("verify", spec, *to, "--write")
+    assert "128x128x4x3 hopper  115,000" in capsys.readouterr().out
+    ir = tmp_path / "generated" / "small" / "schedule.ir"
+    ir.write_text(
+        edit(ir.read_text(), ("BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend", "BLOCK_KV=256 num_warps=4 num_stages=2 TMA=1 backend"))
+    )
+    with pytest.raises(SystemExit):
+        main(["verify", spec, *to, "--changed"])
+    said = capsys.readouterr()
+    assert "128x256x4x2 hopper" in said.out and "spills " in said.out
+    where = "error: small: on sm90 the kernel @fwd of hopper.py with BLOCK_Q=128, BLOCK_KV=256, num_warps=4, num_stages=2"
+    assert f"{where} spills " in said.err.replace("\n", " ")
+
+
+def run(*args: str) -> None:
+    """The command line, which must succeed."""
+    with pytest.raises(SystemExit) as done:
+        main(list(args))
+    assert done.value.code in (0, None)
