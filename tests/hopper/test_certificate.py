@@ -53,7 +53,7 @@ Compiled = dict[str, tuple[Module, Reading]]
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     folder, modules = tmp_path_factory.mktemp("hopper"), {name: make() for name, make in COMPILED.items()}
-    readings = compile_all([job_of(module, folder / f"{i}.py") for i, module in enumerate(modules.values())], 2)
+    readings = compile_all([job_of(module, folder / f"{i}.py") for i, module in enumerate(modules.values())], 1)
     return {name: (module, found) for (name, module), found in zip(modules.items(), readings) if isinstance(found, Reading)}
 
 
