@@ -66,14 +66,25 @@ def test_a_kernel_is_read_by_the_parts_of_its_roles() -> None:
     producer, consumer = read(CODE)
     assert (producer.registers, producer.ops["UTMALDG"], producer.ops["HGMMA"]) == (24, 1, 0)
     assert (consumer.registers, consumer.ops["HGMMA"], consumer.ops["UTMALDG"]) == (256, 2, 0)
-    assert (producer.used, consumer.used) == (4 + 1, 152 + 1)
+    assert (producer.used, consumer.used) == (4 + 1, 152 + 4)
 
 
-def test_registers_of_wide_instructions_count() -> None:
-    (part,) = read("USETMAXREG.DEALLOC.CTAPOOL 0x18\nHGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT\nSTS.128 [R200+0x10], R4\nEXIT")
-    assert part.used == 204
-    (part,) = read("USETMAXREG.DEALLOC.CTAPOOL 0x18\nHGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT\nEXIT")
-    assert part.used == 88 + 64
+WIDE = {
+    "HGMMA.64x128x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT": 88 + 64,
+    "HGMMA.64x64x16.F32.BF16 R88, R152, gdesc[UR16].tnspB, R88, gsb0": 152 + 4,
+    "STS.128 [R200+0x10], R4": 201,
+    "LDS.128 R200, [R4]": 204,
+    "STG.E desc[UR50][R12.64+0x20], R7": 14,
+    "CS2R R88, SRZ": 90,
+    "IMAD.WIDE R8, R2, 0x4, R6": 10,
+    "FADD R3, R4, R5.reuse": 6,
+    "EXIT": 0,
+}
+
+
+@pytest.mark.parametrize("text", WIDE)
+def test_registers_of_an_instruction(text: str) -> None:
+    assert parse(printed(text))[0].registers == WIDE[text]
 
 
 def test_exponentials_count_in_loops_over_products_of_weights() -> None:

@@ -17,6 +17,7 @@ import networkx as nx
 _LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L\w+):")
 _WEIGHTS = re.compile(r"HGMMA\S*\s+R\d+, R\d+, gdesc")  # a product whose left operand is in registers: that of weights and V
+_PLACES = re.compile(r"\[[^\]]*\]")  # in memory
 _MOST_GROUPS = 8  # in flight, of which a part keeps track
 
 Groups = tuple[bool, ...]  # products in flight, oldest first: whether each is of weights
@@ -36,11 +37,17 @@ class Instruction:
 
     @property
     def registers(self) -> int:
-        """One more than the highest register that it names."""
-        wide = re.match(r"HGMMA\.64x(\d+)x", self.text)
-        most = int(wide[1]) // 2 if wide else 4 if ".128" in self.text else 2 if ".64" in self.text else 1
-        named = [int(n) for n in re.findall(r"\bR(\d+)\b", self.text)]
-        return max((n + (most if i == 0 else 1) for i, n in enumerate(named)), default=0)
+        """One more than the highest register that it names: wide results and data take several, and wide addresses two."""
+        tile = re.match(r"HGMMA\.64x(\d+)x", self.text)
+        wide = int(tile[1]) // 2 if tile else 4 if ".128" in self.op_name else 2 if re.search(r"\.64|\.WIDE|^CS2R$", self.op_name) else 1
+        found = [int(n) + (2 if pair else 1) for place in _PLACES.findall(self.text) for n, pair in re.findall(r"\bR(\d+)(\.64)?", place)]
+        named = [int(n) for n in re.findall(r"\bR(\d+)\b", _PLACES.sub("", self.text))]
+        return max([*found, *(n + (wide if i == 0 else 4 if tile else 1) for i, n in enumerate(named))], default=0)
+
+    @property
+    def op_name(self) -> str:
+        """HGMMA.64x128x16.F32.BF16 of the same."""
+        return self.text.split(maxsplit=1)[0] if self.text else ""
 
 
 @dataclass(frozen=True)
