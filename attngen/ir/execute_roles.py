@@ -32,6 +32,7 @@ from attngen.ir.roles import (
     Pack,
     Pipeline,
     Put,
+    Recall,
     Ring,
     Take,
     Work,

@@ -129,8 +129,8 @@ class Work(Op):
     """Run `body` for each tile of the grid that the program gets. Before it `of` computes what all roles know of a tile.
 
     Programs stay until no tile is left. A program's number is that of its first tile. In one role `draws` is set: it takes the number of
-    each next tile from a counter that all programs share. Before it starts a tile it passes the tile's place through the ring, and at the
-    end -1. The other roles take the place from there, and give it back after the body.
+    each next tile from a counter that all programs share. Before it starts a tile it passes the tile's place through the ring, with the
+    integers that `of` computes; at the end it passes -1. The other roles take these from there, and give the slot back after the body.
     """
 
     ring: str = field(metadata=OPERAND)

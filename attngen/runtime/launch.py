@@ -215,7 +215,7 @@ class Kernel:
         for at, tile in launch.described:
             args[at] = launch.describe(tensors[at], tile)  # type: ignore[arg-type]
         if launch.most_programs:
-            counter = counter_of(x.get_device())
+            counter: Any = counter_of(x.get_device())
             strides = (*strides, counter if parts is None else _address(counter), programs)
             programs = min(programs, launch.most_programs)
         if parts is None:

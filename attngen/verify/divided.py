@@ -10,7 +10,25 @@ import networkx as nx
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
-from attngen.ir.roles import Await, Convert, Drain, Fill, Flush, Give, Hold, Issue, Pack, Pipeline, Put, Ranges, Recall, Ring, Take, Work, bodies_of
+from attngen.ir.roles import (
+    Await,
+    Convert,
+    Drain,
+    Fill,
+    Flush,
+    Give,
+    Hold,
+    Issue,
+    Pack,
+    Pipeline,
+    Put,
+    Ranges,
+    Recall,
+    Ring,
+    Take,
+    Work,
+    bodies_of,
+)
 from attngen.verify.types import types
 
 SPREADS = ("scores", "sums", "operand")

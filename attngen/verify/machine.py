@@ -170,7 +170,7 @@ class _Machine:
         return state
 
     def following(self, state: State, all_orders: bool = False) -> list[State]:
-        """The states that one step of one agent, or of the copy engine, leads to; of one that can be taken at once, if there is such a step.
+        """The states that one step of one agent, or of the copy engine, leads to; of one that can be taken at once, if there is one.
 
         all_orders: of every agent and copy, in any case."""
         found: list[State] = []

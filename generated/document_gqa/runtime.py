@@ -522,6 +522,23 @@ def laid_out(descriptor: Any) -> Any:
     return TensorDescriptor(x, descriptor.shape, descriptor.strides, block, _layout(*block[2:], x.dtype))
 
 
+_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
+
+
+def counter_of(device: int) -> torch.Tensor:
+    """Two numbers by which the programs of a launch share its tiles: they are 0 before the launch and after it.
+
+    Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may run beside others.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    found = _COUNTERS.get(key)
+    if found is None:
+        found = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+    return found
+
+
 # -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled.
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -635,15 +652,17 @@ def kind_of(n: int) -> int:
 class Launch:
     """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
 
-    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any]) -> None:
+    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device) -> None:
         self.config, self.file, self.name = config, file, kernel.name
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
         self.describe = descriptor
+        self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
         if file is not kernel.kernels:
             self.described = [(at, config.get(tile) or tile) for at, tile in file.DESCRIBED[kernel.name]]
             self.describe = _laid_out
+            self.most_programs = file.STAYING.get(kernel.name, 0) * processors(device)
         self.parts: tuple[Any, ...] | None = None
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
@@ -718,6 +737,10 @@ class Kernel:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
         for at, tile in launch.described:
             args[at] = launch.describe(tensors[at], tile)  # type: ignore[arg-type]
+        if launch.most_programs:
+            counter: Any = counter_of(x.get_device())
+            strides = (*strides, counter if parts is None else _address(counter), programs)
+            programs = min(programs, launch.most_programs)
         if parts is None:
             launch.first(programs, args, numbers + strides)
             return
@@ -752,7 +775,7 @@ class Kernel:
         if launches is None:
             more = dict(zip(self.flags, flags))
             file, found = homes(self.kernels, self.name, x)
-            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}) for most, config in found]
+            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for most, config in found]
         return launches
 
 

@@ -130,7 +130,7 @@ def built(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 def test_verify_certifies_divided_rows(built: tuple[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, to = built
     run("verify", spec, *to, "--write")
-    assert "128x128x4x3 hopper  115,000" in capsys.readouterr().out
+    assert "128x128x4x3 hopper  147,896" in capsys.readouterr().out
     ir = tmp_path / "generated" / "small" / "schedule.ir"
     ir.write_text(
         edit(ir.read_text(), ("BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend", "BLOCK_KV=256 num_warps=4 num_stages=2 TMA=1 backend"))

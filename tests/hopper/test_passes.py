@@ -193,7 +193,11 @@ REFUSED = {
         "of(@copy) body(@consume)",
         "`scopes`: .* @copy comes before each tile, and is a body too",
     ),
-    "another ring": ("work %Work_ring of(@tile) body(@consume)", "work %K_ring of(@tile) body(@consume)", "`types`: .* which pass places through one ring"),
+    "another ring": (
+        "work %Work_ring of(@tile) body(@consume)",
+        "work %K_ring of(@tile) body(@consume)",
+        "`types`: .* which pass places through one ring",
+    ),
     "an output that stays": ("    flush %O_ring\n", "", "`protocol`: .* ends while the copy engine stores from %O_ring"),
     "a role": ("each(consumer)", "each(producer)", "`protocol`: .* takes from %Q_ring, which belongs to another role"),
     "a spread": ("to(operand)", "to(memory)", "`types`: .* converts to\\(memory\\); expected scores, sums, operand"),

@@ -23,7 +23,7 @@ EXPONENTIAL = "MUFU.EX2 R2, R3"
 CODE = f"""
   @P0 BRA `(.L_x_2)
 .L_x_0:
-  USETMAXREG.DEALLOC.CTAPOOL 0x18
+  USETMAXREG.DEALLOC.CTAPOOL 0x40
   UTMALDG.4D [UR8], [UR16], desc[UR6]
   @P0 BRA `(.L_x_0)
   BRX R4 -0x290 (*"BRANCH_TARGETS .L_x_0,.L_x_2"*)
@@ -64,7 +64,7 @@ def read(text: str) -> list[Part]:
 
 def test_a_kernel_is_read_by_the_parts_of_its_roles() -> None:
     producer, consumer = read(CODE)
-    assert (producer.registers, producer.ops["UTMALDG"], producer.ops["HGMMA"]) == (24, 1, 0)
+    assert (producer.registers, producer.ops["UTMALDG"], producer.ops["HGMMA"]) == (64, 1, 0)
     assert (consumer.registers, consumer.ops["HGMMA"], consumer.ops["UTMALDG"]) == (256, 2, 0)
     assert (producer.used, consumer.used) == (4 + 1, 152 + 4)
 
@@ -138,9 +138,9 @@ MISTAKES = {
     "products of warps": ("EXIT", "HMMA.16816.F32 R4\n  EXIT", "has 1 HMMA in its machine code"),
     "no loads by the copy engine": ("UTMALDG.4D", "LDG.E", "has no UTMALDG in its machine code; expected loads by the copy engine"),
     "no stores by the copy engine": ("UTMASTG.4D", "STG.E", "has no UTMASTG in its machine code; expected stores by the copy engine"),
-    "other registers": ("0x18", "0x20", "gives its copies of @producer 32 registers; expected 24"),
-    "a copy that is missing": ("UTMALDG.4D", "LDG.E", "gives its copies of @producer no registers; expected 24"),
-    "too many registers": ("UTMALDG.4D [UR8]", "UTMALDG.4D [R30]", "has a copy of @producer that uses 31 registers; expected 24 at most"),
+    "other registers": ("0x40", "0x20", "gives its copies of @producer 32 registers; expected 64"),
+    "a copy that is missing": ("UTMALDG.4D", "LDG.E", "gives its copies of @producer no registers; expected 64"),
+    "too many registers": ("UTMALDG.4D [UR8]", "UTMALDG.4D [R70]", "has a copy of @producer that uses 71 registers; expected 64 at most"),
     "exponentials outside": (
         f"{WEIGHTS}\n  {BARRIER}",
         f"{WEIGHTS}\n  {ALL}",
@@ -160,7 +160,7 @@ def test_what_the_compiler_says_is_held_against_the_certificate() -> None:
     assert said_of(spilled_bytes=16) == ["spills 16 bytes; expected none"]
     (said,) = said_of(log=LOSS)
     assert said == "has products that wait for each other, as ptxas warns (C7510); expected products in flight"
-    assert said_of(shared_bytes=57616) == ["needs 57,616 bytes of shared memory; expected the 57,612 of the closed form"]
+    assert said_of(shared_bytes=57616) == ["needs 57,616 bytes of shared memory; expected the 74,132 of the closed form"]
 
 
 @pytest.mark.parametrize(("copies", "first"), [(1, 256), (2, 240), (3, 160)])

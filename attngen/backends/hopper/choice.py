@@ -39,10 +39,14 @@ def staying(module: Module, row: Row) -> int:
     Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too.
     """
     widths = module.head_dim_qk, module.head_dim_v
+    kernel = module.kernel("fwd")
+    rows = {op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}
+    if kernel.reads_pairs or (max(widths) > 64 and len(rows) > 1):
+        return 0  # it would spill: what addresses of data depend on lives through all products
     for slots in QUERIES:
-        rows = slots * row.block_q * widths[0] + row.block_q * widths[1] + row.num_stages * row.block_kv * sum(widths)
+        elements = slots * row.block_q * widths[0] + row.block_q * widths[1] + row.num_stages * row.block_kv * sum(widths)
         barriers = slots + 2 * row.num_stages + PLACE_SLOTS
-        if 2 * rows + SPARE <= CLASSES[DEVICE].smem_per_block and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
+        if 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
             return slots
     return 0
 
@@ -56,6 +60,16 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     kv = kv if block_kv or not paired else min(kv, PAIRED)
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
+
+
+def known_numbers(kernel: Kernel) -> list[str]:
+    """The integers of a tile that roles read. The role that draws tiles computes them, and passes them with the tile's place."""
+    before = next((op.of for op in kernel.ops() if isinstance(op, Work)), "")
+    read = {
+        name for block in kernel.blocks if block.name != before for op in block.ops for name in (*op.operands(), *kernel.scalars_of(op))
+    }
+    ops = kernel.block(before).ops if before else ()
+    return [op.name for op in ops if op.name in read and not op.results()[""].dims and op.results()[""].dtype == "i32"]
 
 
 def is_reused(kernel: Kernel, ring: str) -> bool:

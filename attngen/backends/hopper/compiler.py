@@ -142,7 +142,8 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[
     """What the machine code of a kernel holds, as JSON can hold it.
 
     roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised: the numbers of
-    ptxas' warnings that products wait for each other. reused: what writes a register of a product in flight. under: how many of the `exponentials` in loops stand under a product of weights.
+    ptxas' warnings that products wait for each other. reused: what writes a register of a product in flight. under: how many of the
+    `exponentials` in loops stand under a product of weights.
     """
     code = parse(text)
     of: dict[str, list[Part]] = {role: [] for role, _ in marks}

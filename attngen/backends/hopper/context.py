@@ -9,12 +9,29 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from attngen.backends.hopper.choice import is_reused
+from attngen.backends.hopper.choice import is_reused, known_numbers
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
 from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Keep, Loop, Map, Mask, Op, Reduce, Yield
-from attngen.ir.roles import DIVIDED_KIND, Await, Convert, Drain, Fill, Flush, Give, Hold, Issue, Pack, Pipeline, Put, Recall, Ring, Take, Work
+from attngen.ir.roles import (
+    DIVIDED_KIND,
+    Await,
+    Convert,
+    Drain,
+    Fill,
+    Flush,
+    Give,
+    Hold,
+    Issue,
+    Pack,
+    Pipeline,
+    Put,
+    Recall,
+    Ring,
+    Take,
+    Work,
+)
 from attngen.printing.context import KernelContext
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
@@ -176,7 +193,7 @@ class DividedContext(KernelContext):
         slots = self._slots(op)
         buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
         if not op.type.dims:
-            return RingView(self._short(op.name), slots, "", "", buffers, True, f"{len(self.kernel.grid)} * {slots}")
+            return RingView(self._short(op.name), slots, "", "", buffers, True, f"{len(self._numbers()['numbers'])} * {slots}")
         tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
         shape = ", ".join(self._dims(op.type.dims, bool(op.each)))
@@ -195,11 +212,13 @@ class DividedContext(KernelContext):
     def _role(self, block: Block, params: list[str]) -> RoleView:
         assert block.role is not None
         nodes = self.block(block.name, "entry")
+        work = next((node for node in nodes if node.kind == "work"), None)
+        known = work.body.pop(0).body if work else []
         words = names_in(nodes) | {f"{ring}_{what}" for ring in _rings_in(nodes) for what in ("ring", "full", "slot")}
         prologue = [*(self._positions(words) if block.role.rows else []), *self._counters(block, words)]
         prologue += [] if self.stays or not block.role.rows else self._own_rows(words)
-        if self.stays:
-            self._place_tiles(nodes, block, words)
+        if work:
+            self._place_tiles(work, known, block, words, params)
         words |= {"COUNTER", "TILES"} if any(isinstance(op, Work) and op.draws for op in block.ops) else set()
         words |= names_in(nodes) | set(re.findall(r"\w+", " ".join(prologue)))
         entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (Arg, Ring))]
@@ -218,21 +237,26 @@ class DividedContext(KernelContext):
             ["THREADS", *(["COPY"] if block.role.rows else [])],
         )
 
-    def _place_tiles(self, nodes: list[Node], block: Block, words: set[str]) -> None:
-        """What comes before the body of a `work`: what all roles know of its tile, and which rows are the copy's own."""
-        work = next(node for node in nodes if node.kind == "work")
-        (known, *body), wanted = work.body, words
-        while wanted - {node.text["var"] for node in known.body} != wanted:  # what others of these need, too
-            needed = [node for node in known.body if node.text["var"] in wanted]
-            if (more := wanted | names_in(needed)) == wanted:
-                break
-            wanted = more
-        of_tile = [node for node in known.body if node.text["var"] in wanted]
+    def _place_tiles(self, work: Node, known: list[Node], block: Block, words: set[str], params: list[str]) -> None:
+        """What comes before the body of a `work`: what all roles know of its tile, and which rows are the copy's own.
+
+        The call's integers are taken anew for each tile: what is computed of them before the loop would keep registers in products.
+        """
+        body = list(work.body)
+        wanted = read = names_in([node for node in body if node.kind != "recall"])
+        mine = [node for node in known if work.text["draws"] or node.text["var"] not in work.text["numbers"]]
+        while (more := wanted | names_in([node for node in mine if node.text["var"] in wanted])) != wanted:
+            wanted = more  # what others of these need, too
+        of_tile = [node for node in mine if work.text["draws"] or node.text["var"] in wanted]
         rows = self._own_rows(words) if block.role and block.role.rows else []
-        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": rows}), *body]
         at = next((at for at, node in enumerate(body) if node.kind == "recall"), len(body))
-        before = words if at == len(body) else names_in([*of_tile, *body[:at]])
-        work.text["before"] = [i for i, axis in enumerate(work.text["axes"]) if i and axis in before]
+        before, axes = names_in([*of_tile, *body[:at]]), len(self.kernel.grid)
+        numbers = list(enumerate(work.text["numbers"]))
+        work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
+        used = names_in([*of_tile, *body]) | set(re.findall(r"\w+", " ".join(work.text["place"])))
+        whole = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
+        work.text["anew"] = [name for name in params if name in used and (name in whole or name.startswith("stride_"))]
+        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": rows}), *body]
         for node in body[at : at + 1]:
             node.text["rows"] = rows
 
@@ -357,14 +381,21 @@ class DividedContext(KernelContext):
 
     def _work(self, op: Work, cls: str) -> dict[str, Any]:
         place = self._place_of_tile() if op.draws else []
-        return {"ring": self._short(op.ring), "draws": op.draws, "place": place, **self._axes(), **self._slot(op.ring, "" if op.draws else "COPY")}
+        return {
+            "ring": self._short(op.ring),
+            "draws": op.draws,
+            "place": place,
+            **self._numbers(),
+            **self._slot(op.ring, "" if op.draws else "COPY"),
+        }
 
     def _recall(self, op: Recall, cls: str) -> dict[str, Any]:
-        return {"ring": self._short(op.ring), **self._axes(), **self._slot(op.ring, "COPY")}
+        return {"ring": self._short(op.ring), **self._numbers(), **self._slot(op.ring, "COPY")}
 
-    def _axes(self) -> dict[str, Any]:
-        """The variables that say where a tile is. The first one is never negative, but for what says that there is no tile."""
-        return {"axes": [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]}
+    def _numbers(self) -> dict[str, Any]:
+        """The variables that are passed: where a tile is, the first of them never negative, and what is known of it; how many say where."""
+        axes = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
+        return {"numbers": [*axes, *known_numbers(self.kernel)], "axes": len(axes)}
 
     def _issue(self, op: Issue, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)

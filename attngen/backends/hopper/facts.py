@@ -9,7 +9,7 @@ from __future__ import annotations
 NAME = "hopper"
 DEVICE = "sm90"  # the device class of attngen/devices.py
 ROWS = 64  # of the program's tile that each consumer has
-REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # copies of the consumer -> registers per thread, of it and of the producer
+REGISTERS = {1: (240, 64), 2: (240, 24), 3: (160, 32)}  # copies of the consumer -> registers per thread, of it and of the producer
 LANE_REGISTERS = 512  # of a multiprocessor, for each lane of its groups of four warps
 MOST_REGISTERS = 256  # that setmaxnreg can give
 # Of the exponentials in loops, the share that stands under a product of weights, at least: in kernels as they are written, 97% and more.

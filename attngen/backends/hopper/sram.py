@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import sympy
 
+from attngen.backends.hopper.choice import known_numbers
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.kernels import parts
@@ -95,7 +96,8 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
             width = row.elem_bytes * known[ring.type.dims[-1]]
             buffers.append((int(evaluate(_tiles(kernel, ring), known)), 8 * min(SWIZZLED, width)))
         else:
-            buffers.append((slots_of(ring, row) * len(kernel.grid) * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))  # of places
+            numbers = len(kernel.grid) + len(known_numbers(kernel))  # where a tile is, and what is known of it
+            buffers.append((slots_of(ring, row) * numbers * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))
         if ring.name in _filled(kernel):
             buffers.append((slots_of(ring, row) * _copies(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
     return buffers
