@@ -54,9 +54,9 @@ _TARGET: dict[str, Rule] = {
     "scheduled-everywhere": scheduled_everywhere,
 }
 _DIVIDED: dict[str, Rule] = {
-    "roles": roles,
     "references": references,
     "scopes": scopes,
+    "roles": roles,
     "bodies": bodies,
     "types": role_types,
     "walks": walks,
