@@ -6,6 +6,7 @@ Generated folders have copies, which tests/test_private.py holds to be the same;
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -143,3 +144,21 @@ def test_wrong_numbers_are_one_sentence(x: Any, kind: type, error: str) -> None:
     checks.check_number("n", 3, kind, 0, "a count")
     with pytest.raises((TypeError, ValueError), match=error):
         checks.check_number("n", x, kind, 0, "a count")
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
+    """It is filled in from one of the same form, which holds no tensor."""
+    from attngen.runtime.launch import descriptor
+
+    for x in (torch.zeros(2, 3, 100, 64, dtype=torch.bfloat16) for _ in range(2)):
+        made = descriptor(x, 32, gluon)
+        again = type(made)(*(getattr(made, f.name) for f in fields(made)))
+        assert vars(made) == vars(again) and made.base is x and made.block_shape == [1, 1, 32, 64]
+        assert made.strides == [3 * 100 * 64, 100 * 64, 64, 1] and made.shape == [2, 3, 100, 64]
+    odd = torch.zeros(2 * 3 * 100 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 100, 64)
+    narrow = torch.zeros(2, 3, 100, 65, dtype=torch.bfloat16)[..., :64]
+    empty = torch.zeros(2, 3, 0, 64, dtype=torch.bfloat16)
+    for x, rows in ((odd, 100), (narrow, 100), (empty, 1)):
+        copied = descriptor(x, 32, gluon)
+        assert copied.base is not x and copied.shape[2] == rows and copied.strides[3] == 1

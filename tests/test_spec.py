@@ -74,7 +74,7 @@ MISTAKES = {
     BASE + "fp32_precision: tf33": "line 3: `fp32_precision` is the text `tf33`; expected `ieee` or `tf32`; did you mean `tf32`?",
     BASE + "fp32_precision: tf32": "line 3: `fp32_precision` is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out",
     BASE + "schedule: 3": "line 3: `schedule` is the number 3; "
-    "expected {order: q_outer|kv_outer, block_q: ..., block_kv: ..., stages: ..., warps: ..., backend: triton|hopper}",
+    "expected {order: q_outer|kv_outer, block_q: ..., block_kv: ..., stages: ..., warps: ..., backend: auto|triton|hopper}",
     BASE + "schedule: {block_q: 48}": "line 3: `schedule.block_q` is the number 48; expected `16`, `32`, `64`, `128` or `256`",
     BASE + "schedule: {warps: true}": "line 3: `schedule.warps` is the boolean `true`; expected `1`, `2`, `4`, `8` or `16`",
     BASE + "schedule: {warps: 4.0}": "line 3: `schedule.warps` is the number 4.0; expected `1`, `2`, `4`, `8` or `16`",

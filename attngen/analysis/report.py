@@ -13,7 +13,8 @@ from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
 
-UNSAID = {"measured": Row.measured, "backend": Row.backend}  # a row leaves out these fields where they have these values
+# A row leaves out these fields where they have these values.
+UNSAID = {"measured": Row.measured, "backend": Row.backend, "min_rows": Row.min_rows}
 
 
 def report(module: Module) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
 
 
 def schedule(row: Row) -> dict[str, Any]:
-    """The fields of a schedule row; `measured` and `backend` only where they differ from their defaults."""
+    """The fields of a schedule row; `measured`, `backend` and `min_rows` only where they differ from their defaults."""
     return {name: value for name, value in asdict(row).items() if name not in UNSAID or value != UNSAID[name]}
 
 

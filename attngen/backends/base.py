@@ -128,7 +128,8 @@ class Divider:
 
     name: str
     device: str
-    passes: Callable[[int | None, int | None, int | None], tuple[Pass, ...]]  # of a spec's block_q, block_kv and stages; before the others'
+    # Of a spec's block_q, block_kv and stages, and whether the spec asks for it: otherwise it divides what it is faster with.
+    passes: Callable[[int | None, int | None, int | None, bool], tuple[Pass, ...]]
     rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have
     file: str  # of the generated module: its kernels
     template: str

@@ -80,7 +80,8 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
                 continue
             tile = f"{row['block_q']}x{row['block_kv']}x{row['num_warps']}x{row['num_stages']}"
             tile += " measured" * row.get("measured", False) + f" {row.get('backend', '')}".rstrip()
-            rows, reading = "any" if row["max_rows"] is None else f"<={row['max_rows']}", row["reading"] or {}
+            few = f">{row['min_rows']}" if row.get("min_rows") else "any"
+            rows, reading = few if row["max_rows"] is None else f"<={row['max_rows']}", row["reading"] or {}
             read = (reading.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
             verified |= bool(reading)
             cells = ("" if n is None else f"{n:,}" for n in read)

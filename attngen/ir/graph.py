@@ -395,6 +395,8 @@ class Blocks:
 class Row:
     """One line of a kernel's schedule table: tiles and launch options for a device class, an element size and up to `max_rows` rows.
 
+    A line of a backend that divides kernels is for more than `min_rows` rows. Where it is, it goes before the others.
+
     Rows are those of the axis that the kernel tiles. The cost model chose the line, or it was `measured` as the fastest.
     """
 
@@ -408,6 +410,7 @@ class Row:
     tma: bool = False  # the device's copy engine does loads marked `via(descriptor)`; threads do the others
     measured: bool = False
     backend: str = DEFAULT_BACKEND  # of attngen/backends: what compiles the kernel
+    min_rows: int = 0
 
 
 @dataclass(frozen=True)

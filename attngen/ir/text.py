@@ -136,7 +136,7 @@ def print_kernel(kernel: Kernel) -> str:
 def _print_row(row: Row | Unfit, backend: str) -> str:
     if isinstance(row, Unfit):
         return f"  {row.device} bytes={row.elem_bytes} none : {row.reason}"
-    rows = f"rows<={row.max_rows}" if row.max_rows is not None else "rows<=inf"
+    rows = f"rows>{row.min_rows}" if row.min_rows else f"rows<={'inf' if row.max_rows is None else row.max_rows}"
     return (
         f"  {row.device} bytes={row.elem_bytes} {rows} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
         f" num_warps={row.num_warps} num_stages={row.num_stages}{' TMA=1' * row.tma}{' measured' * row.measured}"
@@ -250,7 +250,7 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
 
 _N = "([0-9]{1,9})"
 _ROW = re.compile(
-    rf"(\w+) bytes={_N} rows<=([0-9]{{1,9}}|inf) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?"
+    rf"(\w+) bytes={_N} rows(?:<=([0-9]{{1,9}}|inf)|>{_N}) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?"
     r"( measured)?(?: backend=(\w+))?"
 )
 
@@ -264,10 +264,10 @@ def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
     match = _ROW.fullmatch(line)
     if not match:
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
-    rows = None if match[3] == "inf" else int(match[3])
-    block_q, block_kv, num_warps, num_stages = (int(match[i]) for i in range(4, 8))
-    tma, measured = bool(match[8]), bool(match[9])
-    return Row(match[1], int(match[2]), rows, block_q, block_kv, num_warps, num_stages, tma, measured, match[10] or backend)
+    most, above = None if match[3] in ("inf", None) else int(match[3]), int(match[4] or 0)
+    block_q, block_kv, num_warps, num_stages = (int(match[i]) for i in range(5, 9))
+    tma, measured = bool(match[9]), bool(match[10])
+    return Row(match[1], int(match[2]), most, block_q, block_kv, num_warps, num_stages, tma, measured, match[11] or backend, above)
 
 
 @dataclass

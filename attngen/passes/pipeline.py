@@ -24,6 +24,7 @@ from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
 from attngen.schedules.table import Table, committed
 from attngen.spec import Spec
+from attngen.spec.model import Schedule
 from attngen.verify import verify
 
 
@@ -49,9 +50,15 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages, tables=tables),
         PipelineLoads(num_stages=s.stages),
         Dce(),
-        *(DIVIDERS[s.backend].passes(s.block_q, s.block_kv, s.stages) if s.backend in DIVIDERS else ()),
+        *(p for name, d in DIVIDERS.items() if _may_divide(s, name) for p in d.passes(s.block_q, s.block_kv, s.stages, s.backend == name)),
         *backend.legalize,
     )
+
+
+def _may_divide(asked: Schedule, name: str) -> bool:
+    """Whether kernels may be divided by a backend: the spec asks for it, or leaves tiles and the order of loops to attngen."""
+    left = Schedule(backend=asked.backend) == asked
+    return asked.backend == name or (asked.backend == "auto" and left)
 
 
 def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tuple[str, Module]]:

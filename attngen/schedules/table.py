@@ -19,7 +19,7 @@ from attngen.schedules.classes import Key, key
 
 FOLDER = Path(__file__).parent
 Schedule = dict[str, Any]  # a row's tile sizes and launch options, by their names
-KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_bytes", "max_rows", "measured", "backend"))
+KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_bytes", "max_rows", "measured", "backend", "min_rows"))
 
 
 def schedule_of(row: Row) -> Schedule:

@@ -80,8 +80,9 @@ class Schedule(BaseModel):
         default=None, description="depth of the load pipeline"
     )
     warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
-    backend: Literal["triton", "hopper"] = Field(
-        default="triton", description="triton: portable kernels; hopper: also a forward for that GPU, in which warps have roles, of Gluon"
+    backend: Literal["auto", "triton", "hopper"] = Field(
+        default="auto",
+        description="triton: portable kernels; hopper: also a forward for that GPU whose warps have roles, of Gluon; auto: where it pays",
     )
 
 

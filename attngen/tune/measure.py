@@ -177,9 +177,10 @@ def _scheduled(module: ModuleType, kernel: str, row: Row) -> Iterator[None]:
     """The module with one schedule for a kernel, whatever the device and the number of rows."""
     table = module.kernels.SCHEDULES
     kept = table[kernel]
-    names = next(rows for rows in kept.values() if not isinstance(rows, str))[0][1]
+    portable = [key for key in kept if len(key) == 2]  # not those of kernels that stand in for it
+    names = next(kept[key] for key in portable if not isinstance(kept[key], str))[0][1]
     config = {name: getattr(row, name.lower()) for name in names}
-    table[kernel] = dict.fromkeys(kept, ((None, config),))
+    table[kernel] = dict.fromkeys(portable, ((None, config),))
     try:
         yield
     finally:

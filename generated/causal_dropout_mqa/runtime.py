@@ -607,15 +607,19 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     return found
 
 
-def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> tuple[ModuleType, Any]:
-    """The file of a kernel for the dtype and device of x, if it can be that of divided kernels, and its schedules there."""
+def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
+    """(the file of a kernel, largest number of rows, tile sizes and launch options), ... for the dtype and device of x.
+
+    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a number without options."""
+    portable = [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
     table = kernels.SCHEDULES[kernel]
-    if x.device.type == "cuda":
-        mine = device_class(kernels, x.device), x.element_size()
-        for key in (key for key in table if len(key) == 3 and key[:2] == mine):
-            if file := divided(kernels, key[2]):
-                return file, table[key]
-    return kernels, schedules(kernels, kernel, x)
+    mine = device_class(kernels, x.device), x.element_size()
+    for key in (key for key in table if len(key) == 3 and key[:2] == mine and x.device.type == "cuda"):
+        if file := divided(kernels, key[2]):
+            few = max((most for most, config in table[key] if config is None), default=0)
+            kept = [(kernels, few if most is None else min(few, most), config) for _, most, config in portable if few]
+            return kept + [(file, most, config) for most, config in table[key] if config]
+    return portable
 
 
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
@@ -624,24 +628,41 @@ def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> di
     return config
 
 
-def descriptor(x: torch.Tensor, rows: int) -> Any:
-    """A descriptor by which a copy engine reads tiles of `rows` rows of x.
+def descriptor(x: torch.Tensor, rows: int, gluon: bool = False) -> Any:
+    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
 
     Rows have to start at multiples of 16 bytes. A tensor whose rows do not is copied.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     if not x.numel():
         x = x.new_zeros((1, 1, 1, x.shape[3]))  # no tile of it is read
-    unit = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(s % unit for n, s in zip(x.shape, x.stride()[:3]) if n > 1):
+    form = None if x.data_ptr() % 16 else _form(gluon, rows, x.dtype, x.shape, x.stride())
+    if form is None:
         x = x.clone(memory_format=torch.contiguous_format)
-    strides = [s if n > 1 else unit for n, s in zip(x.shape, x.stride()[:3])]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, triton.next_power_of_2(x.shape[3])])
+        form = _form(gluon, rows, x.dtype, x.shape, x.stride())
+        assert form is not None
+    made: Any = object.__new__(form[0])
+    vars(made).update(form[1], base=x)
+    return made
 
 
-def _laid_out(x: torch.Tensor, rows: int) -> Any:
-    return laid_out(descriptor(x, rows))
+@functools.lru_cache(maxsize=1024)
+def _form(
+    gluon: bool, rows: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[type, dict[str, Any]] | None:
+    """The class of a descriptor and its fields, but for the tensor; None if rows do not start at multiples of 16 bytes.
+
+    To make one anew, with all that its class checks, takes ten times as long as to fill it in.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    unit = 16 // dtype.itemsize
+    if any(s % unit for n, s in zip(shape, strides[:3]) if n > 1):
+        return None
+    steps = [*(s if n > 1 else unit for n, s in zip(shape, strides[:3])), 1]
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    made: Any = TensorDescriptor(like, list(shape), steps, [1, 1, rows, triton.next_power_of_2(shape[3])])
+    made = laid_out(made) if gluon else made
+    return type(made), dict(vars(made))
 
 
 def kind_of(n: int) -> int:
@@ -657,11 +678,11 @@ class Launch:
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
-        self.describe = descriptor
+        self.describe: Callable[[torch.Tensor, int], Any] = descriptor
         self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
         if file is not kernel.kernels:
             self.described = [(at, config.get(tile) or tile) for at, tile in file.DESCRIBED[kernel.name]]
-            self.describe = _laid_out
+            self.describe = functools.partial(descriptor, gluon=True)
             self.most_programs = file.STAYING.get(kernel.name, 0) * processors(device)
         self.parts: tuple[Any, ...] | None = None
 
@@ -774,8 +795,8 @@ class Kernel:
         launches = LAUNCHES.get(key)
         if launches is None:
             more = dict(zip(self.flags, flags))
-            file, found = homes(self.kernels, self.name, x)
-            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for most, config in found]
+            found = homes(self.kernels, self.name, x)
+            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found]
         return launches
 
 

@@ -15,6 +15,7 @@ import triton
 
 from attngen.emit.render import render
 from attngen.runtime import divided as runtime
+from attngen.runtime import launch
 from attngen.runtime.launch import descriptor
 from tests.helpers import ROOT
 from tests.hopper.common import DIVIDED, whole
@@ -122,7 +123,9 @@ def test_a_trusted_triton_takes_them_unless_the_environment_says_otherwise(asked
 
 @pytest.mark.parametrize("columns", [16, 32, 64, 128, 256])
 def test_a_descriptor_says_how_a_tile_lies_in_shared_memory(columns: int) -> None:
-    made = runtime.laid_out(descriptor(torch.zeros(2, 3, 100, columns, dtype=torch.bfloat16), 64))
+    x = torch.zeros(2, 3, 100, columns, dtype=torch.bfloat16)
+    made = descriptor(x, 64, gluon=True)
+    assert made.base is x and vars(made) == vars(runtime.laid_out(descriptor(x, 64)))
     assert (made.block_shape, made.strides) == ([1, 1, 64, columns], [300 * columns, 100 * columns, columns, 1])
     assert (made.layout.rank, made.layout.swizzle_byte_width) == (4, min(128, 2 * columns))
 
@@ -130,3 +133,17 @@ def test_a_descriptor_says_how_a_tile_lies_in_shared_memory(columns: int) -> Non
 def test_another_triton_takes_portable_kernels_with_one_sentence(asked: Any) -> None:
     with pytest.warns(UserWarning, match="Triton 3.10 is not one of 3.6, 3.7, 3.8, 3.9, .* portable kernels are used"):
         assert asked("3.10.0") is None
+
+
+def test_few_rows_take_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row without options says up to how many; the module's own rows are cut there."""
+    kernels, hopper = types.ModuleType("made.kernels"), types.ModuleType("made.hopper")
+    rows = ((256, {"BLOCK_Q": 16}), (1024, {"BLOCK_Q": 32}), (None, {"BLOCK_Q": 64}))
+    vars(kernels)["SCHEDULES"] = {"fwd": {("sm90", 2): rows, ("sm90", 2, "hopper"): ((512, None), (None, {"BLOCK_Q": 128}))}}
+    x = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), element_size=lambda: 2, is_floating_point=lambda: True)
+    monkeypatch.setattr(launch, "device_class", lambda *_: "sm90")
+    monkeypatch.setattr(launch, "divided", lambda *_: hopper)
+    found = [(file.__name__, most, config["BLOCK_Q"]) for file, most, config in launch.homes(kernels, "fwd", x)]
+    assert found == [("made.kernels", 256, 16), ("made.kernels", 512, 32), ("made.kernels", 512, 64), ("made.hopper", None, 128)]
+    monkeypatch.setattr(launch, "divided", lambda *_: None)
+    assert [most for _, most, _ in launch.homes(kernels, "fwd", x)] == [256, 1024, None]

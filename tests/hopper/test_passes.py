@@ -8,8 +8,10 @@ import pytest
 
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.errors import BuildError, VerifyError
+from attngen.ir.graph import Row
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.passes.pipeline import lower
+from attngen.policy import SHORT_ROWS
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import spec, target
@@ -187,7 +189,11 @@ REFUSED = {
     ),
     "numbers": ("%Work_ring = ring slots(2) : i32[]", "%Work_ring = ring slots(2) : i64[]", "`types`: .* is of tiles, or of places i32"),
     "no one draws": (" draws(yes)", "", "`types`: .* belongs to roles of which one draws"),
-    "a role without tiles": ("    %work = work %Work_ring of(@tile) body(@consume)\n", "", "`scopes`: .* @consume is run by the ops of 0 blocks"),
+    "a role without tiles": (
+        "    %work = work %Work_ring of(@tile) body(@consume)\n",
+        "",
+        "`scopes`: .* @consume is run by the ops of 0 blocks",
+    ),
     "a tile of its own": (
         "of(@tile) body(@consume)",
         "of(@copy) body(@consume)",
@@ -223,6 +229,15 @@ def test_a_kernel_for_an_unknown_backend_is_refused() -> None:
         verify(parse_module(text))
 
 
+def test_rows_and_a_divided_kernel_go_together() -> None:
+    text = print_module(whole("causal_gqa"))
+    made = text[text.index("kernel @fwd backend(hopper)") : text.index("\n\nschedule @fwd")]
+    with pytest.raises(VerifyError, match="`header`: kernel @fwd: `backend hopper`; expected one of triton"):
+        verify(parse_module(text.replace(f"\n\n{made}", "")))
+    with pytest.raises(VerifyError, match="`roles`: kernel @other: no kernel of the module is @other"):
+        verify(parse_module(text.replace(made, made.replace("kernel @fwd", "kernel @other"))))
+
+
 def test_slots_and_tiles_by_hand_give_that_kernel() -> None:
     made = verify(
         edited("causal_gqa", ("BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend", "BLOCK_KV=64 num_warps=4 num_stages=3 TMA=1 backend"))
@@ -241,3 +256,20 @@ def test_a_role_that_is_written_wrongly_is_one_sentence() -> None:
     with pytest.raises(IRError, match="not a role; expected `role @consumer copies\\(2\\) rows\\(64\\) warps\\(4\\) registers\\(240\\)`"):
         edited("causal_gqa", ("copies(2) rows(64)", "twice"))
     assert kernel("causal_gqa").roles[1].role is not None
+
+
+def auto(**data: object) -> list[str]:
+    """The backends that a spec's forward has rows for, if the spec leaves the choice to attngen."""
+    module = lower(make_spec({"name": "auto", "head_dim": 128, "mask": "causal", **data}))
+    return [row.backend for row in dict(module.schedules)["fwd"] if isinstance(row, Row) and row.backend != module.backend]
+
+
+def test_without_a_word_of_the_spec_kernels_are_divided_where_that_pays() -> None:
+    assert auto() == ["hopper"] and auto(head_dim=256, mask="none") == ["hopper"]
+    assert auto(head_dim=64) == auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
+    assert auto(schedule={"block_q": 64}) == auto(schedule={"order": "kv_outer"}) == []  # tiles are those of the portable kernel
+    (row,) = target("causal_gqa").rows("fwd", "hopper")
+    assert row.min_rows == SHORT_ROWS and whole("causal_gqa").rows("fwd", "hopper")[0].min_rows == 0
+    text = print_module(target("causal_gqa"))
+    assert "  sm90 bytes=2 rows>512 : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend=hopper\n" in text
+    assert print_module(parse_module(text)) == text

@@ -16,8 +16,8 @@ from attngen.backends.hopper.schedule_work import ScheduleWork
 HOPPER = Divider(
     name=NAME,
     device=DEVICE,
-    passes=lambda block_q, block_kv, slots: (
-        AssignRoles(block_q=block_q, block_kv=block_kv, slots=slots),
+    passes=lambda block_q, block_kv, slots, asked: (
+        AssignRoles(block_q=block_q, block_kv=block_kv, slots=slots, asked=asked),
         MakeRings(),
         IssueProducts(),
         OverlapSoftmax(),

@@ -9,7 +9,7 @@ after:   (the same), and
            role @consumer copies(2) rows(64) warps(4) registers(240)
              (all else)
          schedule @fwd
-           sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
+           sm90 bytes=2 rows>512 : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
 
 A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before the roles start,
 as all of them need it. The producer has nothing to do yet.
@@ -20,12 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.backends.hopper.choice import obstacle, row
+from attngen.backends.hopper.choice import obstacle, pays, row
 from attngen.backends.hopper.facts import NAME, REGISTERS, ROWS
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Op, Role
 from attngen.passes.base import Pass
+from attngen.policy import SHORT_ROWS
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,16 @@ class AssignRoles(Pass):
     block_q: int | None = None  # the spec's overrides
     block_kv: int | None = None
     slots: int | None = None
+    asked: bool = True  # the spec asks for this backend; otherwise kernels are divided where that pays
 
     def run(self, module: Module) -> Module:
         kernel = next(k for k in module.kernels if k.name == "fwd")
+        if not self.asked and not pays(module, kernel):
+            return module
         if why := obstacle(module, kernel):
             raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @fwd cannot be divided into roles: {why}")
         chosen = row(module, self.block_q, self.block_kv, self.slots)
+        chosen = chosen if self.asked else replace(chosen, min_rows=SHORT_ROWS)
         copies, rest = divmod(chosen.block_q, ROWS)
         if rest or copies not in REGISTERS:
             expected = " or ".join(str(ROWS * n) for n in REGISTERS)

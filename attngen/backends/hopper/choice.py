@@ -12,6 +12,7 @@ PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
 # The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
 TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
+NARROW = 64  # columns of heads with which the portable kernel is as fast (docs/perf-log.md, section 26)
 QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
 PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
 
@@ -31,6 +32,11 @@ def obstacle(module: Module, kernel: Kernel) -> str:
     if len({loop.listed for loop in loops}) > 1:
         return "its full and partial tiles are in different lists"
     return ""
+
+
+def pays(module: Module, kernel: Kernel) -> bool:
+    """Whether a divided kernel is faster than the portable one, as far as was measured: with heads of more than 64 columns."""
+    return max(module.head_dim_qk, module.head_dim_v) > NARROW and not obstacle(module, kernel)
 
 
 def staying(module: Module, row: Row) -> int:

@@ -66,7 +66,9 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
                 continue
             if row.backend != module.backend:
                 tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, "num_warps": row.num_warps}
-                classes.setdefault(f'("{row.device}", {row.elem_bytes}, "{row.backend}")', []).append((row.max_rows, _config(tiles)))
+                fewer = [(row.min_rows, "None")] if row.min_rows else []  # the portable kernel's
+                key = f'("{row.device}", {row.elem_bytes}, "{row.backend}")'
+                classes.setdefault(key, []).extend([*fewer, (row.max_rows, _config(tiles))])
                 continue
             blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
             config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
