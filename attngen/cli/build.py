@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attngen.cli.common import GENERATED, Every, SpecPath, SpecPaths, given, lower, make_each, make_module, read_specs
+from attngen.cli.common import GENERATED, Every, SpecPaths, given, lower, make_each, make_module, read_specs
 from attngen.cli.console import complain, count, err, head_dim, new_table, out
 from attngen.errors import AttngenError, SpecError, VerifyError
 
@@ -110,6 +110,55 @@ def emit(
     from attngen.certify.certificate import keep
     from attngen.emit.files import write_module
     from attngen.emit.render import render
+
+    module = _read(ir, verbose)
+    if module.phase != "target":
+        raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
+    files = keep(module, render(module), out_dir / module.name)
+    write_module(files, out_dir / module.name)
+    print(out_dir / module.name)
+
+
+def dump(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="a spec file; or IR, as generated/NAME/schedule.ir", show_default=False)],
+    after: Annotated[str | None, typer.Option(help="pass to stop after, `build` for the logical IR [default: the last]")] = None,
+    graph: Annotated[Path | None, typer.Option(help="write the kernels' graphs to a .dot or .svg file instead")] = None,
+    lanes: Annotated[Path | None, typer.Option(help="write what its roles do over time to this .svg file instead")] = None,
+) -> None:
+    """Print the IR after a pass, or draw it.
+
+    --lanes draws the kernel whose warps have roles: what each does over time, the slots of rings, the products in flight. Durations are
+    assumed. Of a file of IR, edited by hand, it draws what the text says.
+
+    \b
+    attngen dump specs/causal_mqa.yaml                          the final IR
+    attngen dump specs/causal_mqa.yaml --after build            before the first pass
+    attngen dump specs/causal_mqa.yaml --after split-loops
+    attngen dump specs/causal_mqa.yaml --graph causal_mqa.dot   or .svg, with Graphviz
+    attngen dump specs/causal_gqa.yaml --lanes causal_gqa.svg
+    """
+    from attngen.ir.text import print_module
+    from attngen.spec import load_spec
+
+    if spec.suffix == ".ir" and after is not None:
+        raise AttngenError(f"{spec} is IR, which no pass changes any more; leave out --after")
+    module = _read(spec) if spec.suffix == ".ir" else lower(spec, load_spec(spec), after)
+    if graph is None and lanes is None:
+        print(print_module(module), end="")
+    if graph is not None:
+        from attngen.emit.graphviz import write_graph
+
+        write_graph(module, graph)
+        print(graph)
+    if lanes is not None:
+        from attngen.emit.lanes import write_lanes
+
+        write_lanes(module, lanes)
+        print(lanes)
+
+
+def _read(ir: Path, verbose: bool = False) -> Module:
+    """The verified module of a file of IR. verbose: print the IR, where it breaks a rule."""
     from attngen.ir.text import parse_module
     from attngen.verify import verify
 
@@ -118,39 +167,8 @@ def emit(
     except (OSError, UnicodeDecodeError) as error:
         raise AttngenError(f"{ir}: cannot be read as text; expected a schedule.ir") from error
     try:
-        module = parse_module(text, str(ir))
-        if module.phase != "target":
-            raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
-        files = keep(module, render(verify(module)), out_dir / module.name)
+        return verify(parse_module(text, str(ir)))
     except VerifyError as error:
         if verbose:
             print(error.ir_text, file=sys.stderr)
         raise AttngenError(f"{ir}: {error}") from error
-    write_module(files, out_dir / module.name)
-    print(out_dir / module.name)
-
-
-def dump(
-    spec: SpecPath,
-    after: Annotated[str | None, typer.Option(help="pass to stop after, `build` for the logical IR [default: the last]")] = None,
-    graph: Annotated[Path | None, typer.Option(help="write the kernels' graphs to a .dot or .svg file instead")] = None,
-) -> None:
-    """Print the IR after a pass, or draw it.
-
-    \b
-    attngen dump specs/causal_mqa.yaml                          the final IR
-    attngen dump specs/causal_mqa.yaml --after build            before the first pass
-    attngen dump specs/causal_mqa.yaml --after split-loops
-    attngen dump specs/causal_mqa.yaml --graph causal_mqa.dot   or .svg, with Graphviz
-    """
-    from attngen.ir.text import print_module
-    from attngen.spec import load_spec
-
-    module = lower(spec, load_spec(spec), after)
-    if graph is None:
-        print(print_module(module), end="")
-        return
-    from attngen.emit.graphviz import write_graph
-
-    write_graph(module, graph)
-    print(graph)

@@ -36,19 +36,19 @@ def _n(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _rect(x: float, y: float, width: float, height: float, cls: str, hint: str = "") -> Shape:
+def rect(x: float, y: float, width: float, height: float, cls: str, hint: str = "") -> Shape:
     sides = {"x": _n(x), "y": _n(y), "width": _n(width), "height": _n(height)}
     return Shape("rect", {"class": cls, **sides}, hint=hint)
 
 
-def _text(x: float, y: float, text: str, cls: str = "", anchor: str = "start", turned: float = 0) -> Shape:
+def text(x: float, y: float, words: str, cls: str = "", anchor: str = "start", turned: float = 0) -> Shape:
     attributes = {"class": cls, "x": _n(x), "y": _n(y), "text-anchor": anchor}
     if turned:
         attributes["transform"] = f"rotate({_n(turned)} {_n(x)} {_n(y)})"
-    return Shape("text", attributes, text)
+    return Shape("text", attributes, words)
 
 
-def _path(points: Iterable[tuple[float, float]], cls: str) -> Shape:
+def path(points: Iterable[tuple[float, float]], cls: str) -> Shape:
     return Shape("path", {"class": cls, "d": "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)})
 
 
@@ -63,9 +63,9 @@ def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[
     left, top = 20, 20
     across, down = blocks if own == "kv" else blocks[::-1]  # keys and queries of a tile
     shapes = [
-        _text(left, top - 7, f"keys 0 … {n - 1} →"),
-        _text(left - 13, top, f"queries 0 … {n - 1} →", turned=90),
-        _rect(left, top, PLOT, PLOT, "empty"),
+        text(left, top - 7, f"keys 0 … {n - 1} →"),
+        text(left - 13, top, f"queries 0 … {n - 1} →", turned=90),
+        rect(left, top, PLOT, PLOT, "empty"),
     ]
 
     def at(tile: int, block: int) -> float:
@@ -79,7 +79,7 @@ def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[
             begin, end = at(j, blocks[1]), at(j + count, blocks[1])
             x, y, right, bottom = (begin, first, end, last) if own == "q" else (first, begin, last, end)
             hint = f"program {p}: {cls} {j} .. {j + count}"
-            shapes.append(_rect(left + x, top + y, right - x, bottom - y, cls, hint))
+            shapes.append(rect(left + x, top + y, right - x, bottom - y, cls, hint))
     lines = [f"M{_n(left + at(i, across))} {top}v{PLOT}" for i in range(-(-n // across) + 1)]
     lines += [f"M{left} {_n(top + at(i, down))}h{PLOT}" for i in range(-(-n // down) + 1)]
     shapes.append(Shape("path", {"class": "grid", "d": "".join(lines)}))
@@ -94,15 +94,15 @@ def element_map(name: str, seen: list[list[bool]], q0: int, k0: int) -> Drawing:
     """Draw elements of the score matrix, queries down from q0 and keys across from k0; visible elements are dark."""
     left, top = 44, 34
     side = PLOT / max(len(seen), len(seen[0]))
-    shapes = [_text(left + PLOT, 12, "keys →", "faint", "end"), _text(0, 12, "queries ↓", "faint")]
-    shapes += [_text(left + side * (i + 0.5), top - 5, str(k0 + i), anchor="middle") for i in range(0, len(seen[0]), 4)]
-    shapes += [_text(left - 5, top + side * (i + 0.5) + 4, str(q0 + i), anchor="end") for i in range(0, len(seen), 4)]
-    shapes.append(_rect(left, top, side * len(seen[0]), side * len(seen), "empty"))
+    shapes = [text(left + PLOT, 12, "keys →", "faint", "end"), text(0, 12, "queries ↓", "faint")]
+    shapes += [text(left + side * (i + 0.5), top - 5, str(k0 + i), anchor="middle") for i in range(0, len(seen[0]), 4)]
+    shapes += [text(left - 5, top + side * (i + 0.5) + 4, str(q0 + i), anchor="end") for i in range(0, len(seen), 4)]
+    shapes.append(rect(left, top, side * len(seen[0]), side * len(seen), "empty"))
     for i, row in enumerate(seen):
         for cls, j, count in _runs(["full" if x else "empty" for x in row]):
             if cls == "full":
                 hint = f"query {q0 + i} sees keys {k0 + j} .. {k0 + j + count - 1}"
-                shapes.append(_rect(left + side * j, top + side * i, side * count, side, cls, hint))
+                shapes.append(rect(left + side * j, top + side * i, side * count, side, cls, hint))
     lines = [f"M{_n(left + side * i)} {top}v{_n(side * len(seen))}" for i in range(len(seen[0]) + 1)]
     lines += [f"M{left} {_n(top + side * i)}h{_n(side * len(seen[0]))}" for i in range(len(seen) + 1)]
     shapes.append(Shape("path", {"class": "grid", "d": "".join(lines)}))
@@ -137,13 +137,13 @@ def bars(title: str, lines: list[Bar], whole: float, width: int = WIDTH) -> Draw
     shapes: list[Shape] = []
     y = 0
     for line in lines:
-        shapes.append(_text(0, y + 15, line.label, "" if line.value is not None else "strong"))
+        shapes.append(text(0, y + 15, line.label, "" if line.value is not None else "strong"))
         if line.value is None:
             y += HEADING
             continue
-        shapes.append(_text(width, y + 15, line.shown, anchor="end"))
-        shapes.append(_rect(0, y + 21, width, 9, "track"))
-        shapes.append(_rect(0, y + 21, max(1.0, width * min(1.0, line.value / whole)), 9, line.cls, f"{line.label}: {line.shown}"))
+        shapes.append(text(width, y + 15, line.shown, anchor="end"))
+        shapes.append(rect(0, y + 21, width, 9, "track"))
+        shapes.append(rect(0, y + 21, max(1.0, width * min(1.0, line.value / whole)), 9, line.cls, f"{line.label}: {line.shown}"))
         y += LINE
     says = "; ".join(f"{line.label} {line.shown}".strip() for line in lines)
     return Drawing(width, y, title, says, shapes)
@@ -181,26 +181,26 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
     shapes: list[Shape] = []
     for exponent in range(low, high + 1):
         x = x_of(10.0**exponent)
-        shapes += [_path([(x, top), (x, bottom)], "axis"), _text(x, bottom + 16, _short(10.0**exponent), anchor="middle")]
+        shapes += [path([(x, top), (x, bottom)], "axis"), text(x, bottom + 16, _short(10.0**exponent), anchor="middle")]
     marks = (1, 2, 5) if y_high - y_low < 2.5 else (1,)
     for rate in (m * 10.0**e for e in range(math.floor(y_low), math.ceil(y_high)) for m in marks):
         if y_low <= math.log10(rate) <= y_high:
             y = y_of(rate)
-            shapes += [_path([(left, y), (right, y)], "axis"), _text(left - 6, y + 4, _short(rate / 1e12), anchor="end")]
+            shapes += [path([(left, y), (right, y)], "axis"), text(left - 6, y + 4, _short(rate / 1e12), anchor="end")]
     corner, start = (x_of(ridge), y_of(peak)), (x_of(10.0**low), y_of(under(10.0**low)))
-    shapes.append(_path([start, corner, (right, corner[1])], "roof"))
+    shapes.append(path([start, corner, (right, corner[1])], "roof"))
     slope = math.atan2(corner[1] - start[1], corner[0] - start[0])
     beside = ((start[0] + corner[0]) / 2 - 15 * math.sin(slope), (start[1] + corner[1]) / 2 + 15 * math.cos(slope))
     roofs = (f"{peak / 1e12:,.1f}".removesuffix(".0") + f" TFLOP/s {peak_name}", f"{bandwidth / 1e12:.2f} TB/s")
-    shapes.append(_text(*beside, roofs[1], "faint", "middle", math.degrees(slope)))
-    shapes.append(_text(right, corner[1] + 18, roofs[0], "faint", "end"))
-    shapes.append(_text(right, bottom + 34, "FLOP / B", "faint", "end"))
-    shapes.append(_text(0, bottom + 34, "↑ TFLOP/s", "faint"))
+    shapes.append(text(*beside, roofs[1], "faint", "middle", math.degrees(slope)))
+    shapes.append(text(right, corner[1] + 18, roofs[0], "faint", "end"))
+    shapes.append(text(right, bottom + 34, "FLOP / B", "faint", "end"))
+    shapes.append(text(0, bottom + 34, "↑ TFLOP/s", "faint"))
     ordered = sorted(points, key=lambda p: p.cached)
     for point, label_x in zip(ordered, _spread([x_of(p.cached) for p in ordered], 46, left + 20, right - 20)):
         x, y = x_of(point.cached), y_of(under(point.cached))
-        shapes.append(_path([(label_x, 18), (x, y)], "leader"))
-        shapes.append(_text(label_x, 14, point.label, "strong", "middle"))
+        shapes.append(path([(label_x, 18), (x, y)], "leader"))
+        shapes.append(text(label_x, 14, point.label, "strong", "middle"))
         for intensity, cls in ((point.loaded, "hollow"), (point.cached, "point")):
             hint = f"{point.label}: {intensity:,.0f} FLOP/B, at most {under(intensity) / 1e12:,.0f} TFLOP/s"
             at = {"cx": _n(x_of(intensity)), "cy": _n(y_of(under(intensity))), "r": "5"}

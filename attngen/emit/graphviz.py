@@ -8,37 +8,39 @@ from pathlib import Path
 
 from attngen.errors import AttngenError
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import KIND
+from attngen.ir.roles import DIVIDED_KIND, bodies_of
 from attngen.ir.text import print_op
 
-COLOURS = {"hbm": "#d9d9d9", "sram": "#b3d9ff", "reg": "#ffffff", "?": "#ffffff"}
+COLOURS = {"hbm": "#d9d9d9", "sram": "#b3d9ff", "reg": "#ffffff", "flight": "#ffe0b3", "?": "#ffffff"}
 
 
 def to_dot(module: Module) -> str:
     """One cluster per kernel and block; boxes are ops, coloured by memory space; dashed edges enter loop bodies."""
     lines = [f'digraph "{module.name}" {{', "  rankdir=TB; node [shape=box, style=filled, fontname=monospace, fontsize=9];"]
-    for kernel in module.kernels:
+    for kernel in (*module.kernels, *module.divided):
         lines += _kernel(kernel)
     return "\n".join([*lines, "}", ""])
 
 
 def _kernel(kernel: Kernel) -> list[str]:
-    def node(name: str) -> str:
-        return f'"{kernel.name}.{name}"'
+    called = f"{kernel.name} {kernel.backend}".rstrip()
 
-    lines = [f'  subgraph "cluster_{kernel.name}" {{ label="@{kernel.name}"; fontname=monospace;']
+    def node(name: str) -> str:
+        return f'"{called}.{name}"'
+
+    lines = [f'  subgraph "cluster_{called}" {{ label="@{called}"; fontname=monospace;']
     for block in kernel.blocks:
-        lines.append(f'    subgraph "cluster_{kernel.name}_{block.name}" {{ label="@{block.name}"; style=dashed;')
+        lines.append(f'    subgraph "cluster_{called}_{block.name}" {{ label="@{block.name}"; style=dashed;')
         for op in block.ops:
             space = next((t.space for t in op.results().values()), "reg")
             label = print_op(op).split(" : ")[0].replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(f'      {node(op.name)} [label="{label}", fillcolor="{COLOURS[space]}", tooltip="{KIND[type(op)]}"];')
+            lines.append(f'      {node(op.name)} [label="{label}", fillcolor="{COLOURS[space]}", tooltip="{DIVIDED_KIND[type(op)]}"];')
         lines.append("    }")
     lines.append("  }")
     lines += [f"  {node(a)} -> {node(b)};" for a, b in kernel.graph.edges]
-    for loop in kernel.loops:
-        first = kernel.block(loop.body).ops[0].name
-        lines.append(f"  {node(loop.name)} -> {node(first)} [style=dashed];")
+    for op in kernel.ops():
+        firsts = [kernel.block(body).ops[0].name for body in bodies_of(op)]
+        lines += [f"  {node(op.name)} -> {node(first)} [style=dashed];" for first in firsts]
     return lines
 
 

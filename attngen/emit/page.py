@@ -17,12 +17,13 @@ from attngen.analysis.flops import executed_flops, useful_flops
 from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.report import schedule
 from attngen.analysis.roofline import Estimate, Problem, estimate, standard_total
-from attngen.backends import backend_of
+from attngen.backends import DIVIDERS, backend_of
 from attngen.bounds.tiles import extent, heads, tile_loops
 from attngen.devices import CLASSES, DEVICES, Device
 from attngen.emit.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
 from attngen.emit.elements import Sample
 from attngen.emit.explain import bounds
+from attngen.emit.lanes import lanes
 from attngen.emit.listing import changes, highlight
 from attngen.emit.mathml import SYMBOLS, MathML
 from attngen.emit.render import templates_dir
@@ -74,15 +75,21 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "pictures": sample.pictures,
         "maps": (maps := tile_maps(sample, module, problem)),
         "unlisted": any(isinstance(m, TileMap) and m.count(UNLISTED) for _, m in maps),
+        "lanes": [(kernel.name, lanes(module, kernel)) for kernel in module.divided],
         "apart": [sentence for kernel in module.kernels if (sentence := _apart(module, kernel))],
         "tight": f"{TIGHT:.0%}",
         "fits": [_fit(module, cls, problem, report) for cls in CLASSES],
         "devices": [_device(module, device, problem) for device in DEVICES.values()],
         "passes": list(changes(spec, steps)),
-        "code_files": [(name, highlight(files[name], name.rpartition(".")[2])) for name in ("__init__.py", "kernels.py", "schedule.ir")],
+        "code_files": [(name, highlight(files[name], name.rpartition(".")[2])) for name in _code(module)],
     }
     context["symbols"] = _legend(steps[0][1], module, typeset)
     return env.get_template("page.html.jinja").render(context)
+
+
+def _code(module: Module) -> list[str]:
+    """The generated files that are shown."""
+    return ["__init__.py", "kernels.py", *(DIVIDERS[kernel.backend].file for kernel in module.divided), "schedule.ir"]
 
 
 # ---------------------------------------------------------------------------------------------- formulas
