@@ -11,13 +11,17 @@ import yaml
 
 from attngen.build import build_module
 from attngen.cli import main
+from attngen.emit.lanes import lanes, svg
+from attngen.errors import VerifyError
 from attngen.ir.host import HOST_OPS
+from attngen.ir.roles import ROLE_OPS
 from attngen.ir.text import print_module
 from attngen.passes.pipeline import passes
 from attngen.spec import parse_spec
-from attngen.verify import rules
+from attngen.verify import divided_rules, rules, verify
 from attngen.verify.host import RULES as HOST_RULES
 from tests.helpers import ROOT, SPECS, lowered, spec
+from tests.hopper.common import after, asking, edited
 from tests.versions.__main__ import PAIRS
 
 PAGES = (
@@ -27,6 +31,7 @@ PAGES = (
     "docs/ir.md",
     "docs/theory.md",
     "docs/fit.md",
+    "docs/hopper.md",
     "docs/lm-training.md",
     "docs/versions.md",
 )
@@ -41,17 +46,39 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_excerpts_of_ir_are_real() -> None:
-    real = {line for module in lowered("causal_mqa").values() for line in print_module(module).splitlines()}
-    shown = [line for block in blocks("docs/ir.md", "ir") for line in block.splitlines()]
-    assert shown and [line for line in shown if line not in real] == []
+    modules = [*lowered("causal_mqa").values(), *after("causal_gqa").values()]
+    real = {line for module in modules for line in print_module(module).splitlines()}
+    for page in ("docs/ir.md", "docs/hopper.md"):
+        shown = [line for block in blocks(page, "ir") for line in block.splitlines()]
+        assert shown and [line for line in shown if line not in real] == []
 
 
 def test_every_rule_and_pass_is_explained() -> None:
     page = text("docs/ir.md")
     assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(rules("triton")["target"])
     assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [
-        (p.name, p.phase) for p in passes(spec("causal_mqa"), build_module(spec("causal_mqa")))
+        (p.name, p.phase) for p in passes(asking("causal_mqa"), build_module(spec("causal_mqa")))
     ]
+
+
+def test_divided_kernels_are_explained() -> None:
+    """Every op and every rule is in a table; the mistake that is shown gets the sentence that is shown."""
+    page = text("docs/ir.md")
+    tables = ("\n| op of roles | what it does |\n", "\n| rule | what holds of a divided kernel |\n")
+    ops, listed = (re.findall(r"^\| `([\w-]+)` \|", page.partition(start)[2].partition("\n\n")[0], re.MULTILINE) for start in tables)
+    assert ops == list(ROLE_OPS) and listed == list(divided_rules("hopper"))
+    with pytest.raises(VerifyError) as caught:
+        verify(edited("causal_gqa", ("    give %k\n", "")))
+    assert f"error: edited.ir: {caught.value}\n" in blocks("docs/hopper.md", "text")
+
+
+def test_pictures_of_roles_are_those_of_the_ir() -> None:
+    """`attngen dump specs/causal_gqa.yaml --after PASS --lanes docs/hopper/PASS.svg` writes them."""
+    shown = re.findall(r"^!\[[^]]*\]\(hopper/([\w-]+)\.svg\)$", text("docs/hopper.md"), re.MULTILINE)
+    assert sorted(shown) == sorted(file.stem for file in (ROOT / "docs/hopper").iterdir()) and shown
+    for name in shown:
+        module = after("causal_gqa")[name]
+        assert (ROOT / f"docs/hopper/{name}.svg").read_text(encoding="utf-8") == svg(lanes(module, module.divided[0])), name
 
 
 def test_host_programs_are_explained() -> None:
