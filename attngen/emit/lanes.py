@@ -44,7 +44,7 @@ TURNS, PARTIAL, TILES = (
     1,
     2,
 )  # of a loop over tiles of keys; of these, partial ones, if there are full ones; tiles of a program that stays
-LEFT, STEP, LANE, BAR, TOP = 150, 8, 20, 14, 26  # sizes of the drawing
+LEFT, STEP, LANE, BAR, TOP = 160, 8, 20, 14, 26  # sizes of the drawing
 STARTED, STORED = "bar tight", "bar other"
 # Classes of the page's style sheet, and what they stand for.
 MEANING = {
@@ -347,7 +347,8 @@ def _bar(span: Span, y: float) -> list[Shape]:
     if span.cls == "leader":
         return [path([(x, y + BAR / 2), (right, y + BAR / 2)], "leader")]
     shapes = [rect(x, y, right - x, BAR, span.cls, f"{span.hint}, steps {span.start} .. {span.end}")]
-    return [*shapes, text((x + right) / 2, y + BAR - 3, span.label, anchor="middle")] if span.label else shapes
+    label = text((x + right) / 2, y + BAR - 3, span.label, anchor="middle")
+    return [*shapes, label._replace(attributes={**label.attributes, "font-size": "10"})] if span.label else shapes
 
 
 def _legend(classes: list[str], y: float, width: float) -> tuple[list[Shape], int]:

@@ -40,6 +40,11 @@ def test_every_divided_kernel_is_drawn(name: str) -> None:
         assert min(x, y) >= 0 and x + width <= right and y + height <= bottom
 
 
+def test_it_is_drawn_after_each_pass() -> None:
+    steps = [module for module in after("causal_gqa").values() if module.divided]
+    assert len(steps) >= 6 and all(not Timeline(module.divided[0], 2).stuck and drawn(module) == drawn(module) for module in steps)
+
+
 @pytest.mark.parametrize("name", ["causal_gqa", "causal_d256", "butterfly_gqa", "full_mha", "dilated_mha"])
 def test_what_is_drawn_keeps_to_the_protocol(name: str) -> None:
     line = Timeline(kernel(name), whole(name).rows("fwd", "hopper")[0].num_stages)
