@@ -15,7 +15,7 @@ import torch
 
 from attngen.emit.files import write_module
 from attngen.emit.render import render
-from attngen.ir.graph import Meaning, Module
+from attngen.ir.graph import Meaning, Module, Row
 from attngen.ir.ops import Mask
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.base import Pass
@@ -92,6 +92,13 @@ def target(name: str) -> Module:
     """A spec's module after the last pass, from the committed text, which tests/emit/test_emit.py holds against the spec."""
     path = ROOT / "generated" / name / "schedule.ir"
     return parse_module(path.read_text(encoding="utf-8"), str(path))
+
+
+def portable(name: str) -> Module:
+    """The same without divided kernels, which would have to be edited with those that they stand in for."""
+    module = target(name)
+    rows = tuple((k, tuple(r for r in rows if not isinstance(r, Row) or r.backend == module.backend)) for k, rows in module.schedules)
+    return replace(module, divided=(), schedules=rows)
 
 
 def edit(text: str, *changes: tuple[str, str]) -> str:

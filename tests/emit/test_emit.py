@@ -19,7 +19,7 @@ from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.verify import verify
-from tests.helpers import ROOT, SPECS, edit, lowered, target
+from tests.helpers import ROOT, SPECS, edit, lowered, portable, target
 
 GENERATED = ROOT / "generated"
 
@@ -32,7 +32,7 @@ def emit(text):
 @pytest.fixture(scope="module")
 def ir():
     """The text of a causal module."""
-    return print_module(target("causal_mha"))
+    return print_module(portable("causal_mha"))
 
 
 def between(text, start, end):

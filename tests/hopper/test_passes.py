@@ -235,7 +235,7 @@ def test_rows_and_a_divided_kernel_go_together() -> None:
     with pytest.raises(VerifyError, match="`header`: kernel @fwd: `backend hopper`; expected one of triton"):
         verify(parse_module(text.replace(f"\n\n{made}", "")))
     with pytest.raises(VerifyError, match="`roles`: kernel @other: no kernel of the module is @other"):
-        verify(parse_module(text.replace(made, made.replace("kernel @fwd", "kernel @other"))))
+        verify(parse_module(text.replace(made, f"{made}\n\n{made.replace('kernel @fwd', 'kernel @other')}")))
 
 
 def test_slots_and_tiles_by_hand_give_that_kernel() -> None:

@@ -10,7 +10,7 @@ from attngen.errors import IRError, VerifyError
 from attngen.ir.expr import parse, to_text
 from attngen.ir.text import parse_module, print_module
 from attngen.verify import verify
-from tests.helpers import ROOT, edit, target
+from tests.helpers import ROOT, edit, portable, target
 
 # ---------------------------------------------------------------------------------------------- modules
 
@@ -57,7 +57,7 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
 
 
 def test_a_row_names_its_backend_where_it_is_not_the_modules():
-    text = print_module(target("causal_mha"))
+    text = print_module(portable("causal_mha"))
     assert "backend=" not in text and {row.backend for row in parse_module(text).rows("fwd")} == {"triton"}
     other = text.replace("num_stages=3 TMA=1\n", "num_stages=3 TMA=1 backend=other\n", 1)
     assert other != text and print_module(parse_module(other)) == other

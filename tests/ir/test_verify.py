@@ -16,7 +16,7 @@ from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify import rules, verify
-from tests.helpers import WALKS, edit, lowered, target, unverified
+from tests.helpers import WALKS, edit, lowered, portable, target, unverified
 
 RULES = rules("triton")
 OF_TILES = " .. ".join(map(to_text, part(symbol("q_full_first"), symbol("q_full_end"), GridAxis("split", symbol("splits")))))
@@ -604,7 +604,7 @@ def test_a_partial_loop_that_claims_to_be_full_is_refused_at_once(stage):
 
 
 def test_a_full_loop_may_always_be_taken_as_partial():
-    text = print_module(target("causal_gqa"))
+    text = print_module(portable("causal_gqa"))
     verify(parse_module(edit(text, ("cls(full)", "cls(partial)"))))
 
 
