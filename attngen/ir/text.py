@@ -59,6 +59,7 @@ _POSITIONAL = {
     "weigh": ("s",),
     "halve": ("value",),
     "join": ("a", "b"),
+    "turn": ("do",),
     "put": ("dst", "value"),
     "flush": ("through",),
     "work": ("ring",),
@@ -80,6 +81,7 @@ _UNNAMED = (
     "put",
     "flush",
     "recall",
+    "turn",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
