@@ -57,6 +57,7 @@ _POSITIONAL = {
     "defer": ("value",),
     "softmax_rows": ("s",),
     "weigh": ("s",),
+    "chains": ("value",),
     "halve": ("value",),
     "join": ("a", "b"),
     "turn": ("do",),
