@@ -17,7 +17,6 @@ from attngen.ir.expr import Expr
 from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
 
 Ranges = tuple[tuple[Expr, Expr], ...]
-CHAINS = "CHAINS"  # dimension of the sums of a row, whose number a backend chooses (see Chains)
 HALVES = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see Halve)
 
 
@@ -93,7 +92,7 @@ class Pack(Op):
 
 @dataclass(frozen=True)
 class Convert(Op):
-    """The same value, in the registers of other threads: spread as `to`, which is `scores`, `sums`, `chains` or `operand`."""
+    """The same value, in the registers of other threads: spread as `to`, which is `scores`, `sums` or `operand`."""
 
     value: str = field(metadata=OPERAND)
     to: str
@@ -102,7 +101,7 @@ class Convert(Op):
 
 @dataclass(frozen=True)
 class Hold(Op):
-    """The same numbers of rows, none of them negative. What computes them comes before the next await: no compiler moves it past that."""
+    """The same row of numbers, none of which is negative. What computes it comes before the next await: no compiler moves it past that."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -141,15 +140,6 @@ class Weigh(Op):
     base: str = field(metadata=OPERAND)
     type: Type
     scale: str | None = field(default=None, metadata=OPERAND)
-
-
-@dataclass(frozen=True)
-class Chains(Op):
-    """Sums of each row, of which each has its share of the columns: every CHAINS-th one. Their sum is that of the row."""
-
-    value: str = field(metadata=OPERAND)
-    over: str
-    type: Type
 
 
 @dataclass(frozen=True)
@@ -274,7 +264,6 @@ ROLE_OPS: dict[str, type[Op]] = {
     "defer": Defer,
     "softmax_rows": SoftmaxRows,
     "weigh": Weigh,
-    "chains": Chains,
     "halve": Halve,
     "join": Join,
     "turn": Turn,

@@ -57,7 +57,6 @@ _POSITIONAL = {
     "defer": ("value",),
     "softmax_rows": ("s",),
     "weigh": ("s",),
-    "chains": ("value",),
     "halve": ("value",),
     "join": ("a", "b"),
     "turn": ("do",),

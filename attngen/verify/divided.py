@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -12,10 +11,8 @@ from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
 from attngen.ir.roles import (
-    CHAINS,
     HALVES,
     Await,
-    Chains,
     Convert,
     Defer,
     Drain,
@@ -41,7 +38,7 @@ from attngen.ir.roles import (
 )
 from attngen.verify.types import types
 
-SPREADS = ("scores", "sums", "chains", "operand")
+SPREADS = ("scores", "sums", "operand")
 TURNS = ("start", "take", "pass", "end")
 
 
@@ -282,8 +279,7 @@ def _same_errors(kernel: Kernel, op: Convert | Defer | Hold) -> Iterator[str]:
         yield "changes the type of a value"
     if isinstance(op, Convert) and op.to not in SPREADS:
         yield f"converts to({op.to}); expected {', '.join(SPREADS)}"
-    chained = isinstance(op, Hold) and op.type.dims[1:] == (CHAINS,)
-    if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims[: 1 if chained else None]) != ("f32", ("BLOCK_Q",)):
+    if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims) != ("f32", ("BLOCK_Q",)):
         yield f"{'holds' if isinstance(op, Hold) else 'defers'} a row of f32"
     if isinstance(op, Defer):
         home = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
@@ -304,12 +300,6 @@ def _weigh_errors(kernel: Kernel, op: Weigh) -> Iterator[str]:
     rows = (base.dtype, base.dims) == ("f32", op.type.dims[:1])
     if kernel.type_of(op.s) != op.type or op.type.dtype != "f32" or not rows or (op.scale and kernel.type_of(op.scale).dims):
         yield "needs scores of its own type, f32, a base for each row, and one number as scale"
-
-
-def _chains_errors(kernel: Kernel, op: Chains) -> Iterator[str]:
-    value = kernel.type_of(op.value)
-    if value.dims != ("BLOCK_Q", op.over) or op.type != replace(value, dims=("BLOCK_Q", CHAINS)) or value.dtype != "f32":
-        yield f"adds up {value.dtype}[{', '.join(value.dims)}] over {op.over}; expected columns of f32, and sums f32[BLOCK_Q, {CHAINS}]"
 
 
 def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
@@ -351,7 +341,6 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Hold: _same_errors,
     SoftmaxRows: _rows_errors,
     Weigh: _weigh_errors,
-    Chains: _chains_errors,
     Halve: _halve_errors,
     Join: _halve_errors,
     Turn: _turn_errors,

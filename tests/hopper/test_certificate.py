@@ -98,7 +98,7 @@ def test_readings_are_kept_while_kernel_and_row_are_the_same(compiled: Compiled,
     assert recorded(module, divided, row, asked, edited) is None
     (said,) = stale(module, divided, row, reading, edited)
     assert "has another reading in report.json: machine {" in said
-    other = {**bare, "hopper.py": bare["hopper.py"].replace("    # The maximum of each row", "    # Maxima of rows")}
+    other = {**bare, "hopper.py": bare["hopper.py"].replace("    # The sum of each row", "    # Sums of rows")}
     assert '"machine"' not in keep(module, other, tmp_path)["report.json"]
 
 

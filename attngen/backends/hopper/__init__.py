@@ -6,7 +6,6 @@ from attngen.backends.ahead import triton_version
 from attngen.backends.base import Compiler, Divider, Footprint
 from attngen.backends.hopper import certificate, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
-from attngen.backends.hopper.chain_sums import ChainSums
 from attngen.backends.hopper.facts import DEVICE, NAME
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.backends.hopper.issue_products import IssueProducts
@@ -25,7 +24,6 @@ HOPPER = Divider(
         IssueProducts(),
         OverlapSoftmax(),
         HalveSoftmax(),
-        ChainSums(),
         ScheduleWork(),
         TakeTurns(),
         LegalizeGluon(),
