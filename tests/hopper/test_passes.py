@@ -125,7 +125,7 @@ def test_short_tiles_and_other_sums_are_not_halved() -> None:
     made = after("full_mha")["overlap-softmax"]
     assert HalveSoftmax().run(made).divided != made.divided
     for old, new in (
-        ("BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend", "BLOCK_KV=32 num_warps=4 num_stages=3 TMA=1 backend"),
+        ("BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend", "BLOCK_KV=32 num_warps=4 num_stages=3 TMA=1 backend"),
         ("    %l_next = map expr(alpha*l + p_sum)", "    %l_next = map expr(alpha*l + 2*p_sum)"),
         ("reduce sum %soft.p", "reduce max %soft.p"),
     ):
