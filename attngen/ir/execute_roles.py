@@ -40,7 +40,6 @@ from attngen.ir.roles import (
     Ring,
     SoftmaxRows,
     Take,
-    Turn,
     Weigh,
     Work,
     bodies_of,
@@ -92,9 +91,8 @@ class DividedLaunch(Launch):
         waiting = {}
         for block in self.kernel.roles:
             assert block.role is not None
-            passed: set[int] = set()
             for copy in range(block.role.copies):
-                waiting[f"{block.name} {copy}"] = self.role(block, block.role, copy, {**values, "passed": passed})
+                waiting[f"{block.name} {copy}"] = self.role(block, block.role, copy, values)
         stuck = 0
         while waiting:
             if pending and self.chance.random() < 0.3:
@@ -314,17 +312,6 @@ class DividedLaunch(Launch):
         """Until the copy engine has stored what the last put wrote."""
         while self.mine(op.through, values).storing:
             yield True
-
-    def _turn(self, op: Turn, values: Values) -> Any:
-        """`passed` has the copies whose turn it is. A pass before the copy has taken its last turn is lost."""
-        passed, copy, copies = values["passed"], values["copy"], values["parts"]
-        if op.do == "pass" or (op.do == "start" and copy == copies - 1):
-            passed.add((copy + 1) % copies)
-        elif op.do == "take" or (op.do == "end" and copy == 0):
-            while copy not in passed:
-                yield True
-            passed.remove(copy)
-        yield False
 
     # ------------------------------------------------------------------ products
 

@@ -6,7 +6,6 @@ completes and a take awaits, and `free`, which all takers complete when they giv
 Slots are used in turn: the n-th fill, and the n-th take of each taker, is of slot n % slots.
 
 Products are asynchronous. `issue` starts one, whose result is @flight; `await` waits for it, and so for all that were issued before.
-Copies of a role may issue theirs in turns, so that one computes while the products of another run: see Turn.
 """
 
 from __future__ import annotations
@@ -165,19 +164,6 @@ class Join(Op):
 
 
 @dataclass(frozen=True)
-class Turn(Op):
-    """Take turns with the other copies of the role, by one named barrier for each copy; `do` says what:
-
-    start  the last copy passes to copy 0, whose turn comes first; other copies do nothing
-    take   wait until the copy before has passed to this one; that of copy 0 is the last copy
-    pass   hand over to the next copy, without waiting for it
-    end    copy 0 takes once more, so that no pass is left unawaited; other copies do nothing
-    """
-
-    do: str
-
-
-@dataclass(frozen=True)
 class Put(Op):
     """Write a tile to the calling copy's slot of a ring, from which the copy engine stores it later: `flush` waits for that.
 
@@ -266,7 +252,6 @@ ROLE_OPS: dict[str, type[Op]] = {
     "weigh": Weigh,
     "halve": Halve,
     "join": Join,
-    "turn": Turn,
     "put": Put,
     "flush": Flush,
     "work": Work,

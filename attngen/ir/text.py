@@ -59,7 +59,6 @@ _POSITIONAL = {
     "weigh": ("s",),
     "halve": ("value",),
     "join": ("a", "b"),
-    "turn": ("do",),
     "put": ("dst", "value"),
     "flush": ("through",),
     "work": ("ring",),
@@ -81,7 +80,6 @@ _UNNAMED = (
     "put",
     "flush",
     "recall",
-    "turn",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 

@@ -31,7 +31,6 @@ from attngen.ir.roles import (
     Ring,
     SoftmaxRows,
     Take,
-    Turn,
     Weigh,
     Work,
     bodies_of,
@@ -39,7 +38,6 @@ from attngen.ir.roles import (
 from attngen.verify.types import types
 
 SPREADS = ("scores", "sums", "operand")
-TURNS = ("start", "take", "pass", "end")
 
 
 def roles(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -171,8 +169,7 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read, but for what acts by itself."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
-        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Turn, Work, Yield))
-        acts |= isinstance(op, Arg) and op.role != "carry"
+        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Work, Yield)) or (isinstance(op, Arg) and op.role != "carry")
         acts |= isinstance(op, Loop) and any(isinstance(o, Fill) for o in kernel.block(op.body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
@@ -312,14 +309,6 @@ def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
         yield f"has halves of {half.dtype}[{', '.join(half.dims)}] over {op.over}; expected {whole.dtype}[{', '.join(dims)}]"
 
 
-def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
-    if op.do not in TURNS:
-        yield f"does `{op.do}`; expected {', '.join(TURNS)}"
-    role = next((b.role for b in kernel.roles if any(o is op for o in kernel.within(b.name))), None)
-    if role is None or role.copies == 1 or not role.rows:
-        yield "is in a role of one copy; expected several, which share the rows of a tile"
-
-
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     target, ring, value = kernel.op(op.dst.tensor), kernel.op(op.through), kernel.type_of(op.value)
     if not isinstance(target, Arg) or target.role != "out" or tuple(AXIS_DIM[a] for a in op.dst.axes()) != value.dims:
@@ -343,7 +332,6 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Weigh: _weigh_errors,
     Halve: _halve_errors,
     Join: _halve_errors,
-    Turn: _turn_errors,
     Put: _put_errors,
     Work: _work_errors,
     Recall: _recall_errors,

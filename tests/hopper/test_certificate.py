@@ -75,7 +75,7 @@ def test_a_row_that_fails_says_why(compiled: Compiled) -> None:
     (row,), divided = module.rows("fwd", "hopper"), module.divided[0]
     assert reading.machine is not None
     broken = replace(reading, spilled_bytes=980, machine={**reading.machine, "serialised": ["C7512"]})
-    where = "causal_mqa: on sm90 the kernel @fwd of hopper.py with BLOCK_Q=128, BLOCK_KV=128, num_warps=4, num_stages=2"
+    where = "causal_mqa: on sm90 the kernel @fwd of hopper.py with BLOCK_Q=128, BLOCK_KV=128, num_warps=4, num_stages=3"
     spills, waits = (f"{where} {fault}" for fault in ("spills 980 bytes; expected none", "has products that wait for each other"))
     said = list(violations(module, divided, row, broken))
     assert said[0] == spills and said[1].startswith(waits) and len(said) == 2
@@ -130,10 +130,10 @@ def built(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 def test_verify_certifies_divided_rows(built: tuple[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, to = built
     run("verify", spec, *to, "--write")
-    assert "128x128x4x2 hopper  115,096" in capsys.readouterr().out
+    assert "128x128x4x3 hopper  147,896" in capsys.readouterr().out
     ir = tmp_path / "generated" / "small" / "schedule.ir"
     ir.write_text(
-        edit(ir.read_text(), ("BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend", "BLOCK_KV=256 num_warps=4 num_stages=2 TMA=1 backend"))
+        edit(ir.read_text(), ("BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend", "BLOCK_KV=256 num_warps=4 num_stages=2 TMA=1 backend"))
     )
     with pytest.raises(SystemExit):
         main(["verify", spec, *to, "--changed"])

@@ -72,11 +72,6 @@ def test_halves_that_are_joined_the_wrong_way_round_show() -> None:
         hold(made, "full_mha", 3, (20, 60))
 
 
-def test_a_missing_pass_stops_all_roles() -> None:
-    with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, producer 0 wait for ever"):
-        hold(edited("causal_mqa", ("    turn pass\n    %s = await", "    %s = await")), "causal_mqa", 3, (20, 60))
-
-
 def test_a_forgotten_rescaling_shows() -> None:
     made = edited(
         "full_mha", ("%rescaled = map expr(acc*alpha) uses(acc=%acc_next", "%rescaled = map expr(acc + 0*alpha) uses(acc=%acc_next")

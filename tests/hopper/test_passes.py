@@ -10,7 +10,6 @@ from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.graph import Row
-from attngen.ir.roles import Turn
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.passes.pipeline import lower
 from attngen.policy import SHORT_ROWS
@@ -32,9 +31,9 @@ def at(ops: list[str], name: str) -> int:
     return next(i for i, op in enumerate(ops) if op.startswith(f"{name} ="))
 
 
-def kinds(module_after: str, block: str, name: str = "causal_gqa") -> list[str]:
+def kinds(module_after: str, block: str) -> list[str]:
     """The kinds of a block's ops."""
-    return [line.partition(" = ")[2].split()[0] if line.startswith("%") else line.split()[0] for line in lines(module_after, block, name)]
+    return [line.partition(" = ")[2].split()[0] if line.startswith("%") else line.split()[0] for line in lines(module_after, block)]
 
 
 def test_assign_roles_leaves_all_work_to_the_consumer() -> None:
@@ -166,25 +165,6 @@ def test_schedule_work_gives_programs_tile_after_tile() -> None:
     assert rings[0].startswith("%Q_ring = ring slots(2) each(consumer)") and rings[-1] == "%Work_ring = ring slots(2) : i32[] @sram"
 
 
-def test_take_turns_brackets_the_products_of_each_body() -> None:
-    before, made = (after("causal_mqa")[name].divided[0] for name in ("schedule-work", "take-turns"))
-    assert lines("take-turns", "consumer", "causal_mqa") == ["turn start", *lines("schedule-work", "consumer", "causal_mqa"), "turn end"]
-    for block, products in (("first", ["issue"]), ("step", ["issue", "take", "issue"])):
-        found = [kind for kind in kinds("take-turns", block, "causal_mqa") if kind != "arg"]
-        assert found[: len(products) + 4] == ["take", "turn", *products, "turn", "await"]
-        was = lines("schedule-work", block, "causal_mqa")
-        assert [line for line in lines("take-turns", block, "causal_mqa") if line not in ("turn take", "turn pass")] == was
-    unchanged = {"entry", "producer", "tile", "produce", "consume", "last", "copy"}
-    assert all(before.block(name) == made.block(name) for name in unchanged)
-
-
-def test_turns_are_for_narrow_heads() -> None:
-    for name in DIVIDED:
-        m = whole(name)
-        taking = any(isinstance(op, Turn) for op in m.divided[0].ops())
-        assert taking == (max(m.head_dim_qk, m.head_dim_v) <= 64 and m.rows("fwd", "hopper")[0].block_q > 64)
-
-
 def test_rings_that_leave_no_room_keep_a_program_for_each_tile() -> None:
     before, made = (after("causal_d256")[name].divided[0] for name in ("halve-softmax", "schedule-work"))
     assert made is before
@@ -307,24 +287,9 @@ REFUSED = {
     "barriers": (
         "KV=128 num_warps=4 num_stages=2 TMA",
         "KV=16 num_warps=4 num_stages=6 TMA",
-        "`fits`: .* its rings have 16 slots; expected 11",
+        "`fits`: .* its rings have 16 slots; expected 10",
     ),
 }
-
-
-# The same of a kernel whose copies take turns.
-REFUSED_TURNS = {
-    "a word": ("turn start", "turn begin", "`types`: .* does `begin`; expected start, take, pass, end"),
-    "a role of one copy": ("    drain %Q_ring\n", "    drain %Q_ring\n    turn take\n", "`types`: .* is in a role of one copy"),
-    "barriers": ("num_stages=2 TMA=1 backend", "num_stages=3 TMA=1 backend", "`fits`: .* have 10 slots; expected 9 .* as copies"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED_TURNS)
-def test_turns_that_are_written_wrongly_are_refused(what: str) -> None:
-    old, new, reason = REFUSED_TURNS[what]
-    with pytest.raises(VerifyError, match=f"rule {reason}"):
-        verify(edited("causal_mqa", (old, new)))
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -13,7 +13,6 @@ from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
 from attngen.backends.hopper.schedule_work import ScheduleWork
-from attngen.backends.hopper.take_turns import TakeTurns
 
 HOPPER = Divider(
     name=NAME,
@@ -25,7 +24,6 @@ HOPPER = Divider(
         OverlapSoftmax(),
         HalveSoftmax(),
         ScheduleWork(),
-        TakeTurns(),
         LegalizeGluon(),
     ),
     rules={"fits": rules.fits},

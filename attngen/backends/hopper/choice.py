@@ -6,14 +6,13 @@ from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAME, NAMED_BAR
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Load, Loop
-from attngen.ir.roles import Give, Take, Turn, Work
+from attngen.ir.roles import Give, Take, Work
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
 # The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
-TILES = {64: (128, 128, 2), 128: (128, 128, 2), 256: (128, 64, 2)}
+TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
 NARROW = 64  # columns of heads with which the portable kernel is as fast (docs/perf-log.md, section 26)
-TURNS = 64  # columns of a head at most, where consumers issue their products in turns: of more, products take longer than the softmax
 QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
 PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
 
@@ -43,8 +42,7 @@ def pays(module: Module, kernel: Kernel) -> bool:
 def staying(module: Module, row: Row) -> int:
     """The slots of the ring of queries where programs take tile after tile; 0 where there is no room for that beside the other rings.
 
-    Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too; so has each copy
-    that takes turns.
+    Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too.
     """
     widths = module.head_dim_qk, module.head_dim_v
     kernel = module.kernel("fwd")
@@ -53,18 +51,10 @@ def staying(module: Module, row: Row) -> int:
         return 0  # it would spill: what addresses of data depend on lives through all products
     for slots in QUERIES:
         elements = slots * row.block_q * widths[0] + row.block_q * widths[1] + row.num_stages * row.block_kv * sum(widths)
-        barriers = slots + 2 * row.num_stages + PLACE_SLOTS + in_turns(module, row)
+        barriers = slots + 2 * row.num_stages + PLACE_SLOTS
         if 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
             return slots
     return 0
-
-
-def in_turns(module: Module, row: Row) -> int:
-    """The copies of the consumer, where they issue their products in turns; 0 where they do not."""
-    copies = row.block_q // ROWS
-    barriers = 2 * row.num_stages + copies  # at least: of rings of keys and values, and of turns
-    wanted = max(module.head_dim_qk, module.head_dim_v) <= TURNS and barriers <= NAMED_BARRIERS - FIRST_BARRIER
-    return copies if wanted and copies > 1 else 0
 
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
@@ -86,12 +76,6 @@ def known_numbers(kernel: Kernel) -> list[str]:
     }
     ops = kernel.block(before).ops if before else ()
     return [op.name for op in ops if op.name in read and not op.results()[""].dims and op.results()[""].dtype == "i32"]
-
-
-def turns(kernel: Kernel) -> int:
-    """The copies that issue their products in turns: each has a named barrier."""
-    taking = (b.role for b in kernel.roles if b.role and any(isinstance(op, Turn) for op in kernel.within(b.name)))
-    return sum(role.copies for role in taking)
 
 
 def is_reused(kernel: Kernel, ring: str) -> bool:

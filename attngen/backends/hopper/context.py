@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from attngen.backends.hopper.choice import is_reused, known_numbers, turns
-from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, THREADS
+from attngen.backends.hopper.choice import is_reused, known_numbers
+from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
@@ -30,7 +30,6 @@ from attngen.ir.roles import (
     Recall,
     Ring,
     Take,
-    Turn,
     Work,
 )
 from attngen.printing.context import KernelContext
@@ -413,11 +412,6 @@ class DividedContext(SoftmaxContext):
         pending = sum(isinstance(o, Issue) and o.name not in awaited for o in since)
         deps = [self.var(op.value), *([self.var(op.holds)] if op.holds else [])]
         return {"vars": ", ".join([self.var(op.name), *deps[1:]]), "pending": pending, "deps": ", ".join(deps)}
-
-    def _turn(self, op: Turn, cls: str) -> dict[str, Any]:
-        """The copies that take turns, and the named barrier of the first."""
-        copies = turns(self.kernel)
-        return {"do": op.do, "copies": copies, "first": NAMED_BARRIERS - copies, "threads": 2 * THREADS}
 
     def _put(self, op: Put, cls: str) -> dict[str, Any]:
         shape = ", ".join(self._dims(self.kernel.type_of(op.value).dims))
