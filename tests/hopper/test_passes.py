@@ -268,6 +268,9 @@ def test_without_a_word_of_the_spec_kernels_are_divided_where_that_pays() -> Non
     assert auto() == ["hopper"] and auto(head_dim=256, mask="none") == ["hopper"]
     assert auto(head_dim=64) == auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
     assert auto(schedule={"block_q": 64}) == auto(schedule={"order": "kv_outer"}) == []  # tiles are those of the portable kernel
+    parts = ("floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0", "int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))", "kv_idx <= q_idx")
+    heavy = {"expr": " and ".join(parts)}
+    assert auto(mask=heavy) == [] and auto(mask=heavy, schedule={"backend": "hopper"}) == ["hopper"]
     (row,) = target("causal_gqa").rows("fwd", "hopper")
     assert row.min_rows == SHORT_ROWS and whole("causal_gqa").rows("fwd", "hopper")[0].min_rows == 0
     text = print_module(target("causal_gqa"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAME, NAMED_BARRIERS, ROWS
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Load, Loop
+from attngen.ir.ops import Gather, Load, Loop, Map, Mask
 from attngen.ir.roles import Give, Take, Work
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
@@ -13,6 +13,8 @@ SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps ther
 # The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
 TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
 NARROW = 64  # columns of heads with which the portable kernel is as fast (docs/perf-log.md, section 26)
+PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
+MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
 QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
 PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
 
@@ -35,8 +37,13 @@ def obstacle(module: Module, kernel: Kernel) -> str:
 
 
 def pays(module: Module, kernel: Kernel) -> bool:
-    """Whether a divided kernel is faster than the portable one, as far as was measured: with heads of more than 64 columns."""
-    return max(module.head_dim_qk, module.head_dim_v) > NARROW and not obstacle(module, kernel)
+    """Whether a divided kernel is faster than the portable one, as far as was measured: with heads of more than 64 columns.
+
+    Of masks and modifiers that compute more for a score than those that were compiled, registers may spill.
+    """
+    scores = (op for op in kernel.ops() if isinstance(op, (Gather, Map, Mask)) and any(set(t.dims) == PAIR for t in op.results().values()))
+    work = sum(e.count_ops() for op in scores for e in op.expressions)
+    return max(module.head_dim_qk, module.head_dim_v) > NARROW and work <= MOST_WORK and not obstacle(module, kernel)
 
 
 def staying(module: Module, row: Row) -> int:

@@ -6,11 +6,11 @@ Expressions are printed as for Triton: Gluon has the same functions, under `gl`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from attngen.backends.hopper.choice import is_reused, known_numbers
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
+from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
 from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Keep, Loop, Map, Mask, Op, Reduce, Yield
@@ -36,52 +36,6 @@ from attngen.printing.context import KernelContext
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
 _SPREAD = {"scores": "SCORES", "sums": "SUMS", "operand": "OPERAND"}  # names of layouts
-
-
-@dataclass
-class RingView:
-    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, numbered from `free` on."""
-
-    name: str
-    slots: str
-    shape: str
-    descriptor: str
-    buffers: str  # of all copies
-    filled: bool  # or only stored from
-    numbers: str = ""  # how many, of a ring of places
-
-
-@dataclass
-class RoleView:
-    """A role as a function of its own."""
-
-    name: str
-    copies: int
-    warps: int
-    registers: int
-    params: list[str]
-    tiles: list[str]
-    prologue: list[str]
-    nodes: list[Node]
-    constants: list[str]  # THREADS, and the number of the copy where it has rows of its own
-
-
-@dataclass
-class DividedView:
-    """A divided kernel as its template prints it."""
-
-    name: str
-    summary: str
-    params: list[str]
-    not_specialized: list[str]
-    dropout: bool
-    prologue: list[str]
-    nodes: list[Node]
-    rings: list[RingView]
-    roles: list[RoleView]
-    words: set[str]  # that occur in it
-    stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
-    described: list[tuple[int, str]]  # positions of the tensors that the copy engine reads and writes; rows of their tiles
 
 
 def _rings_in(nodes: list[Node]) -> set[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.backends.hopper.context import DividedContext, DividedView
+from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
+from attngen.backends.hopper.views import DividedView
 from attngen.ir.graph import Module
 
 TEMPLATE = "hopper/kernels.py.jinja"

@@ -1,0 +1,53 @@
+"""What the templates see of a divided kernel as a whole: its rings, its roles, and what it is called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.printing.views import Node
+
+
+@dataclass
+class RingView:
+    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, numbered from `free` on."""
+
+    name: str
+    slots: str
+    shape: str
+    descriptor: str
+    buffers: str  # of all copies
+    filled: bool  # or only stored from
+    numbers: str = ""  # how many, of a ring of places
+
+
+@dataclass
+class RoleView:
+    """A role as a function of its own."""
+
+    name: str
+    copies: int
+    warps: int
+    registers: int
+    params: list[str]
+    tiles: list[str]
+    prologue: list[str]
+    nodes: list[Node]
+    constants: list[str]  # THREADS, and the number of the copy where it has rows of its own
+
+
+@dataclass
+class DividedView:
+    """A divided kernel as its template prints it."""
+
+    name: str
+    summary: str
+    params: list[str]
+    not_specialized: list[str]
+    dropout: bool
+    prologue: list[str]
+    nodes: list[Node]
+    rings: list[RingView]
+    roles: list[RoleView]
+    words: set[str]  # that occur in it
+    stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
+    described: list[tuple[int, str]]  # positions of the tensors that the copy engine reads and writes; rows of their tiles
