@@ -28,12 +28,15 @@ from attngen.ir.roles import (
     Fill,
     Flush,
     Give,
+    Halve,
     Hold,
     Issue,
+    Join,
     Pipeline,
     Put,
     Ring,
     Take,
+    Weigh,
     Work,
     bodies_of,
 )
@@ -213,8 +216,9 @@ class Timeline:
     def compute(self, agent: _Agent, op: Op, cls: str) -> Steps:
         """Arithmetic, and loads that no producer does."""
         steps, label, shown = 1, "", "hollow"
-        if isinstance(op, SoftmaxStep):
-            steps, label, shown = SOFTMAX, f"softmax {agent.number}", "partial"
+        if isinstance(op, (SoftmaxStep, Weigh)):
+            halved = isinstance(op, Weigh)
+            steps, label, shown = SOFTMAX // 2 if halved else SOFTMAX, f"{'half ' * halved}softmax {agent.number}", "partial"
         elif isinstance(op, Load) and op.type.space == "sram":
             steps, shown = COPY, "track"
         elif not self.counts(op, cls):
@@ -224,7 +228,9 @@ class Timeline:
 
     def counts(self, op: Op, cls: str) -> bool:
         """Whether an op is arithmetic on a tile, in a turn of this class."""
-        if isinstance(op, (Arg, Init, Yield, Convert, Hold)) or (isinstance(op, Mask) and cls == "full" and op.when == "partial"):
+        if isinstance(op, (Arg, Init, Yield, Convert, Halve, Hold, Join)) or (
+            isinstance(op, Mask) and cls == "full" and op.when == "partial"
+        ):
             return False
         types = (*op.results().values(), *map(self.kernel.type_of, op.operands()))
         return any(len(t.dims) == 2 and t.space == "reg" for t in types)

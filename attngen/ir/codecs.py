@@ -114,7 +114,9 @@ _RANGES: Codec = (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, 
 _CODECS: dict[str, Codec] = {
     "type": (print_type, parse_type),
     **dict.fromkeys(("src", "dst"), _ACCESS),
-    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "seed", "threshold", "keep", "listed", "ring", "holds", "through"), _REF),
+    **dict.fromkeys(
+        ("a", "b", "acc", "value", "s", "m", "scale", "seed", "threshold", "keep", "listed", "ring", "holds", "through", "base"), _REF
+    ),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "other", "head", "tile", "slots"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to"), _WORD),

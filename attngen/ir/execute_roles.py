@@ -15,26 +15,32 @@ from typing import Any
 import numpy as np
 
 from attngen.errors import AttngenError
-from attngen.ir.execute import Launch, Program, Values, spread
+from attngen.ir.execute import Launch, Program, Values, applies, spread
 from attngen.ir.expr import Expr
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Block, Loop, Op, Role
 from attngen.ir.roles import (
+    HALVES,
     ROLE_KIND,
     Await,
     Convert,
+    Defer,
     Drain,
     Fill,
     Flush,
     Give,
+    Halve,
     Hold,
     Issue,
+    Join,
     Pack,
     Pipeline,
     Put,
     Recall,
     Ring,
+    SoftmaxRows,
     Take,
+    Weigh,
     Work,
     bodies_of,
 )
@@ -76,7 +82,7 @@ class DividedLaunch(Launch):
 
     def program(self, place: Mapping[str, int], start: Values) -> Program:
         """All roles of a program, in turns."""
-        values = {"num_stages": SLOTS, **start}
+        values = {"num_stages": SLOTS, **{half: start[whole] // 2 for whole, half in HALVES.items()}, **start}
         for axis, number in place.items():
             values |= self.turn(axis, number, values)
         pending: list[Callable[[], None]] = []
@@ -120,6 +126,7 @@ class DividedLaunch(Launch):
 
     def block(self, name: str, values: Values, cls: str) -> Any:
         """Run a block's ops; those of roles may wait."""
+        values["cls"] = cls
         for op in self.kernel.block(name).ops:
             if type(op) not in ROLE_KIND:
                 found = yield from self.ops((op,), values, cls)
@@ -323,11 +330,33 @@ class DividedLaunch(Launch):
         values[op.name] = found if issue.acc is None else found + values[issue.acc]
         yield False
 
-    def _convert(self, op: Convert | Hold | Pack, values: Values) -> Any:
+    def _convert(self, op: Convert | Defer | Hold | Pack, values: Values) -> Any:
         values[op.name] = self.tile(values[op.value], op.type, values)
         yield from ()
 
-    _hold = _pack = _convert
+    _hold = _defer = _pack = _convert
+
+    # ------------------------------------------------------------------ softmax in parts
+
+    def _softmax_rows(self, op: SoftmaxRows, values: Values) -> Any:
+        m, scale = values[op.m], values[op.scale] if op.scale else 1
+        m_new = np.maximum(m, values[op.s].max(axis=1))
+        seen = np.where(m_new == -np.inf, m_new.dtype.type(0), m_new) if applies(op.guard, values["cls"]) else m_new
+        values |= {f"{op.name}.base": seen * scale, f"{op.name}.alpha": np.exp2((m - seen) * scale), f"{op.name}.m": m_new}
+        yield from ()
+
+    def _weigh(self, op: Weigh, values: Values) -> Any:
+        values[op.name] = np.exp2(values[op.s] * (values[op.scale] if op.scale else 1) - values[op.base][:, None])
+        yield from ()
+
+    def _halve(self, op: Halve, values: Values) -> Any:
+        halves = np.split(values[op.value], 2, axis=self.dims[op.value].index(op.over))
+        values |= {f"{op.name}.{field}": half for field, half in zip(op.results(), halves)}
+        yield from ()
+
+    def _join(self, op: Join, values: Values) -> Any:
+        values[op.name] = np.concatenate([values[op.a], values[op.b]], axis=op.type.dims.index(op.over))
+        yield from ()
 
 
 def _loop(op: Pipeline, cls: str, ranges: tuple[tuple[Expr, Expr], ...]) -> Loop:

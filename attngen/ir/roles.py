@@ -16,6 +16,7 @@ from attngen.ir.expr import Expr
 from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
 
 Ranges = tuple[tuple[Expr, Expr], ...]
+HALVES = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see Halve)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,63 @@ class Hold(Op):
 
 
 @dataclass(frozen=True)
+class Defer(Op):
+    """The same row of numbers. What is computed of it comes after the await before it: no compiler moves it up to where products run."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class SoftmaxRows(Op):
+    """What one online softmax update (see SoftmaxStep) computes of rows: m', alpha, and `base`, which weights are measured from.
+
+    base = scale m', or 0 where the guard holds and the row has seen no key yet. The weights are 2^(scale s - base) (see Weigh).
+    """
+
+    s: str = field(metadata=OPERAND)
+    m: str = field(metadata=OPERAND)
+    type: Type
+    scale: str | None = field(default=None, metadata=OPERAND)
+    guard: str = "partial"
+
+    def results(self) -> dict[str, Type]:
+        return dict.fromkeys(("base", "alpha", "m"), self.type)
+
+
+@dataclass(frozen=True)
+class Weigh(Op):
+    """The weights of scores: 2^(scale s - base), with one `base` for each row."""
+
+    s: str = field(metadata=OPERAND)
+    base: str = field(metadata=OPERAND)
+    type: Type
+    scale: str | None = field(default=None, metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Halve(Op):
+    """The two halves of a value along a dimension, the lower half of its positions first. `type` is that of each."""
+
+    value: str = field(metadata=OPERAND)
+    over: str
+    type: Type
+
+    def results(self) -> dict[str, Type]:
+        return {"left": self.type, "right": self.type}
+
+
+@dataclass(frozen=True)
+class Join(Op):
+    """The value whose halves along a dimension are `a` and `b`."""
+
+    a: str = field(metadata=OPERAND)
+    b: str = field(metadata=OPERAND)
+    over: str
+    type: Type
+
+
+@dataclass(frozen=True)
 class Put(Op):
     """Write a tile to the calling copy's slot of a ring, from which the copy engine stores it later: `flush` waits for that.
 
@@ -189,6 +247,11 @@ ROLE_OPS: dict[str, type[Op]] = {
     "pack": Pack,
     "convert": Convert,
     "hold": Hold,
+    "defer": Defer,
+    "softmax_rows": SoftmaxRows,
+    "weigh": Weigh,
+    "halve": Halve,
+    "join": Join,
     "put": Put,
     "flush": Flush,
     "work": Work,

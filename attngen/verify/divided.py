@@ -11,21 +11,27 @@ from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
 from attngen.ir.roles import (
+    HALVES,
     Await,
     Convert,
+    Defer,
     Drain,
     Fill,
     Flush,
     Give,
+    Halve,
     Hold,
     Issue,
+    Join,
     Pack,
     Pipeline,
     Put,
     Ranges,
     Recall,
     Ring,
+    SoftmaxRows,
     Take,
+    Weigh,
     Work,
     bodies_of,
 )
@@ -265,13 +271,42 @@ def _pack_errors(kernel: Kernel, op: Pack) -> Iterator[str]:
         yield "packs a value of f32 to the tensors' element type"
 
 
-def _same_errors(kernel: Kernel, op: Convert | Hold) -> Iterator[str]:
+def _same_errors(kernel: Kernel, op: Convert | Defer | Hold) -> Iterator[str]:
     if kernel.type_of(op.value) != op.type:
         yield "changes the type of a value"
     if isinstance(op, Convert) and op.to not in SPREADS:
         yield f"converts to({op.to}); expected {', '.join(SPREADS)}"
-    if isinstance(op, Hold) and (op.type.dtype, op.type.dims) != ("f32", ("BLOCK_Q",)):
-        yield "holds a row of f32"
+    if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims) != ("f32", ("BLOCK_Q",)):
+        yield f"{'holds' if isinstance(op, Hold) else 'defers'} a row of f32"
+    if isinstance(op, Defer):
+        home = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
+        if not any(isinstance(other, Await) for other in home[: home.index(op)]):
+            yield "is deferred until after an await, and none comes before it"
+
+
+def _rows_errors(kernel: Kernel, op: SoftmaxRows) -> Iterator[str]:
+    s, m = kernel.type_of(op.s), kernel.type_of(op.m)
+    if s.dtype != "f32" or m != op.type or s.dims[:1] != op.type.dims or len(s.dims) != 2 or (op.scale and kernel.type_of(op.scale).dims):
+        yield "needs scores in f32, m of their rows, which is what it computes, and one number as scale"
+    if op.guard not in ("always", "partial"):
+        yield f"guards `{op.guard}`; expected always or partial"
+
+
+def _weigh_errors(kernel: Kernel, op: Weigh) -> Iterator[str]:
+    base = kernel.type_of(op.base)
+    rows = (base.dtype, base.dims) == ("f32", op.type.dims[:1])
+    if kernel.type_of(op.s) != op.type or op.type.dtype != "f32" or not rows or (op.scale and kernel.type_of(op.scale).dims):
+        yield "needs scores of its own type, f32, a base for each row, and one number as scale"
+
+
+def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
+    """A join is a halving the other way round."""
+    whole, half = (kernel.type_of(op.value), op.type) if isinstance(op, Halve) else (op.type, kernel.type_of(op.a))
+    if isinstance(op, Join) and kernel.type_of(op.b) != half:
+        yield f"joins %{op.a} and %{op.b}, whose types differ"
+    dims = tuple(HALVES[d] if d == op.over else d for d in whole.dims) if op.over in HALVES else ()
+    if op.over not in whole.dims or (half.dtype, half.dims, half.space) != (whole.dtype, dims, whole.space):
+        yield f"has halves of {half.dtype}[{', '.join(half.dims)}] over {op.over}; expected {whole.dtype}[{', '.join(dims)}]"
 
 
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
@@ -291,7 +326,12 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Await: _await_errors,
     Pack: _pack_errors,
     Convert: _same_errors,
+    Defer: _same_errors,
     Hold: _same_errors,
+    SoftmaxRows: _rows_errors,
+    Weigh: _weigh_errors,
+    Halve: _halve_errors,
+    Join: _halve_errors,
     Put: _put_errors,
     Work: _work_errors,
     Recall: _recall_errors,

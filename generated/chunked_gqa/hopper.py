@@ -101,6 +101,31 @@ def following(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def defer(x):
+    # x itself, of which the compiler knows nothing before this place: what depends on it is computed after the wait before it.
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def halves(x):
+    # The left and the right half of the columns. Each number stays in its thread.
+    return x.reshape([ROWS, 2, x.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def joined(left, right, LAYOUT: gl.constexpr):
+    # The tile that has these halves.
+    x = gl.join(left, right).permute(0, 2, 1).reshape([ROWS, 2 * left.shape[1]])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def beside(x, LAYOUT: gl.constexpr):
+    # One number for each row, where tiles of a layout have the row.
+    return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
 def draw(counter):
     # Add 1 to a counter, by one thread of the warp; every thread gets what it was before.
     return gl.inline_asm_elementwise(
@@ -298,6 +323,7 @@ def fwd_consumer(
         Nk = anew(Nk)
         stride_lse_b = anew(stride_lse_b)
         stride_lse_h = anew(stride_lse_h)
+        b = told(work_ring.index(7 * work_slot + 2))
         kv_end = told(work_ring.index(7 * work_slot + 3))
         kv_first = told(work_ring.index(7 * work_slot + 4))
         kv_full_first = told(work_ring.index(7 * work_slot + 5))
@@ -379,17 +405,24 @@ def fwd_consumer(
                 )
                 m_new = gl.maximum(m, row_max(s))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
-                p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
+                soft_base = m_seen * qk_scale
                 alpha = gl.exp2((m - m_seen) * qk_scale)
-                weights = pack(p, dtype)
-                p_sum = row_sum(p)
-                l = p_sum + alpha * l
-                l = hold(l)
+                soft_halves_left, soft_halves_right = halves(s)
+                soft_left = gl.exp2(soft_halves_left * qk_scale - beside(soft_base, soft_halves_left.type.layout)[:, None])
+                p_sum_left = beside(row_sum(soft_left), SCORES)
+                l_next_left = p_sum_left + alpha * l
+                l_next_left = hold(l_next_left)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
                 arrive(8 + SLOTS + v_slot, THREADS)
                 v_slot, v_phase = following(v_slot, v_phase, SLOTS)
                 soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
                 acc = acc_next * soft_alpha_sums[:, None]
+                soft_base_deferred = defer(soft_base)
+                soft_right = gl.exp2(soft_halves_right * qk_scale - beside(soft_base_deferred, soft_halves_right.type.layout)[:, None])
+                p_sum_right = beside(row_sum(soft_right), SCORES)
+                l = l_next_left + p_sum_right
+                soft_joined = joined(soft_left, soft_right, SCORES)
+                weights = pack(soft_joined, dtype)
                 m = m_new
             # tiles with nothing to mask: no mask, no bounds checks
             for _ in range(kv_full_first + gl.where(partial_tiles > 0, 0, 1), kv_full_end):
@@ -410,17 +443,24 @@ def fwd_consumer(
                 arrive(8 + k_slot, THREADS)
                 k_slot, k_phase = following(k_slot, k_phase, SLOTS)
                 m_new = gl.maximum(m, row_max(s))
-                p = gl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
+                soft_base = m_new * qk_scale
                 alpha = gl.exp2((m - m_new) * qk_scale)
-                weights = pack(p, dtype)
-                p_sum = row_sum(p)
-                l = p_sum + alpha * l
-                l = hold(l)
+                soft_halves_left, soft_halves_right = halves(s)
+                soft_left = gl.exp2(soft_halves_left * qk_scale - beside(soft_base, soft_halves_left.type.layout)[:, None])
+                p_sum_left = beside(row_sum(soft_left), SCORES)
+                l_next_left = p_sum_left + alpha * l
+                l_next_left = hold(l_next_left)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
                 arrive(8 + SLOTS + v_slot, THREADS)
                 v_slot, v_phase = following(v_slot, v_phase, SLOTS)
                 soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
                 acc = acc_next * soft_alpha_sums[:, None]
+                soft_base_deferred = defer(soft_base)
+                soft_right = gl.exp2(soft_halves_right * qk_scale - beside(soft_base_deferred, soft_halves_right.type.layout)[:, None])
+                p_sum_right = beside(row_sum(soft_right), SCORES)
+                l = l_next_left + p_sum_right
+                soft_joined = joined(soft_left, soft_right, SCORES)
+                weights = pack(soft_joined, dtype)
                 m = m_new
             mbarrier.wait(v_full.index(v_slot), v_phase)
             v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])

@@ -84,10 +84,16 @@ EDITS = {
     "fewer slots": ("num_stages=2 TMA=1 backend=hopper", "num_stages=1 TMA=1 backend=hopper"),
     "queries in one slot": ("%Q_ring = ring slots(2)", "%Q_ring = ring slots(1)"),
     "K given back late": (
-        "    give %k\n    %masked = mask %s where(kv_idx <= Nk - Nq + q_idx) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
-        "    %soft = softmax_step %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+        "    give %k\n"
         "    %masked = mask %s where(kv_idx <= Nk - Nq + q_idx) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
-        "    %soft = softmax_step %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @reg\n    give %k\n",
+        "    %soft = softmax_rows %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @reg\n"
+        "    %soft_halves = halve %masked over(BLOCK_KV) : f32[BLOCK_Q, HALF_KV] @reg\n"
+        "    %soft_left = weigh %soft_halves.left base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg\n",
+        "    %masked = mask %s where(kv_idx <= Nk - Nq + q_idx) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
+        "    %soft = softmax_rows %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @reg\n"
+        "    %soft_halves = halve %masked over(BLOCK_KV) : f32[BLOCK_Q, HALF_KV] @reg\n"
+        "    %soft_left = weigh %soft_halves.left base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg\n"
+        "    give %k\n",
     ),
 }
 

@@ -66,6 +66,12 @@ def test_a_missing_give_stops_all_roles() -> None:
         hold(edited("full_mha", ("    give %k\n", "")), "full_mha", 3, (20, 60))
 
 
+def test_halves_that_are_joined_the_wrong_way_round_show() -> None:
+    made = edited("full_mha", ("join %soft_left %soft_right", "join %soft_right %soft_left"))
+    with pytest.raises(Unequal):
+        hold(made, "full_mha", 3, (20, 60))
+
+
 def test_a_forgotten_rescaling_shows() -> None:
     made = edited(
         "full_mha", ("%rescaled = map expr(acc*alpha) uses(acc=%acc_next", "%rescaled = map expr(acc + 0*alpha) uses(acc=%acc_next")

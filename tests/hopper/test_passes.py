@@ -7,6 +7,7 @@ import re
 import pytest
 
 from attngen.backends.hopper.assign_roles import AssignRoles
+from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.graph import Row
 from attngen.ir.text import parse_module, print_kernel, print_module
@@ -14,7 +15,7 @@ from attngen.passes.pipeline import lower
 from attngen.policy import SHORT_ROWS
 from attngen.spec import make_spec
 from attngen.verify import verify
-from tests.helpers import spec, target
+from tests.helpers import edit, spec, target
 from tests.hopper.common import DIVIDED, after, asking, edited, kernel, whole
 
 
@@ -23,6 +24,11 @@ def lines(module_after: str, block: str, name: str = "causal_gqa") -> list[str]:
     text = print_kernel(after(name)[module_after].divided[0])
     found = re.split(rf"(?:block|role) @{block}\b", text, maxsplit=1)[1].split("\n  block ")[0].split("\n  role ")[0]
     return [line.strip() for line in found.splitlines()[1:] if not line.strip().startswith("about")]
+
+
+def at(ops: list[str], name: str) -> int:
+    """Where the op of a name stands among ops."""
+    return next(i for i, op in enumerate(ops) if op.startswith(f"{name} ="))
 
 
 def kinds(module_after: str, block: str) -> list[str]:
@@ -86,6 +92,47 @@ def test_overlap_softmax_issues_the_next_product_before_it_awaits_the_last() -> 
     )
 
 
+def test_halve_softmax_awaits_the_product_halfway() -> None:
+    before, after_it = (lines(name, "step") for name in ("overlap-softmax", "halve-softmax"))
+    start, end = at(before, "%soft"), at(before, "%acc_next")
+    assert after_it[:start] == before[:start]
+    assert after_it[start:] == [
+        "%soft = softmax_rows %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @reg",
+        "%soft_halves = halve %masked over(BLOCK_KV) : f32[BLOCK_Q, HALF_KV] @reg",
+        "%soft_left = weigh %soft_halves.left base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg",
+        "%p_sum_left = reduce sum %soft_left over(HALF_KV) : f32[BLOCK_Q] @reg",
+        "%l_next_left = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum_left) : f32[BLOCK_Q] @reg",
+        *before[end:-1],
+        "%soft_right = weigh %soft_halves.right base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg",
+        "%p_sum_right = reduce sum %soft_right over(HALF_KV) : f32[BLOCK_Q] @reg",
+        "%l_next = map expr(before + p_sum) uses(before=%l_next_left, p_sum=%p_sum_right) : f32[BLOCK_Q] @reg",
+        "%soft_joined = join %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%p_cast = pack %soft_joined : T[BLOCK_Q, BLOCK_KV] @reg",
+        before[-1],
+    ]
+    for block in ("first", "last", "consumer", "producer", "entry"):
+        assert lines("halve-softmax", block) == lines("overlap-softmax", block)
+
+
+def test_dropout_drops_of_whole_weights() -> None:
+    step = lines("halve-softmax", "step", "causal_dropout_mqa")
+    assert at(step, "%soft_left") < at(step, "%acc_next") < at(step, "%soft_right") < at(step, "%soft_joined")
+    assert step[at(step, "%soft_joined") + 1].startswith("%p_kept = dropout %soft_joined keep(%keep)")
+
+
+def test_short_tiles_and_other_sums_are_not_halved() -> None:
+    made = after("full_mha")["overlap-softmax"]
+    assert HalveSoftmax().run(made).divided != made.divided
+    for old, new in (
+        ("BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend", "BLOCK_KV=32 num_warps=4 num_stages=3 TMA=1 backend"),
+        ("    %l_next = map expr(alpha*l + p_sum)", "    %l_next = map expr(alpha*l + 2*p_sum)"),
+        ("reduce sum %soft.p", "reduce max %soft.p"),
+    ):
+        before, at_kernel, rest = print_module(made).partition("kernel @fwd backend(hopper)")
+        other = parse_module(before + at_kernel + edit(rest, (old, new)))
+        assert HalveSoftmax().run(other).divided == other.divided
+
+
 def test_what_depends_on_no_product_stands_under_it() -> None:
     step = [line.split(" = ")[0] for line in lines("overlap-softmax", "step", "relative_bias_mha")]
     assert step.index("%acc_flight") < step.index("%relative_bias") < step.index("%s")
@@ -94,9 +141,10 @@ def test_what_depends_on_no_product_stands_under_it() -> None:
 def test_legalize_gluon_converts_holds_and_puts() -> None:
     made = lines("legalize-gluon", "step")
     assert "%weights_operand = convert %weights to(operand) : T[BLOCK_Q, BLOCK_KV] @reg" in made
-    assert "%l_next_held = hold %l_next : f32[BLOCK_Q] @reg" in made
+    assert made.index("%l_next_left_held = hold %l_next_left : f32[BLOCK_Q] @reg") + 1 == at(made, "%acc_next")
+    assert made.index("%soft_base_deferred = defer %soft.base : f32[BLOCK_Q] @reg") + 1 == at(made, "%soft_right")
     assert "%soft_alpha_sums = convert %soft.alpha to(sums) : f32[BLOCK_Q] @reg" in made
-    assert made[-1] == "yield values(m=%soft.m, l=%l_next_held, acc=%rescaled, weights=%p_cast)"
+    assert made[-1] == "yield values(m=%soft.m, l=%l_next, acc=%rescaled, weights=%p_cast)"
     consume = lines("legalize-gluon", "consume")
     assert "put %O[b, h, q, d_v] %o through(%O_ring)" in consume and "store %LSE_head[q] %lse check(q)" in consume
     assert lines("legalize-gluon", "consumer")[-1] == "flush %O_ring"
@@ -118,7 +166,7 @@ def test_schedule_work_gives_programs_tile_after_tile() -> None:
 
 
 def test_rings_that_leave_no_room_keep_a_program_for_each_tile() -> None:
-    before, made = (after("causal_d256")[name].divided[0] for name in ("overlap-softmax", "schedule-work"))
+    before, made = (after("causal_d256")[name].divided[0] for name in ("halve-softmax", "schedule-work"))
     assert made is before
 
 
@@ -178,7 +226,7 @@ REFUSED = {
     "a body's name": ("last(@last)", "last(@lost)", "`scopes`: .* %keys runs @lost, which is no body"),
     "an order": ("full(0 .. kv_full_end)", "full(1 .. kv_full_end)", "`walks`: .* runs over other tiles of class full"),
     "a bound": ("%kv_full_end = map expr(max(0", "%kv_full_end = map expr(max(1", "`walks`: .* %kv_full_end is"),
-    "a field": ("l=%l_next_held, acc", "acc", "`bodies`: .* take and yield does not fit what it carries"),
+    "a field": ("l=%l_next, acc", "acc", "`bodies`: .* take and yield does not fit what it carries"),
     "an await": (" holds(%weights_operand)", "", "`flights`: .* %acc_next holds nothing; expected %weights_operand"),
     "a flight": ("%masked = mask %s ", "%masked = mask %s_flight ", "`types`: "),
     "a type": ("%k = take %K_ring : T[BLOCK_KV, D_QK]", "%k = take %K_ring : T[BLOCK_KV, D_V]", "`types`: .* takes a tile of another type"),
@@ -206,6 +254,34 @@ REFUSED = {
     ),
     "an output that stays": ("    flush %O_ring\n", "", "`protocol`: .* ends while the copy engine stores from %O_ring"),
     "a role": ("each(consumer)", "each(producer)", "`protocol`: .* takes from %Q_ring, which belongs to another role"),
+    "a deferred row": (
+        "%soft_base_deferred = defer %soft.base",
+        "%soft_base_deferred = defer %qk_scale",
+        "`types`: .* changes the type of a value",
+    ),
+    "a row that nothing defers": (
+        "    %k = take",
+        "    %m_deferred = defer %m : f32[BLOCK_Q] @reg\n    %k = take",
+        "`types`: .* is deferred until after an await",
+    ),
+    "rows of scores": ("softmax_rows %masked m(%m)", "softmax_rows %m m(%m)", "`types`: .*needs scores in f32, m of their rows"),
+    "a guard": ("scale(%qk_scale) : f32[BLOCK_Q] @reg", "scale(%qk_scale) guard(no) : f32[BLOCK_Q] @reg", "`types`: .* guards `no`"),
+    "whole scores": ("weigh %soft_halves.right", "weigh %masked", "`types`: .*needs scores of its own type, f32, a base for each row"),
+    "halves of rows": (
+        "halve %masked over(BLOCK_KV)",
+        "halve %masked over(BLOCK_Q)",
+        "`types`: .* has halves of f32\\[BLOCK_Q, HALF_KV\\] over BLOCK_Q",
+    ),
+    "halves as wholes": (
+        "halve %masked over(BLOCK_KV) : f32[BLOCK_Q, HALF_KV]",
+        "halve %masked over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV]",
+        "`types`: .*expected f32\\[BLOCK_Q, HALF_KV\\]",
+    ),
+    "other halves": (
+        "join %soft_left %soft_right",
+        "join %soft_left %masked",
+        "`types`: .* joins %soft_left and %masked, whose types differ",
+    ),
     "a spread": ("to(operand)", "to(memory)", "`types`: .* converts to\\(memory\\); expected scores, sums, operand"),
     "memory": ("128 num_warps=4 num_stages=2 TMA", "128 num_warps=4 num_stages=4 TMA", "`fits`: .* needs 360,6.. bytes of shared memory"),
     "barriers": (

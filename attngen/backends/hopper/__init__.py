@@ -7,6 +7,7 @@ from attngen.backends.base import Compiler, Divider, Footprint
 from attngen.backends.hopper import certificate, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.facts import DEVICE, NAME
+from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.backends.hopper.issue_products import IssueProducts
 from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
@@ -21,6 +22,7 @@ HOPPER = Divider(
         MakeRings(),
         IssueProducts(),
         OverlapSoftmax(),
+        HalveSoftmax(),
         ScheduleWork(),
         LegalizeGluon(),
     ),

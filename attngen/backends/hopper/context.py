@@ -10,14 +10,14 @@ from typing import Any
 
 from attngen.backends.hopper.choice import is_reused, known_numbers
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
+from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
-from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Keep, Loop, Map, Mask, Op, Reduce, Yield
+from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Keep, Loop, Map, Mask, Op, Yield
 from attngen.ir.roles import (
     DIVIDED_KIND,
     Await,
-    Convert,
     Drain,
     Fill,
     Flush,
@@ -35,8 +35,6 @@ from attngen.ir.roles import (
 from attngen.printing.context import KernelContext
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
-_SPREAD = {"scores": "SCORES", "sums": "SUMS", "operand": "OPERAND"}  # names of layouts
-
 
 def _rings_in(nodes: list[Node]) -> set[str]:
     """The rings that nodes and their bodies fill, take from, or write through."""
@@ -52,7 +50,7 @@ def _gluon(text: Any) -> Any:
     return [_gluon(part) for part in text] if isinstance(text, (list, tuple)) else text
 
 
-class DividedContext(KernelContext):
+class DividedContext(SoftmaxContext):
     """Builds the views of one divided kernel."""
 
     def __init__(self, module: Module, name: str) -> None:
@@ -369,17 +367,6 @@ class DividedContext(KernelContext):
         deps = [self.var(op.value), *([self.var(op.holds)] if op.holds else [])]
         return {"vars": ", ".join([self.var(op.name), *deps[1:]]), "pending": pending, "deps": ", ".join(deps)}
 
-    def _convert(self, op: Convert, cls: str) -> dict[str, Any]:
-        layout = _SPREAD[op.to] if len(op.type.dims) == 2 else f"gl.SliceLayout(1, {_SPREAD[op.to]})"
-        value = self.var(op.value)
-        return {"var": self.var(op.name), "value": f"unpack({value}, dtype)" if op.to == "operand" else value, "layout": layout}
-
-    def _pack(self, op: Pack, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value), "dtype": "dtype"}
-
-    def _hold(self, op: Hold, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value)}
-
     def _put(self, op: Put, cls: str) -> dict[str, Any]:
         shape = ", ".join(self._dims(self.kernel.type_of(op.value).dims))
         return {
@@ -399,9 +386,6 @@ class DividedContext(KernelContext):
     def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
         args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", self.var(op.threshold), "BLOCK_KV", "SCORES"]
         return {"var": self.var(op.name), "args": args, "flag": "DROPOUT"}
-
-    def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
-        return {**super()._reduce(op, cls), "chains": op.op == "sum" and op.over == "BLOCK_KV"}
 
     # ------------------------------------------------------------------ pipelines
 

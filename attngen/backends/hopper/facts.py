@@ -12,9 +12,7 @@ ROWS = 64  # of the program's tile that each consumer has
 REGISTERS = {1: (240, 64), 2: (240, 24), 3: (160, 32)}  # copies of the consumer -> registers per thread, of it and of the producer
 LANE_REGISTERS = 512  # of a multiprocessor, for each lane of its groups of four warps
 MOST_REGISTERS = 256  # that setmaxnreg can give
-# Of the exponentials in loops, the share that stands under a product of weights, at least: in kernels as they are written, 97% and more.
-# The others are those of rescaling sums, two of 66.
-LEAST_UNDER = 0.9
+LANES = 4  # threads that share a row of a product: each computes a row's own numbers, and a fourth of its columns
 COUNTER = "COUNTER"  # the parameter of kernels whose programs draw their tiles: a pointer to two numbers
 FIRST_BARRIER = 6  # of the named barriers of a program: Triton uses those below
 NAMED_BARRIERS = 16

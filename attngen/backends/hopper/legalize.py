@@ -15,6 +15,7 @@ after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
 - A value is spread over threads as scores are, or, if one of its dimensions is D_V, as sums are. A row that sums need is converted; so is
   an operand of a product in registers.
 - ptxas may move arithmetic past an await that does not name it, so that it would not run beside the product: the sums of a row are held.
+- LLVM may move arithmetic up past an await: of what weights after it are measured from it knows nothing before (`defer`).
 - The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries; or a ring of their own, where widths
   differ or the program has more tiles.
 - The address of a head is computed once, in 64 bits.
@@ -30,7 +31,7 @@ import sympy
 
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Base, Block, Load, Map, Op, Reduce, Store, Type
-from attngen.ir.roles import Await, Convert, Flush, Hold, Issue, Put, Ring, Work
+from attngen.ir.roles import Await, Convert, Defer, Flush, Hold, Issue, Put, Ring, Weigh, Work
 from attngen.passes.base import Pass
 
 
@@ -69,13 +70,19 @@ def _spread(kernel: Kernel) -> Kernel:
 
 
 def _held(kernel: Kernel) -> Kernel:
-    """Row sums are held where another product's await follows them."""
+    """Row sums are held where another product's await follows them; what later weights are measured from is deferred."""
     blocks = []
     for block in kernel.blocks:
         ops: list[Op] = []
         renamed: dict[str, str] = {}
         sums = ""  # the last sum over keys that may be moved past an await
+        awaited: set[str] = set()  # ops before that await
         for op in block.ops:
+            if isinstance(op, Weigh) and op.base.split(".")[0] in awaited:
+                renamed[op.base] = f"{op.base.replace('.', '_')}_deferred"
+                ops.append(Defer(renamed[op.base], op.base, kernel.type_of(op.base)))
+            if isinstance(op, Await) and op.holds:
+                awaited = {o.name for o in ops}
             if isinstance(op, Await) and op.holds and sums:
                 renamed[sums] = f"{sums}_held"
                 ops.append(Hold(renamed[sums], sums, kernel.type_of(sums)))

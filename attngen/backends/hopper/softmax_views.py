@@ -1,0 +1,54 @@
+"""What the templates see of ops that are not of rings, products or roles: a softmax in parts, values in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attngen.ir.ops import Reduce, SoftmaxStep
+from attngen.ir.roles import HALVES, Convert, Defer, Halve, Hold, Join, Pack, SoftmaxRows, Weigh
+from attngen.printing.context import KernelContext
+
+_SPREAD = {"scores": "SCORES", "sums": "SUMS", "operand": "OPERAND"}  # names of layouts
+
+
+class SoftmaxContext(KernelContext):
+    """Views of these ops."""
+
+    def _variables(self) -> dict[str, str]:
+        """Value -> Python variable: halves, and what weights are measured from, have the op's name in theirs. The old maximum is kept."""
+        names = super()._variables()
+        for op in self.kernel.ops():
+            own = ("base",) if isinstance(op, SoftmaxRows) else op.results() if isinstance(op, Halve) else ()
+            names |= {f"{op.name}.{field}": f"{op.name}_{field}" for field in own}
+            names |= {f"{op.name}.m": "m_new"} if isinstance(op, SoftmaxRows) else {}
+        return names
+
+    def _softmax_rows(self, op: SoftmaxRows, cls: str) -> dict[str, Any]:
+        step = SoftmaxStep(op.name, op.s, op.m, op.type, op.scale, op.guard)
+        return {**self._softmax_step(step, cls), "base": self.var(f"{op.name}.base")}
+
+    def _weigh(self, op: Weigh, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "s": self.var(op.s), "base": self.var(op.base), "scale": self.var(op.scale) if op.scale else ""}
+
+    def _halve(self, op: Halve, cls: str) -> dict[str, Any]:
+        return {"vars": ", ".join(self.var(f"{op.name}.{field}") for field in op.results()), "value": self.var(op.value)}
+
+    def _join(self, op: Join, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "a": self.var(op.a), "b": self.var(op.b)}
+
+    def _convert(self, op: Convert, cls: str) -> dict[str, Any]:
+        layout = _SPREAD[op.to] if len(op.type.dims) == 2 else f"gl.SliceLayout(1, {_SPREAD[op.to]})"
+        value = self.var(op.value)
+        return {"var": self.var(op.name), "value": f"unpack({value}, dtype)" if op.to == "operand" else value, "layout": layout}
+
+    def _pack(self, op: Pack, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "value": self.var(op.value), "dtype": "dtype"}
+
+    def _hold(self, op: Hold | Defer, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "value": self.var(op.value)}
+
+    _defer = _hold
+
+    def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
+        chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())
+        return {**super()._reduce(op, cls), "chains": chains, "half": op.over in HALVES.values()}
