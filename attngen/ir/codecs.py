@@ -119,7 +119,7 @@ _CODECS: dict[str, Codec] = {
     ),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "other", "head", "tile", "slots"), _EXPR),
-    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to"), _WORD),
+    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to", "do"), _WORD),
     **dict.fromkeys(("score", "recompute", "draws"), _FLAG),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
     **dict.fromkeys(("body", "then", "orelse", "kernel", "first", "step", "last"), (lambda v: f"@{v}", parse_word)),

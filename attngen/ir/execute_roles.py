@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ from attngen.ir.expr import Expr
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Block, Loop, Op, Role
 from attngen.ir.roles import (
+    CHAINS,
     HALVES,
     ROLE_KIND,
     Await,
+    Chains,
     Convert,
     Defer,
     Drain,
@@ -40,12 +43,14 @@ from attngen.ir.roles import (
     Ring,
     SoftmaxRows,
     Take,
+    Turn,
     Weigh,
     Work,
     bodies_of,
 )
 
 SLOTS = 2  # of a ring whose number of slots is the schedule's
+SUMS = 2  # of a row that is added up in chains
 
 
 class RolesStuck(AttngenError):
@@ -72,6 +77,12 @@ class DividedLaunch(Launch):
 
     chance = random.Random(0)
 
+    @cached_property
+    def dims(self) -> dict[str, tuple[str, ...]]:
+        """Those of the results of pipelines, too."""
+        pipelines = [op for op in self.kernel.ops() if isinstance(op, Pipeline)]
+        return super().dims | {f"{op.name}.{field}": self.kernel.type_of(ref).dims for op in pipelines for field, ref in op.carry}
+
     def programs(self, places: list[dict[str, int]], start: Values) -> Iterator[Program]:
         """One for each place; of programs that stay, a random number, which share the places by a counter."""
         if not any(isinstance(op, Work) for op in self.kernel.ops()):
@@ -82,7 +93,7 @@ class DividedLaunch(Launch):
 
     def program(self, place: Mapping[str, int], start: Values) -> Program:
         """All roles of a program, in turns."""
-        values = {"num_stages": SLOTS, **{half: start[whole] // 2 for whole, half in HALVES.items()}, **start}
+        values = {"num_stages": SLOTS, CHAINS: SUMS, **{half: start[whole] // 2 for whole, half in HALVES.items()}, **start}
         for axis, number in place.items():
             values |= self.turn(axis, number, values)
         pending: list[Callable[[], None]] = []
@@ -91,8 +102,9 @@ class DividedLaunch(Launch):
         waiting = {}
         for block in self.kernel.roles:
             assert block.role is not None
+            passed: set[int] = set()
             for copy in range(block.role.copies):
-                waiting[f"{block.name} {copy}"] = self.role(block, block.role, copy, values)
+                waiting[f"{block.name} {copy}"] = self.role(block, block.role, copy, {**values, "passed": passed})
         stuck = 0
         while waiting:
             if pending and self.chance.random() < 0.3:
@@ -313,6 +325,17 @@ class DividedLaunch(Launch):
         while self.mine(op.through, values).storing:
             yield True
 
+    def _turn(self, op: Turn, values: Values) -> Any:
+        """`passed` has the copies whose turn it is. A pass before the copy has taken its last turn is lost."""
+        passed, copy, copies = values["passed"], values["copy"], values["parts"]
+        if op.do == "pass" or (op.do == "start" and copy == copies - 1):
+            passed.add((copy + 1) % copies)
+        elif op.do == "take" or (op.do == "end" and copy == 0):
+            while copy not in passed:
+                yield True
+            passed.remove(copy)
+        yield False
+
     # ------------------------------------------------------------------ products
 
     def _issue(self, op: Issue, values: Values) -> Any:
@@ -347,6 +370,11 @@ class DividedLaunch(Launch):
 
     def _weigh(self, op: Weigh, values: Values) -> Any:
         values[op.name] = np.exp2(values[op.s] * (values[op.scale] if op.scale else 1) - values[op.base][:, None])
+        yield from ()
+
+    def _chains(self, op: Chains, values: Values) -> Any:
+        value = values[op.value]
+        values[op.name] = value.reshape(len(value), -1, values[CHAINS]).sum(axis=1)
         yield from ()
 
     def _halve(self, op: Halve, values: Values) -> Any:

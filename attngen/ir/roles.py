@@ -6,6 +6,7 @@ completes and a take awaits, and `free`, which all takers complete when they giv
 Slots are used in turn: the n-th fill, and the n-th take of each taker, is of slot n % slots.
 
 Products are asynchronous. `issue` starts one, whose result is @flight; `await` waits for it, and so for all that were issued before.
+Copies of a role may issue theirs in turns, so that one computes while the products of another run: see Turn.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from attngen.ir.expr import Expr
 from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
 
 Ranges = tuple[tuple[Expr, Expr], ...]
+CHAINS = "CHAINS"  # dimension of the sums of a row, whose number a backend chooses (see Chains)
 HALVES = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see Halve)
 
 
@@ -91,7 +93,7 @@ class Pack(Op):
 
 @dataclass(frozen=True)
 class Convert(Op):
-    """The same value, in the registers of other threads: spread as `to`, which is `scores`, `sums` or `operand`."""
+    """The same value, in the registers of other threads: spread as `to`, which is `scores`, `sums`, `chains` or `operand`."""
 
     value: str = field(metadata=OPERAND)
     to: str
@@ -100,7 +102,7 @@ class Convert(Op):
 
 @dataclass(frozen=True)
 class Hold(Op):
-    """The same row of numbers, none of which is negative. What computes it comes before the next await: no compiler moves it past that."""
+    """The same numbers of rows, none of them negative. What computes them comes before the next await: no compiler moves it past that."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -142,6 +144,15 @@ class Weigh(Op):
 
 
 @dataclass(frozen=True)
+class Chains(Op):
+    """Sums of each row, of which each has its share of the columns: every CHAINS-th one. Their sum is that of the row."""
+
+    value: str = field(metadata=OPERAND)
+    over: str
+    type: Type
+
+
+@dataclass(frozen=True)
 class Halve(Op):
     """The two halves of a value along a dimension, the lower half of its positions first. `type` is that of each."""
 
@@ -161,6 +172,19 @@ class Join(Op):
     b: str = field(metadata=OPERAND)
     over: str
     type: Type
+
+
+@dataclass(frozen=True)
+class Turn(Op):
+    """Take turns with the other copies of the role, by one named barrier for each copy; `do` says what:
+
+    start  the last copy passes to copy 0, whose turn comes first; other copies do nothing
+    take   wait until the copy before has passed to this one; that of copy 0 is the last copy
+    pass   hand over to the next copy, without waiting for it
+    end    copy 0 takes once more, so that no pass is left unawaited; other copies do nothing
+    """
+
+    do: str
 
 
 @dataclass(frozen=True)
@@ -250,8 +274,10 @@ ROLE_OPS: dict[str, type[Op]] = {
     "defer": Defer,
     "softmax_rows": SoftmaxRows,
     "weigh": Weigh,
+    "chains": Chains,
     "halve": Halve,
     "join": Join,
+    "turn": Turn,
     "put": Put,
     "flush": Flush,
     "work": Work,

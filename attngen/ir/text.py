@@ -57,8 +57,10 @@ _POSITIONAL = {
     "defer": ("value",),
     "softmax_rows": ("s",),
     "weigh": ("s",),
+    "chains": ("value",),
     "halve": ("value",),
     "join": ("a", "b"),
+    "turn": ("do",),
     "put": ("dst", "value"),
     "flush": ("through",),
     "work": ("ring",),
@@ -80,6 +82,7 @@ _UNNAMED = (
     "put",
     "flush",
     "recall",
+    "turn",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 

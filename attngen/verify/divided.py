@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -11,8 +12,10 @@ from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
 from attngen.ir.roles import (
+    CHAINS,
     HALVES,
     Await,
+    Chains,
     Convert,
     Defer,
     Drain,
@@ -31,13 +34,15 @@ from attngen.ir.roles import (
     Ring,
     SoftmaxRows,
     Take,
+    Turn,
     Weigh,
     Work,
     bodies_of,
 )
 from attngen.verify.types import types
 
-SPREADS = ("scores", "sums", "operand")
+SPREADS = ("scores", "sums", "chains", "operand")
+TURNS = ("start", "take", "pass", "end")
 
 
 def roles(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -169,7 +174,8 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read, but for what acts by itself."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
-        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Work, Yield)) or (isinstance(op, Arg) and op.role != "carry")
+        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Turn, Work, Yield))
+        acts |= isinstance(op, Arg) and op.role != "carry"
         acts |= isinstance(op, Loop) and any(isinstance(o, Fill) for o in kernel.block(op.body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
@@ -276,7 +282,8 @@ def _same_errors(kernel: Kernel, op: Convert | Defer | Hold) -> Iterator[str]:
         yield "changes the type of a value"
     if isinstance(op, Convert) and op.to not in SPREADS:
         yield f"converts to({op.to}); expected {', '.join(SPREADS)}"
-    if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims) != ("f32", ("BLOCK_Q",)):
+    chained = isinstance(op, Hold) and op.type.dims[1:] == (CHAINS,)
+    if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims[: 1 if chained else None]) != ("f32", ("BLOCK_Q",)):
         yield f"{'holds' if isinstance(op, Hold) else 'defers'} a row of f32"
     if isinstance(op, Defer):
         home = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
@@ -299,6 +306,12 @@ def _weigh_errors(kernel: Kernel, op: Weigh) -> Iterator[str]:
         yield "needs scores of its own type, f32, a base for each row, and one number as scale"
 
 
+def _chains_errors(kernel: Kernel, op: Chains) -> Iterator[str]:
+    value = kernel.type_of(op.value)
+    if value.dims != ("BLOCK_Q", op.over) or op.type != replace(value, dims=("BLOCK_Q", CHAINS)) or value.dtype != "f32":
+        yield f"adds up {value.dtype}[{', '.join(value.dims)}] over {op.over}; expected columns of f32, and sums f32[BLOCK_Q, {CHAINS}]"
+
+
 def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
     """A join is a halving the other way round."""
     whole, half = (kernel.type_of(op.value), op.type) if isinstance(op, Halve) else (op.type, kernel.type_of(op.a))
@@ -307,6 +320,14 @@ def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
     dims = tuple(HALVES[d] if d == op.over else d for d in whole.dims) if op.over in HALVES else ()
     if op.over not in whole.dims or (half.dtype, half.dims, half.space) != (whole.dtype, dims, whole.space):
         yield f"has halves of {half.dtype}[{', '.join(half.dims)}] over {op.over}; expected {whole.dtype}[{', '.join(dims)}]"
+
+
+def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
+    if op.do not in TURNS:
+        yield f"does `{op.do}`; expected {', '.join(TURNS)}"
+    role = next((b.role for b in kernel.roles if any(o is op for o in kernel.within(b.name))), None)
+    if role is None or role.copies == 1 or not role.rows:
+        yield "is in a role of one copy; expected several, which share the rows of a tile"
 
 
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
@@ -330,8 +351,10 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Hold: _same_errors,
     SoftmaxRows: _rows_errors,
     Weigh: _weigh_errors,
+    Chains: _chains_errors,
     Halve: _halve_errors,
     Join: _halve_errors,
+    Turn: _turn_errors,
     Put: _put_errors,
     Work: _work_errors,
     Recall: _recall_errors,

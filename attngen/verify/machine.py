@@ -8,12 +8,13 @@ Not every order of steps leads to states of its own. Where no other role can do 
 depends on or changes, the step is taken at once: what is found after it is found, too, where others go first. That is the method of
 persistent sets (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock
 and no mistake of any order. A give is such a step, as nobody passes the barrier without it; a fill, a take and the end of a copy are,
-while each taker's next tile in that slot is the one that is copied, or taken. Where this does not hold, all orders are followed.
+while each taker's next tile in that slot is the one that is copied, or taken. A pass is, as the next copy cannot take its turn without it;
+a take of a turn is, while no other copy can pass one before. Where this does not hold, all orders are followed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,10 +24,10 @@ _OWN = ("issue", "await", "put", "flush")  # steps that touch nothing of other r
 
 
 class Step(NamedTuple):
-    """What a role does: `fill`, `take`, `give`, `drain` of a ring, `put` through one and `flush`; `issue` and `await` of a product."""
+    """What a role does: `fill`, `take`, `give`, `drain` of a ring, `put` through one, `flush`; `turn`; `issue`, `await` of a product."""
 
     kind: str
-    what: str  # a ring, or a product
+    what: str  # a ring, or a product; what is done about turns, as Turn says
     tiles: tuple[str, ...] = ()  # rings whose taken tiles a product reads
 
 
@@ -108,6 +109,39 @@ def places(program: Program) -> list[Place]:
     return found
 
 
+def of_copy(program: Program, copy: int) -> Program:
+    """The program of one copy of a role: `start` and `end` of turns are a pass of the last copy and a take of the first."""
+    own = {"start": "pass" if copy == program.copies - 1 else "", "end": "take" if copy == 0 else ""}
+
+    def steps(of: tuple[Step, ...]) -> tuple[Step, ...]:
+        done = (s if s.kind != "turn" else Step("turn", own.get(s.what, s.what)) for s in of)
+        return tuple(s for s in done if s != Step("turn", ""))
+
+    walk = program.walk
+    return replace(
+        program,
+        before=steps(program.before),
+        walk=Walk(steps(walk.first), steps(walk.later), steps(walk.last)),
+        after=steps(program.after),
+        start=steps(program.start),
+        end=steps(program.end),
+    )
+
+
+def _passing(of: list[Place]) -> frozenset[int]:
+    """The places from which a role may come to a pass without taking a turn before."""
+    found: set[int] = set()
+    while True:
+        more = {
+            at
+            for at, place in enumerate(of)
+            if place.step != Step("turn", "take") and (place.step == Step("turn", "pass") or {place.then, place.otherwise} & found)
+        }
+        if more == found:
+            return frozenset(found)
+        found = more
+
+
 class Agent(NamedTuple):
     """A copy of a role: where it is, and how often it has used each ring, modulo `_PERIOD` times its slots."""
 
@@ -133,6 +167,7 @@ class State(NamedTuple):
     agents: tuple[Agent, ...]
     rings: tuple[tuple[Slot, ...], ...]
     answers: tuple[bool, ...] = ()  # to whether there is another turn, from the slowest agent's next question on
+    passed: frozenset[int] = frozenset()  # agents at whose named barrier the agent before has arrived, to pass its turn
 
 
 class Broken(Exception):
@@ -148,7 +183,10 @@ class _Machine:
         for ring, each in of.each:
             self.names += [(ring, owner) for owner in [who for program, who in self.programs if program.name == each] or [""]]
         self.slots = [dict(of.slots)[ring] for ring, _ in self.names]
-        self.places = [places(program) for program, _ in self.programs]
+        owns = [copy for program in of.programs for copy in range(program.copies)]
+        self.places = [places(of_copy(program, copy)) for (program, _), copy in zip(self.programs, owns)]
+        self.next = [i + 1 if copy + 1 < p.copies else i - copy for i, ((p, _), copy) in enumerate(zip(self.programs, owns))]
+        self.passes = [_passing(of_places) for of_places in self.places]
         kinds = [{s.what for s in p.steps if s.kind in ("take", "give")} for p, _ in self.programs]
         self.takers = [
             frozenset(i for i, (_, who) in enumerate(self.programs) if ring in kinds[i] and owner in ("", who))
@@ -204,6 +242,9 @@ class _Machine:
         """Whether nothing that others can do before an agent's next step bears on it (see above)."""
         agent = state.agents[i]
         rings = [r for r, (ring, owner) in enumerate(self.names) if ring == step.what and owner in ("", self.programs[i][1])]
+        if step == Step("turn", "take"):  # no other copy passes before this one has
+            copies = (j for j, (program, _) in enumerate(self.programs) if program is self.programs[i][0] and j != i)
+            return not any(self.may_pass(state, j) for j in copies)
         if step.kind == "take":
             return all(i not in state.rings[r][agent.uses[r] % self.slots[r]].arrived for r in rings)
         if step.kind == "fill":
@@ -251,7 +292,7 @@ class _Machine:
         base = min(busy, default=len(state.answers))
         if base > 0:
             agents = tuple(agent._replace(asked=max(0, agent.asked - base)) for agent in state.agents)
-            state = State(agents, state.rings, state.answers[base:])
+            state = state._replace(agents=agents, answers=state.answers[base:])
         for r, n in enumerate(self.slots):
             filler = state.agents[self.filler[r]]
             if filler.full[r] and filler.uses[r]:
@@ -289,6 +330,8 @@ class _Machine:
             if step.what not in names:
                 raise Broken(f"{who} awaits %{step.what}, which is not in flight")
             return _with_agent(state, i, agent._replace(flying=agent.flying[names.index(step.what) + 1 :]))
+        if step.kind == "turn":
+            return self.turn(state, i, step.what)
         if step.kind in ("fill", "drain"):
             rings = [r for r, (ring, _) in enumerate(self.names) if ring == step.what]
             return self.fill(state, i, rings) if step.kind == "fill" else self.drain(state, i, rings)
@@ -301,6 +344,19 @@ class _Machine:
         if step.kind == "flush":
             return _with_agent(state, i, agent._replace(storing=agent.storing - {r}))
         return self.take(state, i, r) if step.kind == "take" else self.give(state, i, r)
+
+    def turn(self, state: State, i: int, do: str) -> State | None:
+        """Take a turn once it is there, or pass it to the next copy."""
+        if do == "take":
+            return state._replace(passed=state.passed - {i}) if i in state.passed else None
+        to = self.next[i]
+        if to in state.passed:
+            raise Broken(f"{self.programs[i][1]} passes its turn before {self.programs[to][1]} has taken the one before")
+        return state._replace(passed=state.passed | {to})
+
+    def may_pass(self, state: State, i: int) -> bool:
+        """Whether an agent may pass a turn before another one passes to it: it has a turn, or passes without taking one."""
+        return i in state.passed or state.agents[i].at in self.passes[i]
 
     def index(self, ring: str, who: str) -> int:
         found = [r for r, (name, owner) in enumerate(self.names) if name == ring and owner in ("", who)]
@@ -382,6 +438,8 @@ class _Machine:
                 return f"a copy to %{ring} is in flight at the end"
             if any(slot.arrived for slot in slots):
                 return f"arrivals at the barrier of %{ring} are awaited by nothing at the end"
+        for i in sorted(state.passed):
+            return f"a turn is passed to {self.programs[i][1]}, which takes none at the end"
         for r, (ring, owner) in enumerate(self.names):
             for agent, (_, who) in zip(state.agents, self.programs):
                 if (

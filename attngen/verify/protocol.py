@@ -7,7 +7,8 @@ the others follow (verify/machine.py). So what is found holds for any number of 
 
 What is modelled, as the hardware does it: a slot is full when the barrier's phase changes, which the copy engine does at any time after the
 fill; a wait for a phase passes on its parity alone. A slot is free by a named barrier, which opens when all takers and the producer have
-arrived. Products run until they are awaited, in the order in which they were issued, and read their tiles until then. What is put into a
+arrived. A turn is passed by a named barrier at which two copies meet: one more pass before the other has come would be counted as its
+coming. Products run until they are awaited, in the order in which they were issued, and read their tiles until then. What is put into a
 slot is read by the copy engine until the next put, or a flush.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Block, Loop, Op
-from attngen.ir.roles import Await, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Take, Work
+from attngen.ir.roles import Await, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Take, Turn, Work
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
 
 
@@ -106,6 +107,8 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
                 yield Step("put", op.through)
             case Flush():
                 yield Step("flush", op.through)
+            case Turn():
+                yield Step("turn", op.do)
             case Issue():
                 yield Step("issue", op.name, tuple(_ring_of(kernel, ref) for ref in (op.a, op.b) if isinstance(kernel.op(ref), Take)))
             case Await():

@@ -19,10 +19,8 @@ from attngen.cli import main
 from attngen.emit.render import render
 from attngen.ir.expr import parse, to_text
 from attngen.ir.graph import Module
-from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
-from attngen.verify import verify
 from tests.helpers import edit
 from tests.hopper.common import whole
 
@@ -33,19 +31,11 @@ def made(head_dim: object, dtype: str, **schedule: object) -> Module:
     return lower(make_spec({"name": "made", **parts, "schedule": {"backend": "hopper", **schedule}}))
 
 
-def three(module: Module) -> Module:
-    """The module with three consumers in place of two."""
-    before, at, text = print_module(module).partition("kernel @fwd backend(hopper)")
-    text = edit(text, ("copies(2)", "copies(3)"), ("registers(240)", "registers(160)"), ("registers(24)", "registers(32)"))
-    at_row, row, rest = text.rpartition("BLOCK_Q=128")  # the last row is the divided kernel's
-    return verify(parse_module(before + at + at_row + "BLOCK_Q=192" + rest))
-
-
 COMPILED: dict[str, Callable[[], Module]] = {
-    "two consumers": lambda: whole("causal_mqa"),
+    "two consumers": lambda: made(64, "bf16", block_q=128),
     "one, which walks lists and drops": lambda: replace(whole("local_global_dropout_mha"), dtypes=("fp16",)),
     "outputs with a ring of their own, three slots": lambda: made({"qk": 128, "v": 64}, "fp16", block_kv=64, stages=3),
-    "three consumers": lambda: three(made(64, "bf16", block_kv=64, stages=2)),
+    "three consumers, in turns": lambda: whole("full_mha"),
 }
 Compiled = dict[str, tuple[Module, Reading]]
 
@@ -75,7 +65,7 @@ def test_a_row_that_fails_says_why(compiled: Compiled) -> None:
     (row,), divided = module.rows("fwd", "hopper"), module.divided[0]
     assert reading.machine is not None
     broken = replace(reading, spilled_bytes=980, machine={**reading.machine, "serialised": ["C7512"]})
-    where = "causal_mqa: on sm90 the kernel @fwd of hopper.py with BLOCK_Q=128, BLOCK_KV=128, num_warps=4, num_stages=3"
+    where = "made: on sm90 the kernel @fwd of hopper.py with BLOCK_Q=128, BLOCK_KV=128, num_warps=4, num_stages=2"
     spills, waits = (f"{where} {fault}" for fault in ("spills 980 bytes; expected none", "has products that wait for each other"))
     said = list(violations(module, divided, row, broken))
     assert said[0] == spills and said[1].startswith(waits) and len(said) == 2
@@ -98,7 +88,7 @@ def test_readings_are_kept_while_kernel_and_row_are_the_same(compiled: Compiled,
     assert recorded(module, divided, row, asked, edited) is None
     (said,) = stale(module, divided, row, reading, edited)
     assert "has another reading in report.json: machine {" in said
-    other = {**bare, "hopper.py": bare["hopper.py"].replace("    # The sum of each row", "    # Sums of rows")}
+    other = {**bare, "hopper.py": bare["hopper.py"].replace("    # The maximum of each row", "    # Maxima of rows")}
     assert '"machine"' not in keep(module, other, tmp_path)["report.json"]
 
 
@@ -123,17 +113,17 @@ def test_the_formula_gives_the_bytes(name: str) -> None:
 @pytest.fixture()
 def built(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     spec = tmp_path / "small.yaml"
-    spec.write_text("name: small\nhead_dim: 64\nmask: none\nbackward: false\nschedule: {backend: hopper}\n")
+    spec.write_text("name: small\nhead_dim: 64\nmask: none\nbackward: false\nschedule: {backend: hopper, block_q: 128}\n")
     yield str(spec), ["--target", "sm90", "--jobs", "1", "--out", str(tmp_path / "generated")]
 
 
 def test_verify_certifies_divided_rows(built: tuple[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, to = built
     run("verify", spec, *to, "--write")
-    assert "128x128x4x3 hopper  147,896" in capsys.readouterr().out
+    assert "128x128x4x2 hopper  115,096" in capsys.readouterr().out
     ir = tmp_path / "generated" / "small" / "schedule.ir"
     ir.write_text(
-        edit(ir.read_text(), ("BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend", "BLOCK_KV=256 num_warps=4 num_stages=2 TMA=1 backend"))
+        edit(ir.read_text(), ("BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend", "BLOCK_KV=256 num_warps=4 num_stages=2 TMA=1 backend"))
     )
     with pytest.raises(SystemExit):
         main(["verify", spec, *to, "--changed"])

@@ -26,9 +26,9 @@ def hold(module: Module, name: str, seed: int, lengths: tuple[int, int] | None =
     spec, chance = asking(name), random.Random(seed)
     call = Call.random(chance, spec, build_module(spec), lengths)
     data = module.blocks is not None and module.blocks.data
-    call = replace(
-        call, tiles={"BLOCK_Q": chance.choice((8, 16)) * (4 if data else 1), "BLOCK_KV": chance.choice((8, 16)) * (4 if data else 1)}
-    )
+    copies = max(block.role.copies for block in module.divided[0].roles if block.role)
+    rows, keys = (chance.choice((8, 16)) * (4 if data else 1) for _ in range(2))
+    call = replace(call, tiles={"BLOCK_Q": rows // 2 * max(copies, 2), "BLOCK_KV": keys})
     DividedLaunch.chance = chance
     found = execute(divided_alone(module), call.of_module(spec), call.tiles, DOUBLE)
     expected = naive(spec, call)
@@ -62,12 +62,23 @@ def test_tiles_may_be_given_back_too_early_on_paper_only() -> None:
 
 
 def test_a_missing_give_stops_all_roles() -> None:
-    with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, producer 0 wait for ever"):
+    with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, consumer 2, producer 0 wait for ever"):
         hold(edited("full_mha", ("    give %k\n", "")), "full_mha", 3, (20, 60))
 
 
 def test_halves_that_are_joined_the_wrong_way_round_show() -> None:
     made = edited("full_mha", ("join %soft_left %soft_right", "join %soft_right %soft_left"))
+    with pytest.raises(Unequal):
+        hold(made, "full_mha", 3, (20, 60))
+
+
+def test_a_missing_pass_stops_all_roles() -> None:
+    with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, consumer 2, producer 0 wait for ever"):
+        hold(edited("full_mha", ("    turn pass\n    %s = await", "    %s = await")), "full_mha", 3, (20, 60))
+
+
+def test_chains_that_are_not_rescaled_show() -> None:
+    made = edited("full_mha", ("%l_next_left = map expr(alpha*l + p_sum)", "%l_next_left = map expr(0*alpha + l + p_sum)"))
     with pytest.raises(Unequal):
         hold(made, "full_mha", 3, (20, 60))
 

@@ -7,9 +7,11 @@ import re
 import pytest
 
 from attngen.backends.hopper.assign_roles import AssignRoles
+from attngen.backends.hopper.chain_sums import ChainSums
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.graph import Row
+from attngen.ir.roles import Turn
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.passes.pipeline import lower
 from attngen.policy import SHORT_ROWS
@@ -31,9 +33,9 @@ def at(ops: list[str], name: str) -> int:
     return next(i for i, op in enumerate(ops) if op.startswith(f"{name} ="))
 
 
-def kinds(module_after: str, block: str) -> list[str]:
+def kinds(module_after: str, block: str, name: str = "causal_gqa") -> list[str]:
     """The kinds of a block's ops."""
-    return [line.partition(" = ")[2].split()[0] if line.startswith("%") else line.split()[0] for line in lines(module_after, block)]
+    return [line.partition(" = ")[2].split()[0] if line.startswith("%") else line.split()[0] for line in lines(module_after, block, name)]
 
 
 def test_assign_roles_leaves_all_work_to_the_consumer() -> None:
@@ -114,6 +116,48 @@ def test_halve_softmax_awaits_the_product_halfway() -> None:
         assert lines("halve-softmax", block) == lines("overlap-softmax", block)
 
 
+def test_chain_sums_adds_up_rows_at_the_end() -> None:
+    before, made = ({block: lines(name, block) for block in ("consumer", "first", "step")} for name in ("halve-softmax", "chain-sums"))
+    changed = {block: [line for line in made[block] if line not in before[block]] for block in made}
+    assert changed["consumer"] == [
+        "%l_init = init 0 : f32[BLOCK_Q, CHAINS] @reg",
+        "%keys_l = reduce sum %keys.l over(CHAINS) : f32[BLOCK_Q] @reg",
+        "%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_l) : f32[BLOCK_Q] @reg",
+        *(line.replace("%keys.l,", "%keys_l,") for line in before["consumer"] if line.startswith("%lse = map")),
+    ]
+    assert changed["step"] == [
+        "%l = arg carry : f32[BLOCK_Q, CHAINS] @reg",
+        "%p_sum_left = chains %soft_left over(HALF_KV) : f32[BLOCK_Q, CHAINS] @reg",
+        "%l_next_left = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum_left) : f32[BLOCK_Q, CHAINS] @reg",
+        "%p_sum_right = chains %soft_right over(HALF_KV) : f32[BLOCK_Q, CHAINS] @reg",
+        "%l_next = map expr(before + p_sum) uses(before=%l_next_left, p_sum=%p_sum_right) : f32[BLOCK_Q, CHAINS] @reg",
+    ]
+    assert "%p_sum_in_first = chains %soft_in_first.p over(BLOCK_KV) : f32[BLOCK_Q, CHAINS] @reg" in changed["first"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%l_init = init 0", "%l_init = init 1"),
+        ("%l_next = map expr(before + p_sum)", "%l_next = map expr(before + p_sum + 1)"),
+        ("%l_next = map expr(before + p_sum)", "%l_next = map expr(before*p_sum)"),
+        ("%l_next = map expr(before + p_sum)", "%l_next = map expr(max(before, p_sum))"),
+        ("uses(acc=%acc_next, alpha=%soft.alpha)", "uses(acc=%acc_next, alpha=%l_next_left)"),
+    ],
+)
+def test_other_sums_are_not_chained(old: str, new: str) -> None:
+    made = after("full_mha")["halve-softmax"]
+    before, at_kernel, rest = print_module(made).partition("kernel @fwd backend(hopper)")
+    other = parse_module(before + at_kernel + edit(rest, (old, new)))
+    assert ChainSums().run(made).divided != made.divided
+    assert ChainSums().run(other).divided == other.divided
+
+
+def test_sums_of_a_kernel_that_has_no_registers_left_are_not_chained() -> None:
+    before, made = (after("document_gqa")[name].divided[0] for name in ("halve-softmax", "chain-sums"))
+    assert made is before
+
+
 def test_dropout_drops_of_whole_weights() -> None:
     step = lines("halve-softmax", "step", "causal_dropout_mqa")
     assert at(step, "%soft_left") < at(step, "%acc_next") < at(step, "%soft_right") < at(step, "%soft_joined")
@@ -124,7 +168,7 @@ def test_short_tiles_and_other_sums_are_not_halved() -> None:
     made = after("full_mha")["overlap-softmax"]
     assert HalveSoftmax().run(made).divided != made.divided
     for old, new in (
-        ("BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend", "BLOCK_KV=32 num_warps=4 num_stages=3 TMA=1 backend"),
+        ("BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend", "BLOCK_KV=32 num_warps=4 num_stages=3 TMA=1 backend"),
         ("    %l_next = map expr(alpha*l + p_sum)", "    %l_next = map expr(alpha*l + 2*p_sum)"),
         ("reduce sum %soft.p", "reduce max %soft.p"),
     ):
@@ -141,7 +185,8 @@ def test_what_depends_on_no_product_stands_under_it() -> None:
 def test_legalize_gluon_converts_holds_and_puts() -> None:
     made = lines("legalize-gluon", "step")
     assert "%weights_operand = convert %weights to(operand) : T[BLOCK_Q, BLOCK_KV] @reg" in made
-    assert made.index("%l_next_left_held = hold %l_next_left : f32[BLOCK_Q] @reg") + 1 == at(made, "%acc_next")
+    assert made.index("%l_next_left_held = hold %l_next_left : f32[BLOCK_Q, CHAINS] @reg") + 1 == at(made, "%acc_next")
+    assert "%soft_alpha_chains = convert %soft.alpha to(chains) : f32[BLOCK_Q] @reg" in made
     assert made.index("%soft_base_deferred = defer %soft.base : f32[BLOCK_Q] @reg") + 1 == at(made, "%soft_right")
     assert "%soft_alpha_sums = convert %soft.alpha to(sums) : f32[BLOCK_Q] @reg" in made
     assert made[-1] == "yield values(m=%soft.m, l=%l_next, acc=%rescaled, weights=%p_cast)"
@@ -159,14 +204,32 @@ def test_schedule_work_gives_programs_tile_after_tile() -> None:
     assert [line.split(" = ")[0] for line in lines("schedule-work", "tile")] == ["%kv_end", "%kv_full_end"]
     assert lines("schedule-work", "produce") == [line for line in lines("overlap-softmax", "producer") if "drain" not in line]
     consume = lines("schedule-work", "consume")
-    assert [line for line in consume if line not in ("give %q", "recall %Work_ring")] == lines("overlap-softmax", "consumer")
+    assert [line for line in consume if line not in ("give %q", "recall %Work_ring")] == lines("chain-sums", "consumer")
     assert consume.index("give %q") == [line.startswith("%keys = pipeline") for line in consume].index(True) + 1
     rings = [line for line in lines("schedule-work", "entry") if "ring" in line]
     assert rings[0].startswith("%Q_ring = ring slots(2) each(consumer)") and rings[-1] == "%Work_ring = ring slots(2) : i32[] @sram"
 
 
+def test_take_turns_brackets_the_products_of_each_body() -> None:
+    before, made = (after("full_mha")[name].divided[0] for name in ("schedule-work", "take-turns"))
+    assert lines("take-turns", "consumer", "full_mha") == ["turn start", *lines("schedule-work", "consumer", "full_mha"), "turn end"]
+    for block, products in (("first", ["issue"]), ("step", ["issue", "take", "issue"])):
+        found = [kind for kind in kinds("take-turns", block, "full_mha") if kind != "arg"]
+        assert found[: len(products) + 4] == ["take", "turn", *products, "turn", "await"]
+        was = lines("schedule-work", block, "full_mha")
+        assert [line for line in lines("take-turns", block, "full_mha") if line not in ("turn take", "turn pass")] == was
+    unchanged = {"entry", "producer", "tile", "produce", "consume", "last", "copy"}
+    assert all(before.block(name) == made.block(name) for name in unchanged)
+
+
+def test_turns_are_for_three_consumers_of_narrow_heads() -> None:
+    taking = [name for name in DIVIDED if any(isinstance(op, Turn) for op in whole(name).divided[0].ops())]
+    assert taking == ["full_mha"]
+    assert [name for name in DIVIDED if whole(name).rows("fwd", "hopper")[0].block_q == 192] == taking
+
+
 def test_rings_that_leave_no_room_keep_a_program_for_each_tile() -> None:
-    before, made = (after("causal_d256")[name].divided[0] for name in ("halve-softmax", "schedule-work"))
+    before, made = (after("causal_d256")[name].divided[0] for name in ("chain-sums", "schedule-work"))
     assert made is before
 
 
@@ -277,19 +340,44 @@ REFUSED = {
         "halve %masked over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV]",
         "`types`: .*expected f32\\[BLOCK_Q, HALF_KV\\]",
     ),
+    "chains of other columns": (
+        "chains %soft_right over(HALF_KV)",
+        "chains %soft_right over(BLOCK_KV)",
+        "`types`: .* adds up f32\\[BLOCK_Q, HALF_KV\\] over BLOCK_KV",
+    ),
+    "a hold of scores": (
+        "%masked = mask %s",
+        "%held = hold %s : f32[BLOCK_Q, BLOCK_KV] @reg\n    %masked = mask %held",
+        "`types`: .* holds a row of f32",
+    ),
     "other halves": (
         "join %soft_left %soft_right",
         "join %soft_left %masked",
         "`types`: .* joins %soft_left and %masked, whose types differ",
     ),
-    "a spread": ("to(operand)", "to(memory)", "`types`: .* converts to\\(memory\\); expected scores, sums, operand"),
+    "a spread": ("to(operand)", "to(memory)", "`types`: .* converts to\\(memory\\); expected scores, sums, chains, operand"),
     "memory": ("128 num_warps=4 num_stages=2 TMA", "128 num_warps=4 num_stages=4 TMA", "`fits`: .* needs 360,6.. bytes of shared memory"),
     "barriers": (
         "KV=128 num_warps=4 num_stages=2 TMA",
         "KV=16 num_warps=4 num_stages=6 TMA",
-        "`fits`: .* its rings have 16 slots; expected 10",
+        "`fits`: .* its rings have 16 slots; expected 11",
     ),
 }
+
+
+# The same of a kernel whose copies take turns.
+REFUSED_TURNS = {
+    "a word": ("turn start", "turn begin", "`types`: .* does `begin`; expected start, take, pass, end"),
+    "a role of one copy": ("    drain %Q_ring\n", "    drain %Q_ring\n    turn take\n", "`types`: .* is in a role of one copy"),
+    "barriers": ("num_stages=2 TMA=1 backend", "num_stages=3 TMA=1 backend", "`fits`: .* have 10 slots; expected 8 .* as copies"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_TURNS)
+def test_turns_that_are_written_wrongly_are_refused(what: str) -> None:
+    old, new, reason = REFUSED_TURNS[what]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("full_mha", (old, new)))
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -342,7 +430,8 @@ def auto(**data: object) -> list[str]:
 
 def test_without_a_word_of_the_spec_kernels_are_divided_where_that_pays() -> None:
     assert auto() == ["hopper"] and auto(head_dim=256, mask="none") == ["hopper"]
-    assert auto(head_dim=64) == auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
+    assert auto(head_dim=64, mask="none") == ["hopper"] and auto(head_dim=64) == auto(head_dim=32, mask="none") == []
+    assert auto(dropout=True) == auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
     assert auto(schedule={"block_q": 64}) == auto(schedule={"order": "kv_outer"}) == []  # tiles are those of the portable kernel
     parts = ("floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0", "int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))", "kv_idx <= q_idx")
     heavy = {"expr": " and ".join(parts)}

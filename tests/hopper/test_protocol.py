@@ -89,6 +89,86 @@ def without(steps: tuple[Step, ...], kind: str, what: str) -> tuple[Step, ...]:
     return tuple(s for s in steps if (s.kind, s.what) != (kind, what))
 
 
+# Edits of the text of a kernel whose copies take turns, and what the rule finds. @first and @step have a take and a pass each.
+TURNS = {
+    "no pass": ("    turn pass\n    %s = await", "    %s = await", "can wait for ever"),
+    "no take": ("    turn take\n    %s_flight =", "    %s_flight =", "passes its turn before .* has taken the one before"),
+    "no pass in the first turn": ("    turn pass\n    %s_in_first = await", "    %s_in_first = await", "can wait for ever"),
+    "no take in the first turn": (
+        "    turn take\n    %s_flight_in_first =",
+        "    %s_flight_in_first =",
+        "passes its turn before .* has taken",
+    ),
+    "no start": ("    turn start\n", "", "can wait for ever"),
+    "no end": ("    turn end\n", "", "a turn is passed to consumer 0, which takes none at the end"),
+    "a start for each tile": ("    %q = take %Q_ring", "    turn start\n    %q = take %Q_ring", "passes its turn before .* has taken"),
+    "an end for each tile": ("    give %q\n", "    give %q\n    turn end\n", "can wait for ever"),
+    "two passes": ("    turn pass\n    %s = await", "    turn pass\n    turn pass\n    %s = await", "passes its turn before .* has taken"),
+    "two takes": ("    turn take\n    %s_flight =", "    turn take\n    turn take\n    %s_flight =", "can wait for ever"),
+    "a pass before its take": (
+        "    turn take\n    %s_flight =",
+        "    turn pass\n    turn take\n    %s_flight =",
+        "passes its turn before .* has taken",
+    ),
+}
+SINGLE = "full_mha"  # heads of 64 columns
+
+
+@pytest.mark.parametrize("mistake", TURNS)
+def test_a_mistake_in_turns_is_found(mistake: str) -> None:
+    old, new, reason = TURNS[mistake]
+    with pytest.raises(VerifyError, match="rule `protocol`: .*" + reason):
+        verify(edited(SINGLE, (old, new)))
+
+
+def test_a_turn_may_end_before_its_products_are_issued() -> None:
+    """That is right, if slower: turns order when products start, and no result depends on that."""
+    issue = "    %s_flight_in_first = issue %q %k_in_first over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight\n"
+    verify(edited(SINGLE, (f"{issue}    turn pass\n", f"    turn pass\n{issue}")))
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_turns_hold_for_any_number_of_copies_and_slots(copies: int, slots: int) -> None:
+    found = protocol_of(kernel(SINGLE), {"num_stages": slots})
+    assert any(step.kind == "turn" for program in found.programs for step in program.steps)
+    assert broken(replace(found, programs=tuple(replace(p, copies=copies) if p.name == "consumer" else p for p in found.programs))) == ""
+
+
+def taking(copies: int, stays: bool, of: Callable[[tuple[Step, ...]], tuple[Step, ...]] = lambda steps: steps) -> Protocol:
+    """Copies that take turns, with a ring of one slot; `of` changes what a copy does for a tile of keys."""
+    each = ("take", "K"), ("turn", "take"), ("issue", "s"), ("turn", "pass"), ("await", "s"), ("give", "K")
+    body = of(tuple(Step(kind, what, ("K",) if kind == "issue" else ()) for kind, what in each))
+    start, end = (Step("turn", "start"),), (Step("turn", "end"),)
+    filled = Walk((Step("fill", "K"),), (Step("fill", "K"),))
+    if not stays:
+        consumer = Program("consumer", start, Walk(body, body), end, copies)
+        producer = Program("producer", (), filled, (Step("drain", "K"),), 1)
+        return Protocol((producer, consumer), (("K", 1),), (("K", ""),))
+    fill, take, give, drain = (Step(kind, "W") for kind in ("fill", "take", "give", "drain"))
+    producer = Program("producer", (fill,), filled, (), 1, stays=True, end=(fill, Step("drain", "K"), drain))
+    consumer = Program("consumer", (), Walk(body, body), (give, take), copies, stays=True, start=(*start, take), end=(give, *end))
+    return Protocol((producer, consumer), (("K", 1), ("W", 1)), (("K", ""), ("W", "")))
+
+
+@pytest.mark.parametrize("copies, stays", [(2, False), (2, True), (3, False)])
+def test_all_orders_of_turns_give_the_same_verdict(copies: int, stays: bool) -> None:
+    """Of the protocol as it should be, and with each of its steps left out, or done twice."""
+    assert broken(taking(copies, stays)) == broken(taking(copies, stays), all_orders=True) == ""
+    for at in range(6):
+        for times in (0, 2):
+            made = taking(copies, stays, lambda steps, at=at, times=times: (*steps[:at], *steps[at : at + 1] * times, *steps[at + 1 :]))  # type: ignore[misc]
+            assert bool(broken(made)) == bool(broken(made, all_orders=True))
+
+
+def test_one_turn_less_in_one_copy_is_found() -> None:
+    """Copy 0 ends without its last turn, which `end` stands for; or it takes a turn at the start that it does not pass."""
+    producer, consumer = taking(2, False).programs
+    for part in (replace(consumer, after=()), replace(consumer, before=(*consumer.before, Step("turn", "end")))):
+        found = broken(replace(taking(2, False), programs=(producer, part)))
+        assert found.endswith(("which takes none at the end", "can wait for ever"))
+
+
 def test_one_turn_less_in_one_role_is_found() -> None:
     """The consumer's first turn takes nothing: it is a tile behind the producer at the end."""
     made = change("consumer", lambda p: replace(p, walk=replace(p.walk, first=())))

@@ -6,6 +6,7 @@ from attngen.backends.ahead import triton_version
 from attngen.backends.base import Compiler, Divider, Footprint
 from attngen.backends.hopper import certificate, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
+from attngen.backends.hopper.chain_sums import ChainSums
 from attngen.backends.hopper.facts import DEVICE, NAME
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.backends.hopper.issue_products import IssueProducts
@@ -13,6 +14,7 @@ from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
 from attngen.backends.hopper.schedule_work import ScheduleWork
+from attngen.backends.hopper.take_turns import TakeTurns
 
 HOPPER = Divider(
     name=NAME,
@@ -23,7 +25,9 @@ HOPPER = Divider(
         IssueProducts(),
         OverlapSoftmax(),
         HalveSoftmax(),
+        ChainSums(),
         ScheduleWork(),
+        TakeTurns(),
         LegalizeGluon(),
     ),
     rules={"fits": rules.fits},

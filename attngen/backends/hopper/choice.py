@@ -6,14 +6,16 @@ from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAME, NAMED_BAR
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Gather, Load, Loop, Map, Mask
-from attngen.ir.roles import Give, Take, Work
+from attngen.ir.roles import Give, Take, Turn, Work
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
 # The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
-TILES = {64: (128, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
-NARROW = 64  # columns of heads with which the portable kernel is as fast (docs/perf-log.md, section 26)
+TILES = {128: (128, 128, 2), 256: (128, 64, 2)}
+NARROW = 64  # columns of heads whose softmax takes as long as their products
+THREE = (192, 128, 2)  # tiles of narrow heads: of three consumers, two compute while the products of the third run
 PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
+MOST_OF_THREE = 4  # operations for each score, where three consumers share the registers
 MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
 QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
 PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
@@ -37,19 +39,44 @@ def obstacle(module: Module, kernel: Kernel) -> str:
 
 
 def pays(module: Module, kernel: Kernel) -> bool:
-    """Whether a divided kernel is faster than the portable one, as far as was measured: with heads of more than 64 columns.
+    """Whether a divided kernel is faster than the portable one for many queries, as far as was measured.
 
-    Of masks and modifiers that compute more for a score than those that were compiled, registers may spill.
+    Heads of 64 columns need three consumers for that; narrower ones were not measured. Where dropout is on, its random words take longer
+    than what roles save. Of masks and modifiers that compute more for a score than those that were compiled, registers may spill.
     """
+    wide = max(module.head_dim_qk, module.head_dim_v)
+    fast = wide > NARROW or (wide == NARROW and takes_three(module, kernel))
+    return fast and not module.dropout and _work(kernel) <= MOST_WORK and not obstacle(module, kernel)
+
+
+def is_narrow(module: Module) -> bool:
+    """Whether the softmax takes as long as the products."""
+    return max(module.head_dim_qk, module.head_dim_v) <= NARROW
+
+
+def takes_three(module: Module, kernel: Kernel) -> bool:
+    """Whether a third of the registers is enough for a consumer, and its program's 192 queries are fast.
+
+    Kernels at hand spill if their loop runs over several ranges, if they draw random words, or load a number for each key or score. And of
+    a mask that lets some tiles visit fewer keys, as a causal one does, wider tiles compute more that is hidden.
+    """
+    loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
+    of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and "BLOCK_KV" in op.type.dims and len(op.type.dims) == 1)
+    plain = all(len(loop.ranges) == 1 and not loop.listed for loop in loops) and all(axis.abreast == 1 for axis in kernel.grid)
+    return plain and not (module.dropout or module.blocks or kernel.reads_pairs or any(of_keys) or _work(kernel) > MOST_OF_THREE)
+
+
+def _work(kernel: Kernel) -> int:
+    """The operations of masks and modifiers for each score."""
     scores = (op for op in kernel.ops() if isinstance(op, (Gather, Map, Mask)) and any(set(t.dims) == PAIR for t in op.results().values()))
-    work = sum(e.count_ops() for op in scores for e in op.expressions)
-    return max(module.head_dim_qk, module.head_dim_v) > NARROW and work <= MOST_WORK and not obstacle(module, kernel)
+    return sum(e.count_ops() for op in scores for e in op.expressions)
 
 
 def staying(module: Module, row: Row) -> int:
     """The slots of the ring of queries where programs take tile after tile; 0 where there is no room for that beside the other rings.
 
-    Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too.
+    Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too; so has each copy
+    that takes turns.
     """
     widths = module.head_dim_qk, module.head_dim_v
     kernel = module.kernel("fwd")
@@ -58,18 +85,28 @@ def staying(module: Module, row: Row) -> int:
         return 0  # it would spill: what addresses of data depend on lives through all products
     for slots in QUERIES:
         elements = slots * row.block_q * widths[0] + row.block_q * widths[1] + row.num_stages * row.block_kv * sum(widths)
-        barriers = slots + 2 * row.num_stages + PLACE_SLOTS
+        barriers = slots + 2 * row.num_stages + PLACE_SLOTS + in_turns(module, row)
         if 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
             return slots
     return 0
 
 
+def in_turns(module: Module, row: Row) -> int:
+    """The copies of the consumer, where they issue their products in turns; 0 where they do not.
+
+    Two copies are slower in turns: products of narrow heads end before the other's softmax does.
+    """
+    copies = row.block_q // ROWS
+    barriers = 2 * row.num_stages + copies  # at least: of rings of keys and values, and of turns
+    return copies if is_narrow(module) and copies > 2 and barriers <= NAMED_BARRIERS - FIRST_BARRIER else 0
+
+
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
-    wide = max(module.head_dim_qk, module.head_dim_v)
-    usual = next(tiles for width, tiles in TILES.items() if wide <= width)
+    wide, kernel = max(module.head_dim_qk, module.head_dim_v), module.kernel("fwd")
+    usual = THREE if is_narrow(module) and takes_three(module, kernel) else next(tiles for width, tiles in TILES.items() if wide <= width)
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
-    paired = any(isinstance(op, Load) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in module.kernel("fwd").ops())
+    paired = any(isinstance(op, Load) and set(op.type.dims) == PAIR for op in kernel.ops())
     kv = kv if block_kv or not paired else min(kv, PAIRED)
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
@@ -83,6 +120,12 @@ def known_numbers(kernel: Kernel) -> list[str]:
     }
     ops = kernel.block(before).ops if before else ()
     return [op.name for op in ops if op.name in read and not op.results()[""].dims and op.results()[""].dtype == "i32"]
+
+
+def turns(kernel: Kernel) -> int:
+    """The copies that issue their products in turns: each has a named barrier."""
+    taking = (b.role for b in kernel.roles if b.role and any(isinstance(op, Turn) for op in kernel.within(b.name)))
+    return sum(role.copies for role in taking)
 
 
 def is_reused(kernel: Kernel, ring: str) -> bool:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.backends.hopper.choice import is_reused, known_numbers
-from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
+from attngen.backends.hopper.choice import is_reused, known_numbers, turns
+from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, THREADS
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
-from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Keep, Loop, Map, Mask, Op, Yield
+from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Loop, Map, Mask, Op, Yield
 from attngen.ir.roles import (
+    CHAINS,
     DIVIDED_KIND,
     Await,
     Drain,
@@ -30,6 +31,7 @@ from attngen.ir.roles import (
     Recall,
     Ring,
     Take,
+    Turn,
     Work,
 )
 from attngen.printing.context import KernelContext
@@ -219,6 +221,8 @@ class DividedContext(SoftmaxContext):
             lines.append("SUMS: gl.constexpr = layout_of(D_V)")
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
+        if "CHAINED" in words:
+            lines.append("CHAINED: gl.constexpr = chained_layout()")
         if "q_off" in words or "q_idx" in words:
             lines.append("q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         if "kv_off" in words or "kv_idx" in words:
@@ -367,6 +371,11 @@ class DividedContext(SoftmaxContext):
         deps = [self.var(op.value), *([self.var(op.holds)] if op.holds else [])]
         return {"vars": ", ".join([self.var(op.name), *deps[1:]]), "pending": pending, "deps": ", ".join(deps)}
 
+    def _turn(self, op: Turn, cls: str) -> dict[str, Any]:
+        """The copies that take turns, and the named barrier of the first."""
+        copies = turns(self.kernel)
+        return {"do": op.do, "copies": copies, "first": NAMED_BARRIERS - copies, "threads": 2 * THREADS}
+
     def _put(self, op: Put, cls: str) -> dict[str, Any]:
         shape = ", ".join(self._dims(self.kernel.type_of(op.value).dims))
         return {
@@ -380,12 +389,9 @@ class DividedContext(SoftmaxContext):
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)
-        layout = ("SUMS" if "D_V" in op.type.dims else "SCORES") if len(op.type.dims) == 2 else "gl.SliceLayout(1, SCORES)"
+        layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "SUMS", (CHAINS,): "CHAINED"}
+        layout = layouts.get(op.type.dims[1:], "SCORES")
         return {**text, "shape": ", ".join(self._dims(op.type.dims)), "of": text["of"], "layout": layout}
-
-    def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
-        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", self.var(op.threshold), "BLOCK_KV", "SCORES"]
-        return {"var": self.var(op.name), "args": args, "flag": "DROPOUT"}
 
     # ------------------------------------------------------------------ pipelines
 

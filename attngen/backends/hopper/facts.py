@@ -14,5 +14,6 @@ LANE_REGISTERS = 512  # of a multiprocessor, for each lane of its groups of four
 MOST_REGISTERS = 256  # that setmaxnreg can give
 LANES = 4  # threads that share a row of a product: each computes a row's own numbers, and a fourth of its columns
 COUNTER = "COUNTER"  # the parameter of kernels whose programs draw their tiles: a pointer to two numbers
-FIRST_BARRIER = 6  # of the named barriers of a program: Triton uses those below
+FIRST_BARRIER = 5  # of the named barriers of a program: Triton uses two, and one for each group of warps but the first, three at most
 NAMED_BARRIERS = 16
+THREADS = 128  # of a consumer's four warps

@@ -8,7 +8,7 @@ from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
 from attngen.backends.hopper.views import DividedView
 from attngen.ir.graph import Module
-from attngen.ir.roles import Halve
+from attngen.ir.roles import Chains, Halve
 
 TEMPLATE = "hopper/kernels.py.jinja"
 
@@ -23,6 +23,7 @@ def context(module: Module) -> dict[str, Any]:
         "constants": constants,
         "rows": ROWS,
         "first_barrier": FIRST_BARRIER,
+        "chains": any(isinstance(op, Chains) for kernel in module.divided for op in kernel.ops()),
         "halves": any(isinstance(op, Halve) for kernel in module.divided for op in kernel.ops()),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),

@@ -12,8 +12,8 @@ after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
          put %O[b, h, q, d_v] %o through(%Q_ring)
          flush %Q_ring
 
-- A value is spread over threads as scores are, or, if one of its dimensions is D_V, as sums are. A row that sums need is converted; so is
-  an operand of a product in registers.
+- A value is spread over threads as scores are, or, if one of its dimensions is D_V or CHAINS, as sums or chains are. A row that these
+  need is converted; so is an operand of a product in registers.
 - ptxas may move arithmetic past an await that does not name it, so that it would not run beside the product: the sums of a row are held.
 - LLVM may move arithmetic up past an await: of what weights after it are measured from it knows nothing before (`defer`).
 - The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries; or a ring of their own, where widths
@@ -31,7 +31,7 @@ import sympy
 
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Base, Block, Load, Map, Op, Reduce, Store, Type
-from attngen.ir.roles import Await, Convert, Defer, Flush, Hold, Issue, Put, Ring, Weigh, Work
+from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Hold, Issue, Put, Ring, Weigh, Work
 from attngen.passes.base import Pass
 
 
@@ -59,9 +59,10 @@ def _spread(kernel: Kernel) -> Kernel:
             yield replace(op, a=_operand(op.a))
         elif isinstance(op, Await) and op.holds:
             yield replace(op, holds=_operand(op.holds))
-        elif isinstance(op, Map) and "D_V" in op.type.dims:
-            rows = {ref: f"{ref.replace('.', '_')}_sums" for _, ref in op.uses if kernel.type_of(ref).dims == ("BLOCK_Q",)}
-            yield from (Convert(name, ref, "sums", kernel.type_of(ref)) for ref, name in rows.items())
+        elif isinstance(op, Map) and op.type.dims[1:] in (("D_V",), (CHAINS,)):
+            to = "sums" if "D_V" in op.type.dims else "chains"
+            rows = {ref: f"{ref.replace('.', '_')}_{to}" for _, ref in op.uses if kernel.type_of(ref).dims == ("BLOCK_Q",)}
+            yield from (Convert(name, ref, to, kernel.type_of(ref)) for ref, name in rows.items())
             yield op.with_operands(rows)
         else:
             yield op
@@ -86,7 +87,7 @@ def _held(kernel: Kernel) -> Kernel:
             if isinstance(op, Await) and op.holds and sums:
                 renamed[sums] = f"{sums}_held"
                 ops.append(Hold(renamed[sums], sums, kernel.type_of(sums)))
-            sums = op.name if isinstance(op, Map) and any(isinstance(kernel.op(r), Reduce) for _, r in op.uses) else sums
+            sums = op.name if isinstance(op, Map) and any(isinstance(kernel.op(r), (Chains, Reduce)) for _, r in op.uses) else sums
             ops.append(op.with_operands(renamed))
         blocks.append(replace(block, ops=tuple(ops)))
     return replace(kernel, blocks=tuple(blocks))

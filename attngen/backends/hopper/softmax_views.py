@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir.ops import Reduce, SoftmaxStep
-from attngen.ir.roles import HALVES, Convert, Defer, Halve, Hold, Join, Pack, SoftmaxRows, Weigh
+from attngen.ir.ops import Keep, Reduce, SoftmaxStep
+from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, SoftmaxRows, Weigh
 from attngen.printing.context import KernelContext
 
-_SPREAD = {"scores": "SCORES", "sums": "SUMS", "operand": "OPERAND"}  # names of layouts
+_SPREAD = {"scores": "SCORES", "sums": "SUMS", "chains": "CHAINED", "operand": "OPERAND"}  # names of layouts
 
 
 class SoftmaxContext(KernelContext):
@@ -45,10 +45,17 @@ class SoftmaxContext(KernelContext):
         return {"var": self.var(op.name), "value": self.var(op.value), "dtype": "dtype"}
 
     def _hold(self, op: Hold | Defer, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value)}
+        return {"var": self.var(op.name), "value": self.var(op.value), "each": 2 * len(op.type.dims)}
 
     _defer = _hold
 
+    def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
+        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", self.var(op.threshold), "BLOCK_KV", "SCORES"]
+        return {"var": self.var(op.name), "args": args, "flag": "DROPOUT"}
+
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())
-        return {**super()._reduce(op, cls), "chains": chains, "half": op.over in HALVES.values()}
+        return {**super()._reduce(op, cls), "chains": chains, "half": op.over in HALVES.values(), "last": op.over == CHAINS}
+
+    def _chains(self, op: Chains, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "value": self.var(op.value), "layout": "CHAINED"}

@@ -1,0 +1,67 @@
+"""take-turns: copies of the consumer issue their products in turns, so that the softmax of one runs while the products of another do.
+
+before:  role @consumer copies(3) ...                after:  role @consumer copies(3) ...
+                                                       turn start
+           %work = work %Work_ring ...                 %work = work %Work_ring ...
+                                                       turn end
+         block @step                                 block @step
+           %k = take %K_ring                           %k = take %K_ring
+                                                       turn take
+           %s_flight = issue %q %k ...                 %s_flight = issue %q %k ...
+           %v = take %V_ring                           %v = take %V_ring
+           %acc_flight = issue %weights %v ...         %acc_flight = issue %weights %v ...
+                                                       turn pass
+           %s = await %s_flight                        %s = await %s_flight
+
+A turn is from the first product that a body issues to the last. @first and @step have one each, so all copies have as many turns as tiles.
+@last has none: after it no softmax runs that another's products could cover. Turns are for three consumers of narrow heads, where the
+softmax takes as long as the products: see `in_turns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.backends.hopper.choice import in_turns
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Block, Op
+from attngen.ir.roles import Issue, Pipeline, Turn
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class TakeTurns(Pass):
+    name: ClassVar[str] = "take-turns"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        def chosen(kernel: Kernel) -> bool:
+            return all(in_turns(module, row) for row in module.rows(kernel.name, kernel.backend))
+
+        return replace(module, divided=tuple(_in_turns(kernel) if chosen(kernel) else kernel for kernel in module.divided))
+
+
+def _in_turns(kernel: Kernel) -> Kernel:
+    (loop,) = (op for op in kernel.ops() if isinstance(op, Pipeline))
+    blocks = []
+    for block in kernel.blocks:
+        ops = block.ops
+        if block.name in (loop.first, loop.step):
+            ops = tuple(_turn(block))
+        elif block.name == "consumer":
+            ops = (Turn("turn_start", "start"), *ops, Turn("turn_end", "end"))
+        blocks.append(replace(block, ops=ops))
+    return replace(kernel, blocks=tuple(blocks))
+
+
+def _turn(block: Block) -> Iterator[Op]:
+    """The ops of a body, with a turn around the products that it issues."""
+    products = [op for op in block.ops if isinstance(op, Issue)]
+    for op in block.ops:
+        if op is products[0]:
+            yield Turn(f"turn_take_{block.name}", "take")
+        yield op
+        if op is products[-1]:
+            yield Turn(f"turn_pass_{block.name}", "pass")
