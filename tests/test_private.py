@@ -19,6 +19,7 @@ PRIVATE = [
     (torch._C._dynamo.guards, "_empty_strided_cuda"),
     (torch._C._dynamo.guards, "TensorGuards"),
     (torch._C, "_cuda_getDevice"),
+    (torch._C, "_cuda_getCurrentRawStream"),
     (torch._C, "_is_any_autocast_enabled"),
     (torch._C, "_is_tracing"),
     (torch._C, "_are_functorch_transforms_active"),

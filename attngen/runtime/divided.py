@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from attngen.runtime.private import current_stream
+
 CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
 # Versions of Triton under which machine code of such kernels was read (docs/versions.md): no product is serialised, and nothing writes an
 # operand of a product before its wait. ptxas of 3.6 to 3.8 can do that (triton#11781). Other versions are not known to keep to it.
@@ -65,7 +67,7 @@ def counter_of(device: int) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, current_stream(device)
     found = _COUNTERS.get(key)
     if found is None:
         found = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")

@@ -62,6 +62,8 @@ empty_cuda = _first(
 )
 # The number of the current CUDA device.
 current_device = _first(lambda: torch._C._cuda_getDevice, torch.cuda.current_device)
+# The address of the current stream of a CUDA device, which is given by its number.
+current_stream = _first(lambda: torch._C._cuda_getCurrentRawStream, lambda device: torch.cuda.current_stream(device).cuda_stream)
 # Whether torch.autocast is on for some device.
 autocast_is_on = _first(
     lambda: _called(torch._C._is_any_autocast_enabled),
