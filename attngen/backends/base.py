@@ -17,6 +17,7 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.base import Pass
 
 Rule = Callable[[Module, Kernel], Iterator[str]]  # of the verifier: a reason for each thing that breaks it
+Choose = Callable[[Module], Row | str]  # the schedule row of a divided kernel; or why it has none, as the end of a sentence
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,10 @@ class Divider:
 
     name: str
     device: str
-    # Of a spec's block_q, block_kv and stages, and whether the spec asks for it: otherwise it divides what it is faster with.
-    passes: Callable[[int | None, int | None, int | None, bool], tuple[Pass, ...]]
+    kernel: str  # that it divides
+    passes: Callable[[Choose], tuple[Pass, ...]]
+    row: Callable[[Module, int | None, int | None, int | None], Row]  # its own choice, with a spec's block_q, block_kv and stages in place
+    declined: Callable[[Module], str]  # why it leaves the kernel portable if nobody asks; empty text where it expects to be faster
     rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have
     file: str  # of the generated module: its kernels
     template: str

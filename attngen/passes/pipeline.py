@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from attngen.backends import DIVIDERS, backend_of
 from attngen.build import build_module
@@ -22,9 +23,9 @@ from attngen.passes.select_tiles import SelectTiles
 from attngen.passes.simplify import Simplify
 from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
+from attngen.schedules.choice import choose
 from attngen.schedules.table import Table, committed
 from attngen.spec import Spec
-from attngen.spec.model import Schedule
 from attngen.verify import verify
 
 
@@ -50,15 +51,9 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages, tables=tables),
         PipelineLoads(num_stages=s.stages),
         Dce(),
-        *(p for name, d in DIVIDERS.items() if _may_divide(s, name) for p in d.passes(s.block_q, s.block_kv, s.stages, s.backend == name)),
+        *(p for divider in DIVIDERS.values() for p in divider.passes(partial(choose, divider, s))),
         *backend.legalize,
     )
-
-
-def _may_divide(asked: Schedule, name: str) -> bool:
-    """Whether kernels may be divided by a backend: the spec asks for it, or leaves tiles and the order of loops to attngen."""
-    left = Schedule(backend=asked.backend) == asked
-    return asked.backend == name or (asked.backend == "auto" and left)
 
 
 def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tuple[str, Module]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
+from attngen.backends.hopper.choice import row as chosen_row
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.graph import Row
 from attngen.ir.roles import Turn
@@ -272,7 +274,7 @@ def test_specs_may_give_the_tiles() -> None:
     with pytest.raises(BuildError, match="is 32; expected 64 or 128 or 192 on the backend hopper"):
         lower(make_spec({**data, "schedule": {"backend": "hopper", "block_q": 32}}))
     with pytest.raises(BuildError, match="is 256; expected 64 or 128 or 192 on the backend hopper"):
-        AssignRoles(block_q=256).run(after("causal_gqa")["dce"])
+        AssignRoles(partial(chosen_row, block_q=256)).run(after("causal_gqa")["dce"])
 
 
 def test_the_spec_says_so_in_its_hash_alone_where_it_asks() -> None:

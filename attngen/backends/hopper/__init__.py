@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from attngen.backends.ahead import triton_version
 from attngen.backends.base import Compiler, Divider, Footprint
-from attngen.backends.hopper import certificate, compiler, kernels, rules, sram
+from attngen.backends.hopper import certificate, choice, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
-from attngen.backends.hopper.facts import DEVICE, NAME
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
+from attngen.backends.hopper.facts import DEVICE, KERNEL, NAME
 from attngen.backends.hopper.issue_products import IssueProducts
 from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
@@ -19,8 +19,9 @@ from attngen.backends.hopper.take_turns import TakeTurns
 HOPPER = Divider(
     name=NAME,
     device=DEVICE,
-    passes=lambda block_q, block_kv, slots, asked: (
-        AssignRoles(block_q=block_q, block_kv=block_kv, slots=slots, asked=asked),
+    kernel=KERNEL,
+    passes=lambda choose: (
+        AssignRoles(choose),
         MakeRings(),
         IssueProducts(),
         OverlapSoftmax(),
@@ -30,6 +31,8 @@ HOPPER = Divider(
         TakeTurns(),
         LegalizeGluon(),
     ),
+    row=choice.row,
+    declined=choice.declined,
     rules={"fits": rules.fits},
     file="hopper.py",
     template=kernels.TEMPLATE,

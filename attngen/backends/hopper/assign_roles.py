@@ -17,35 +17,30 @@ as all of them need it. The producer has nothing to do yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from attngen.backends.hopper.choice import obstacle, pays, row
-from attngen.backends.hopper.facts import NAME, REGISTERS, ROWS
+from attngen.backends.base import Choose
+from attngen.backends.hopper.choice import obstacle, row
+from attngen.backends.hopper.facts import KERNEL, NAME, REGISTERS, ROWS
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Op, Role
 from attngen.passes.base import Pass
-from attngen.policy import SHORT_ROWS
 
 
 @dataclass(frozen=True)
 class AssignRoles(Pass):
     name: ClassVar[str] = "assign-roles"
     phase: ClassVar[str] = "scheduled"
-    block_q: int | None = None  # the spec's overrides
-    block_kv: int | None = None
-    slots: int | None = None
-    asked: bool = True  # the spec asks for this backend; otherwise kernels are divided where that pays
+    choose: Choose = field(default=row)
 
     def run(self, module: Module) -> Module:
-        kernel = next(k for k in module.kernels if k.name == "fwd")
-        if not self.asked and not pays(module, kernel):
+        kernel, chosen = module.kernel(KERNEL), self.choose(module)
+        if isinstance(chosen, str):
             return module
         if why := obstacle(module, kernel):
             raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @fwd cannot be divided into roles: {why}")
-        chosen = row(module, self.block_q, self.block_kv, self.slots)
-        chosen = chosen if self.asked else replace(chosen, min_rows=SHORT_ROWS)
         copies, rest = divmod(chosen.block_q, ROWS)
         if rest or copies not in REGISTERS:
             expected = " or ".join(str(ROWS * n) for n in REGISTERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAME, NAMED_BARRIERS, ROWS
+from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, KERNEL, NAME, NAMED_BARRIERS, ROWS
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Gather, Load, Loop, Map, Mask
@@ -24,7 +24,7 @@ PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of
 def obstacle(module: Module, kernel: Kernel) -> str:
     """Why a kernel cannot be divided, as the end of a sentence; empty text if it can."""
     widths = (module.head_dim_qk, module.head_dim_v)
-    if kernel.name != "fwd" or kernel.walks or kernel.packs:
+    if kernel.name != KERNEL or kernel.walks or kernel.packs:
         return "its programs own no tile of queries (`order: kv_outer`)"
     if not any(row.elem_bytes == 2 for row in module.rows(kernel.name)):
         return "no dtype of the spec has 16 bits"
@@ -38,15 +38,22 @@ def obstacle(module: Module, kernel: Kernel) -> str:
     return ""
 
 
-def pays(module: Module, kernel: Kernel) -> bool:
-    """Whether a divided kernel is faster than the portable one for many queries, as far as was measured.
+def declined(module: Module) -> str:
+    """Why the forward stays portable if nobody asks for a divided one, as the end of a sentence; empty text if it is divided.
 
-    Heads of 64 columns need three consumers for that; narrower ones were not measured. Where dropout is on, its random words take longer
-    than what roles save. Of masks and modifiers that compute more for a score than those that were compiled, registers may spill.
+    That is where it cannot be divided, or where the divided kernel is not known to be faster: with dropout, whose random words take longer
+    than what roles save; with narrow heads, but for three consumers of 64 columns; and of masks and modifiers that compute more for a score
+    than those that were compiled, as registers may spill.
     """
-    wide = max(module.head_dim_qk, module.head_dim_v)
-    fast = wide > NARROW or (wide == NARROW and takes_three(module, kernel))
-    return fast and not module.dropout and _work(kernel) <= MOST_WORK and not obstacle(module, kernel)
+    kernel, wide = module.kernel(KERNEL), max(module.head_dim_qk, module.head_dim_v)
+    if why := obstacle(module, kernel):
+        return why
+    if module.dropout:
+        return "with dropout the portable kernel is faster"
+    if wide < NARROW or (wide == NARROW and not takes_three(module, kernel)):
+        return f"its heads have {wide} columns, and with {NARROW} or fewer the portable kernel is about as fast"
+    work, most = _work(kernel), f"of more than {MOST_WORK} registers may spill"
+    return f"its mask and modifiers take {work} operations for each score, and {most}" if work > MOST_WORK else ""
 
 
 def is_narrow(module: Module) -> bool:
@@ -79,7 +86,7 @@ def staying(module: Module, row: Row) -> int:
     that takes turns.
     """
     widths = module.head_dim_qk, module.head_dim_v
-    kernel = module.kernel("fwd")
+    kernel = module.kernel(KERNEL)
     rows = {op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}
     if kernel.reads_pairs or (max(widths) > 64 and len(rows) > 1):
         return 0  # it would spill: what addresses of data depend on lives through all products
@@ -103,7 +110,7 @@ def in_turns(module: Module, row: Row) -> int:
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
-    wide, kernel = max(module.head_dim_qk, module.head_dim_v), module.kernel("fwd")
+    wide, kernel = max(module.head_dim_qk, module.head_dim_v), module.kernel(KERNEL)
     usual = THREE if is_narrow(module) and takes_three(module, kernel) else next(tiles for width, tiles in TILES.items() if wide <= width)
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
     paired = any(isinstance(op, Load) and set(op.type.dims) == PAIR for op in kernel.ops())
