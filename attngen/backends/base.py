@@ -132,6 +132,7 @@ class Divider:
     kernel: str  # that it divides
     passes: Callable[[Choose], tuple[Pass, ...]]
     row: Callable[[Module, int | None, int | None, int | None], Row]  # its own choice, with a spec's block_q, block_kv and stages in place
+    candidates: Callable[[Module], tuple[Row, ...]]  # rows that are worth measuring, for any number of rows; none if it cannot divide
     declined: Callable[[Module], str]  # why it leaves the kernel portable if nobody asks; empty text where it expects to be faster
     rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have
     file: str  # of the generated module: its kernels

@@ -8,7 +8,7 @@ from functools import partial
 from attngen.backends import DIVIDERS, backend_of
 from attngen.build import build_module
 from attngen.errors import SpecError, suggest
-from attngen.ir.graph import Module
+from attngen.ir.graph import Module, Row
 from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
@@ -51,7 +51,7 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         SelectTiles(block_q=s.block_q, block_kv=s.block_kv, num_warps=s.warps, num_stages=s.stages, tables=tables),
         PipelineLoads(num_stages=s.stages),
         Dce(),
-        *(p for divider in DIVIDERS.values() for p in divider.passes(partial(choose, divider, s))),
+        *(p for divider in DIVIDERS.values() for p in divider.passes(partial(choose, divider, s, tables))),
         *backend.legalize,
     )
 
@@ -67,6 +67,21 @@ def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
     for step in steps:
         module = verify(step.run(module))
         yield step.name, module
+
+
+def undivided(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None) -> Iterator[str]:
+    """A sentence for each backend that divides no kernel of a spec's module, on why. `module` is as after the pass dce."""
+    tables = committed() if tables is None else tables
+    for divider in DIVIDERS.values():
+        if isinstance(why := choose(divider, spec.schedule, tables, module), str):
+            yield f"On {divider.device} the kernel @{divider.kernel} has no row for {divider.name}: {why}."
+
+
+def divide(module: Module, row: Row) -> Module:
+    """The target module of one that is as after the pass dce, with its kernel divided under a row of the row's backend."""
+    steps = (*DIVIDERS[row.backend].passes(lambda _: row), *backend_of(module).legalize)
+    *_, (_, made) = _run(module, steps)
+    return made
 
 
 def lower(spec: Spec, after: str | None = None, tables: Mapping[str, Table] | None = None) -> Module:

@@ -1,24 +1,63 @@
-"""Which schedule row a kernel has that a backend divides into roles, or why it has none: the spec's word, then the backend's own choice."""
+"""Which schedule row a kernel has that a backend divides into roles, or why it has none.
+
+The spec's word comes first, then what was measured, then what the backend expects to be faster.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from attngen.backends.base import Divider
 from attngen.ir.graph import Module, Row
-from attngen.policy import SHORT_ROWS
+from attngen.policy import RANGES, SHORT_ROWS
+from attngen.schedules.table import Table, schedule_of
 from attngen.spec.model import Schedule
 
 
-def choose(divider: Divider, asked: Schedule, module: Module) -> Row | str:
+def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], module: Module) -> Row | str:
     """The row of a module's divided kernel; or why the kernel has none, as the end of a sentence.
 
-    A spec that asks for the backend has its kernel divided for any number of rows, others for more than SHORT_ROWS.
+    A spec that asks for the backend has its kernel divided for any number of rows, others for more than SHORT_ROWS at least.
     """
+    table = tables.get(divider.device)
     if asked.backend == divider.name:
-        return divider.row(module, asked.block_q, asked.block_kv, asked.stages)
+        tiles = asked.block_q, asked.block_kv, asked.stages
+        measured = None if any(tiles) else _faster(divider, table, module, None)
+        return measured[0] if measured else divider.row(module, *tiles)
     if asked.backend != "auto":
         return f"the spec says `schedule: {{backend: {asked.backend}}}`"
     if given := sorted(asked.model_dump(exclude_defaults=True)):
         return f"the spec's `schedule` has {' and '.join(given)}, which is for portable kernels unless it has `backend: {divider.name}` too"
-    return divider.declined(module) or replace(divider.row(module, None, None, None), min_rows=SHORT_ROWS)
+    return _automatic(divider, table, module)
+
+
+def _automatic(divider: Divider, table: Table | None, module: Module) -> Row | str:
+    """The row of a kernel of a spec that leaves the choice to attngen.
+
+    It is the row that is the fastest in the range of the most rows. It goes down as far as it is faster than the portable kernel, range by
+    range. Where that was not measured, the backend's own expectation stands.
+    """
+    declined = divider.declined(module)
+    best = _faster(divider, table, module, None)
+    if best == ():
+        return f"the portable kernel was measured to be as fast (attngen/schedules, {table.device if table else ''})"
+    if best is None and declined:
+        return declined
+    chosen = best[0] if best else divider.row(module, None, None, None)
+    for limit in sorted((most for most, _ in RANGES if most and most > SHORT_ROWS), reverse=True):
+        faster = _faster(divider, table, module, limit)
+        if declined if faster is None else schedule_of(chosen) not in map(schedule_of, faster):
+            return replace(chosen, min_rows=limit)
+    return replace(chosen, min_rows=SHORT_ROWS)
+
+
+def _faster(divider: Divider, table: Table | None, module: Module, max_rows: int | None) -> tuple[Row, ...] | None:
+    """Rows that this module can have and that were measured to be faster than the portable kernel in a range; None if none was measured."""
+    able = {str(schedule_of(row)): row for row in divider.candidates(module)}
+    if table is None or not able:
+        return None
+    kernel, elem_bytes = module.kernel(divider.kernel), next(iter(able.values())).elem_bytes
+    found = table.divided(module, kernel, elem_bytes, max_rows, divider.name)
+    usable = tuple(row for row in found or () if str(schedule_of(row)) in able)
+    return usable if usable or found == () else None

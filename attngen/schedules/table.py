@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attngen.backends import backend_of
+from attngen.backends import DIVIDERS, backend_of
 from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
@@ -33,14 +33,31 @@ def shown(schedule: Mapping[str, int]) -> str:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """A schedule of a kernel that a backend divides into roles, and its time."""
+
+    backend: str
+    schedule: Schedule
+    ms: float
+
+
+@dataclass(frozen=True)
 class Entry:
-    """The fastest of the schedules measured for a key, and what the model would take, which it is where nothing was faster."""
+    """The fastest portable schedule measured for a key, and what the model would take, which it is where nothing was faster.
+
+    divided: schedules of divided kernels that are faster still, the fastest first; None where none was measured beside it.
+    """
 
     schedule: Schedule
     ms: float
     model: Schedule
     model_ms: float | None  # None: it cannot run there, or spills
     triton: str  # the version that compiled what was measured
+    divided: tuple[Divided, ...] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {name: value for name, value in asdict(self).items() if name != "divided" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -61,10 +78,18 @@ class Table:
         row = Row(DEVICES[self.device].cls, elem_bytes, max_rows, **entry.schedule, measured=True, backend=module.backend)
         return row if usable(module, kernel, row) else None
 
+    def divided(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None, backend: str) -> tuple[Row, ...] | None:
+        """Rows under which a backend's divided kernel is faster than the portable one in a range; None where this was not measured."""
+        entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
+        if entry is None or entry.divided is None:
+            return None
+        usual = Row(DEVICES[self.device].cls, elem_bytes, None, **entry.schedule, measured=True, backend=backend)
+        return tuple(replace(usual, **found.schedule) for found in entry.divided if found.backend == backend)
+
     def text(self) -> str:
         """The file: a header, then a line for each entry, sorted."""
         head = {"device": self.device, "gpu": self.gpu, "torch": self.torch, "triton": self.triton}
-        lines = [json.dumps({**k._asdict(), **asdict(e)}) for k, e in sorted(self.entries.items(), key=lambda item: _order(item[0]))]
+        lines = [json.dumps({**k._asdict(), **e.plain()}) for k, e in sorted(self.entries.items(), key=lambda item: _order(item[0]))]
         rows = ",\n  ".join(lines)
         return json.dumps(head)[:-1] + f', "entries": [{f"{chr(10)}  {rows}{chr(10)}" if lines else ""}]}}\n'
 
@@ -95,8 +120,17 @@ def read_table(path: Path) -> Table:
 
 def _entry(line: dict[str, Any]) -> tuple[Key, Entry]:
     k = Key(*(line.pop(name) for name in Key._fields))
-    schedule, model = (schedule_of(Row("", 0, None, **line.pop(name))) for name in ("schedule", "model"))
-    return k, Entry(schedule=schedule, model=model, **line)
+    schedule, model = (_schedule(line.pop(name)) for name in ("schedule", "model"))
+    given = line.pop("divided", None)
+    divided = None if given is None else tuple(Divided(d["backend"], _schedule(d["schedule"]), d["ms"]) for d in given)
+    for one in divided or ():
+        if one.backend not in DIVIDERS:
+            raise ValueError(f"`{one.backend}` divides no kernels; {suggest(one.backend, DIVIDERS)}")
+    return k, Entry(schedule=schedule, model=model, **line, divided=divided)
+
+
+def _schedule(given: dict[str, Any]) -> Schedule:
+    return schedule_of(Row("", 0, None, **given))
 
 
 def path_of(device: str) -> Path:

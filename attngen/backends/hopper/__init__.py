@@ -32,6 +32,7 @@ HOPPER = Divider(
         LegalizeGluon(),
     ),
     row=choice.row,
+    candidates=choice.candidates,
     declined=choice.declined,
     rules={"fits": rules.fits},
     file="hopper.py",

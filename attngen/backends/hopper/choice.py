@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, KERNEL, NAME, NAMED_BARRIERS, ROWS
+from itertools import product
+
+from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, KERNEL, NAME, NAMED_BARRIERS, REGISTERS, ROWS
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Gather, Load, Loop, Map, Mask
@@ -14,6 +16,8 @@ SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps ther
 TILES = {128: (128, 128, 2), 256: (128, 64, 2)}
 NARROW = 64  # columns of heads whose softmax takes as long as their products
 THREE = (192, 128, 2)  # tiles of narrow heads: of three consumers, two compute while the products of the third run
+KEYS, SLOTS = (64, 128), (2, 3)  # rows of keys and slots that are worth measuring
+SPARE_REGISTERS = 32  # of a consumer's, beside its tiles: for addresses and for maxima and sums of rows
 PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
 MOST_OF_THREE = 4  # operations for each score, where three consumers share the registers
 MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
@@ -117,6 +121,23 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     kv = kv if block_kv or not paired else min(kv, PAIRED)
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
+
+
+def candidates(module: Module) -> tuple[Row, ...]:
+    """Rows of the forward that are worth measuring: those whose rings fit shared memory, and whose tiles fit a consumer's registers."""
+    if obstacle(module, module.kernel(KERNEL)):
+        return ()
+    rows = (row(module, ROWS * copies, *tiles) for copies in REGISTERS for tiles in product(KEYS, SLOTS))
+    return tuple(dict.fromkeys(one for one in rows if one.block_q % ROWS == 0 and _fits(module, one)))
+
+
+def _fits(module: Module, row: Row) -> bool:
+    """Whether rings of queries, keys and values fit, and a consumer's sums, scores and weights; and whether tiles divide blocks."""
+    widths, limit = (module.head_dim_qk, module.head_dim_v), CLASSES[DEVICE].smem_per_block
+    rings = row.block_q * widths[0] + row.num_stages * row.block_kv * sum(widths)
+    tiles = widths[1] // 2 + row.block_kv // 2 + row.block_kv // 4  # a thread's: 128 share 64 rows, and weights have 16 bits
+    divides = not module.blocks or module.blocks.size % row.block_q == 0
+    return divides and 2 * rings + SPARE <= limit and tiles + SPARE_REGISTERS <= REGISTERS[row.block_q // ROWS][0]
 
 
 def known_numbers(kernel: Kernel) -> list[str]:
