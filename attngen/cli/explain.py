@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from attngen.analysis.models import Model
     from attngen.analysis.roofline import Problem
-    from attngen.ir.graph import Module
     from attngen.spec import Spec
 
 
@@ -60,8 +59,7 @@ def explain(
     if html is not None:
         _write_page(spec, loaded, problem, html)
         return
-    module = lower(spec, loaded)
-    for part in explain_theory(module, problem, sizes) if theory else _explanation(module, problem):
+    for part in explain_theory(lower(spec, loaded), problem, sizes) if theory else _explanation(spec, loaded, problem):
         out.print(part)
 
 
@@ -87,14 +85,18 @@ def _head_counts(path: Path, spec: Spec, heads: int | None, kv_heads: int | None
     return heads, shared
 
 
-def _explanation(module: Module, problem: Problem) -> Iterator[RenderableType]:
+def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[RenderableType]:
     """What is shown without --theory."""
     from attngen.certify.certificate import keep
     from attngen.emit.explain import explain as explanation
     from attngen.emit.render import render
+    from attngen.passes.pipeline import stages, undivided
 
+    with naming(path):
+        steps = dict(stages(spec))
+    *_, module = steps.values()
     report = json.loads(keep(module, render(module), GENERATED / module.name)["report.json"])
-    return explanation(module, problem, report)
+    return explanation(module, problem, report, undivided(spec, steps["dce"]))
 
 
 def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:

@@ -136,7 +136,10 @@ def _compiled(
         for i, ((module, kernel, row), before) in enumerate(zip(work, taken), 1):
             reading = before or next(compiled[row.backend])
             status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {row.device}")
-            wrong += violations(module, kernel, row, reading)
+            faults = list(violations(module, kernel, row, reading))
+            if faults and kernel.backend:
+                faults.append(f"{module.name}: until it has its certificate, `schedule: {{backend: triton}}` keeps the portable kernel")
+            wrong += faults
             tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{f' {row.backend}' * (row.backend != module.backend)}"
             predicted = maker_of(row).footprint.sram_bytes(module, kernel, row)
             cells = [module.name, kernel.name, row.device, tile, f"{predicted:,}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import RenderableType
@@ -24,8 +24,11 @@ from attngen.ir.ops import Mask
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
 
-def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterator[RenderableType]:
-    """Everything that the analysis knows of a target module, for one problem size. `report` is its report.json, with compiler readings."""
+def explain(module: Module, problem: Problem, report: dict[str, Any], undivided: Iterable[str] = ()) -> Iterator[RenderableType]:
+    """Everything that the analysis knows of a target module, for one problem size.
+
+    report: its report.json, with compiler readings. undivided: sentences on why backends divide none of its kernels.
+    """
     yield Text(f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}", style="bold")
     yield Text("\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)", style="bold")
     for kernel in module.kernels:
@@ -64,6 +67,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any]) -> Iterato
     )
     yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
     yield from fit_table(report)
+    yield from map(_line, undivided)
 
 
 def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
@@ -86,6 +90,8 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
             verified |= bool(reading)
             cells = ("" if n is None else f"{n:,}" for n in read)
             table.add_row(name, row["device"], f"{row['elem_bytes']}", rows, tile, f"{row['sram_bytes']:,}", *cells)
+            if row.get("backend") and reading.get("states"):
+                none.append(f"On {row['device']} the kernel @{name} with {tile} gets no certificate: it {reading['states']}.")
     yield table
     yield from (_line(reason) for reason in none)
     if not verified:

@@ -35,6 +35,7 @@ from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import If, Launch
 from attngen.ir.ops import Map, Mask, Position
 from attngen.ir.shares import joined
+from attngen.passes.pipeline import undivided
 from attngen.spec import Spec
 
 KV = symbol("kv_idx")
@@ -78,6 +79,7 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "lanes": [(kernel.name, lanes(module, kernel)) for kernel in module.divided],
         "apart": [sentence for kernel in module.kernels if (sentence := _apart(module, kernel))],
         "tight": f"{TIGHT:.0%}",
+        "undivided": list(undivided(spec, dict(steps)["dce"])),
         "fits": [_fit(module, cls, problem, report) for cls in CLASSES],
         "devices": [_device(module, device, problem) for device in DEVICES.values()],
         "passes": list(changes(spec, steps)),
