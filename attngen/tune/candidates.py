@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from attngen.backends import backend_of
+from attngen.backends import DIVIDERS, backend_of
 from attngen.bounds.sizes import streamed_bytes
 from attngen.bounds.tiles import count_tiles
 from attngen.ir.graph import Kernel, Module, Row
@@ -30,11 +30,20 @@ MANY = f"not among the {MOST} cheapest"
 
 @dataclass(frozen=True)
 class Search:
-    """What is left of a kernel's grid for a device class and element size, cheapest first, and how many were rejected, by reason."""
+    """What is left of a kernel's grid for a device class and element size, cheapest first, and how many were rejected, by reason.
+
+    divided: rows of kernels that backends divide into roles, which are measured beside those that are kept.
+    """
 
     kept: tuple[Row, ...]
     grid: tuple[Row, ...]
     rejected: dict[str, int]
+    divided: tuple[Row, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that is measured: the model's choice first, the cheapest last to be left out."""
+        return (*self.kept[:1], *self.divided, *self.kept[1:])
 
 
 def choices(chosen: Row) -> dict[str, tuple[int, ...]]:
@@ -65,6 +74,15 @@ def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
     """Those that fit, and are not known to spill: the rest is for the compiler to say."""
     backends = ((row, backend_of(row)) for row in rows)
     return [row for row, b in backends if not (b.footprint.misfit(module, kernel, row) or b.cost.spills(module, kernel, row))]
+
+
+def divided(module: Module, kernel: Kernel, chosen: Row) -> tuple[Row, ...]:
+    """Rows of a kernel that backends divide, for the device class and element size of a portable row. `module` is as after the pass dce.
+
+    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device: few rows have none.
+    """
+    able = (d for d in DIVIDERS.values() if (d.kernel, d.device) == (kernel.name, chosen.device) and chosen.max_rows is None)
+    return tuple(row for divider in able for row in divider.candidates(module) if row.elem_bytes == chosen.elem_bytes)
 
 
 def search(module: Module, kernel: Kernel, chosen: Row) -> Search:

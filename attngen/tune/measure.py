@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 
+from attngen.backends import DIVIDERS
 from attngen.bench.timing import Times, device_times
 from attngen.errors import last_line
 from attngen.ir.graph import Row
@@ -25,7 +26,7 @@ from attngen.parts import Sizes
 from attngen.reference import relative_error
 from attngen.spec import Spec, load_spec
 from attngen.testing import load_module, make_workload, torch_dtype
-from attngen.tune.tuner import Answer, Cell
+from attngen.tune.tuner import Answer, Cell, home
 
 WRONG = 1e-2  # relative difference from the results of the model's choice, at most
 TOKENS, HIDDEN, GROUP = 16384, 2048, 4  # of all sequences; of all query heads; query heads of a K/V head, where several share one
@@ -97,15 +98,17 @@ class Bench:
 
     def measure(self, cell: Cell, rows: Sequence[Row], rounds: int) -> list[Answer]:
         """Milliseconds of each round, under each schedule, all interleaved; or a sentence on why one cannot be taken."""
-        module, problem = self._module(cell.spec), self._problem(cell)
+        module, problem = self._module(cell.spec), self._problem(cell)  # whose results are right: it is portable
         if cell.kernel not in problem.right:
             problem.right[cell.kernel] = self._results(module, problem, cell.kernel)
         answers: list[Answer] = []
         launches: dict[str, Callable[[int], object]] = {}
         for i, row in enumerate(rows):
-            launch = Launch(getattr(module.kernels, cell.kernel))
-            with _scheduled(module, cell.kernel, row), _standing_in(module, {cell.kernel: launch}):
-                results = self._results(module, problem, cell.kernel)
+            mine = self._module(home(cell.spec, row))
+            file = _file(mine, row)
+            launch = Launch(getattr(file, cell.kernel))
+            with _scheduled(mine, cell.kernel, row), _standing_in(mine, {cell.kernel: launch}, file):
+                results = self._results(mine, problem, cell.kernel)
             worst = max(relative_error(x, right) for x, right in zip(results, problem.right[cell.kernel]))
             if launch.spilled_bytes:
                 answers.append(f"spills {launch.spilled_bytes:,} bytes")
@@ -119,9 +122,11 @@ class Bench:
 
     def compile(self, cell: Cell, row: Row) -> None:
         """Compile a kernel under a schedule into Triton's cache, as `measure` will launch it."""
-        module, kernels = self._module(cell.spec), vars(self._module(cell.spec).kernels)
-        stand_ins = {name: Compile(kernels[name], name == cell.kernel) for name in kernels["SCHEDULES"]}
-        with _standing_in(module, stand_ins):
+        module = self._module(home(cell.spec, row))
+        kernels, file = vars(module.kernels), _file(module, row)
+        stand_ins = {name: Compile(kernels[name], False) for name in kernels["SCHEDULES"]}
+        wanted = {cell.kernel: Compile(getattr(file, cell.kernel), True)}
+        with _standing_in(module, stand_ins), _standing_in(module, wanted, file):
             problem = self._problem(cell, batch=1)
             with _scheduled(module, cell.kernel, row):
                 self._results(module, problem, cell.kernel)
@@ -160,21 +165,34 @@ class Bench:
         return torch.autograd.grad(problem.out, wanted, problem.grad, retain_graph=True)
 
 
+def _file(module: ModuleType, row: Row) -> ModuleType:
+    """The file of a module that has the kernel of a row. RuntimeError where it has divided kernels, which this Triton cannot run."""
+    file: ModuleType | None = module.runtime.divided(module.kernels, row.backend) if row.backend in DIVIDERS else module.kernels
+    if file is None:
+        raise RuntimeError(f"Triton {triton.__version__} does not run kernels for {row.backend}")
+    return file
+
+
 @contextmanager
-def _standing_in(module: ModuleType, stand_ins: Mapping[str, object]) -> Iterator[None]:
-    kept = {name: getattr(module.kernels, name) for name in stand_ins}
-    vars(module.kernels).update(stand_ins)
+def _standing_in(module: ModuleType, stand_ins: Mapping[str, object], file: ModuleType | None = None) -> Iterator[None]:
+    """A module with others in place of kernels of a file: of its own file of kernels, or another one."""
+    kernels = vars(file or module.kernels)
+    kept = {name: kernels[name] for name in stand_ins}
+    kernels.update(stand_ins)
     module.runtime.forget_launches()  # so that kernels are launched by those that stand in for them
     try:
         yield
     finally:
-        vars(module.kernels).update(kept)
+        kernels.update(kept)
         module.runtime.forget_launches()
 
 
 @contextmanager
 def _scheduled(module: ModuleType, kernel: str, row: Row) -> Iterator[None]:
-    """The module with one schedule for a kernel, whatever the device and the number of rows."""
+    """The module with one schedule for a kernel, whatever the device and the number of rows. That of a divided kernel has no other."""
+    if row.backend in DIVIDERS:
+        yield
+        return
     table = module.kernels.SCHEDULES
     kept = table[kernel]
     portable = [key for key in kept if len(key) == 2]  # not those of kernels that stand in for it

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attngen.backends import backend_of
+from attngen.backends import backend_of, maker_of
+from attngen.backends.base import short_digest
+from attngen.certify.certificate import reason
 from attngen.devices import CLASSES, DEVICES
 from attngen.emit.files import write_module
 from attngen.emit.render import render
@@ -21,7 +23,7 @@ from attngen.ir.graph import Row
 from attngen.policy import RANGES
 from attngen.schedules.classes import Key
 from attngen.schedules.table import Entry, Table
-from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, outcome
+from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, home, outcome
 from attngen.tune.workers import Lost, Worker, share
 
 COMPILE_S = 400.0  # for what is compiled ahead; the rest is compiled as it is measured
@@ -99,12 +101,19 @@ def read_results(path: Path | None, device: str, plans: Sequence[Plan]) -> Resul
 
 
 def _digests(plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
-    """The digests of the plans' kernels, by spec and kernel."""
-    files = {plan.module.name: render(plan.module)["kernels.py"] for plan in plans}
-    names = (
-        (plan.module.name, kernel.name, backend_of(plan.module).compiler.source_digest) for plan in plans for kernel in plan.module.kernels
-    )
-    return {(spec, kernel): digest(files[spec], kernel) for spec, kernel, digest in names}
+    """The digests of the plans' kernels, by spec and kernel: of one that is divided too, of all its sources."""
+    found: dict[tuple[str, str], str] = {}
+    for plan in plans:
+        text, digest = render(plan.module)["kernels.py"], backend_of(plan.module).compiler.source_digest
+        found |= {(plan.module.name, kernel.name): digest(text, kernel.name) for kernel in plan.module.kernels}
+        sources: dict[tuple[str, str], list[str]] = {}
+        for row, module in plan.divided.items():
+            maker, (kernel,) = maker_of(row), module.divided
+            sources.setdefault((module.name, kernel.name), []).append(
+                maker.compiler.source_digest(render(module)[maker.file], kernel.name) + home("", row)
+            )
+        found |= {of: short_digest([found[of], *texts]) for of, texts in sources.items()}
+    return found
 
 
 class Machine:
@@ -113,6 +122,7 @@ class Machine:
     def __init__(self, folder: Path, specs: Mapping[str, Path], jobs: int | None) -> None:
         from attngen.tune.measure import compile_some, serve
 
+        self.folder = folder
         self.args = (folder, dict(specs))
         self.worker = Worker(serve, *self.args)
         self.compile_some = compile_some
@@ -131,6 +141,20 @@ class Machine:
     def ask(self, request: tuple[Cell, Sequence[Row], int], limit_s: float) -> Any:
         return self.worker.ask(request, limit_s)
 
+    def faults(self, plans: Sequence[Plan]) -> dict[tuple[str, Row], str]:
+        """Why divided kernels get no certificate, by spec and row, as the ends of sentences; those that get one are not in it."""
+        work = [(module, row) for plan in plans for row, module in plan.divided.items()]
+        found: dict[tuple[str, Row], str] = {}
+        for backend in dict.fromkeys(row.backend for _, row in work):
+            mine = [(module, module.divided[0], row) for module, row in work if row.backend == backend]
+            maker = maker_of(mine[0][-1])
+            files = (self.folder / home(module.name, row) / maker.file for module, _, row in mine)
+            jobs = [maker.compiler.job(*what, file) for what, file in zip(mine, files)]
+            for (module, kernel, row), reading in zip(mine, maker.compiler.compile_all(jobs, self.jobs)):
+                why = f"does not compile: {reading}" if isinstance(reading, str) else reason(module, kernel, row, reading)
+                found |= {(module.name, row): why} if why else {}
+        return found
+
     def compile_ahead(self, tasks: Sequence[tuple[Cell, Row]]) -> float:
         """Compile schedules of cells, for the fewest rows, as for any; seconds taken."""
         return share(self.compile_some, [(c._replace(rows=RANGES[0][1]), row) for c, row in tasks], self.args, self.jobs, COMPILE_S)
@@ -139,11 +163,16 @@ class Machine:
 @contextmanager
 def machine(plans: Sequence[Plan], specs: Mapping[str, Path], jobs: int | None) -> Iterator[Machine]:
     """The GPU, with the plans' modules to measure; `specs` are their files by name."""
+    from attngen.runtime.divided import CHOICE
+
     with tempfile.TemporaryDirectory(prefix="attngen-tune-") as folder:
         for plan in plans:
             write_module(render(plan.module), Path(folder) / plan.module.name)
+            for row, module in plan.divided.items():
+                write_module(render(module), Path(folder) / home(module.name, row))
         kept = dict(os.environ)
-        os.environ.pop("TRITON_INTERPRET", None)
+        for name in ("TRITON_INTERPRET", CHOICE):
+            os.environ.pop(name, None)
         os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / ".triton")  # what is compiled ahead is found by the process that measures
         found = Machine(Path(folder), specs, jobs)
         try:
@@ -155,13 +184,19 @@ def machine(plans: Sequence[Plan], specs: Mapping[str, Path], jobs: int | None) 
 
 
 def tune(plans: Sequence[Plan], gpu: Machine, results: Results, budget_s: float) -> Iterator[tuple[Plan, Outcome]]:
-    """Measure the cells that have no results yet, and keep them: each in its share of the seconds that are left."""
+    """Measure the cells that have no results yet, and keep them: each in its share of the seconds that are left.
+
+    Divided kernels without a certificate are not measured.
+    """
     by = gpu.start()
     left = [(plan, cell, found) for plan in plans for cell, found in plan.cells() if cell not in results.outcomes]
-    gpu.compile_ahead(list(dict.fromkeys((cell._replace(rows=0), row) for _, cell, found in left for row in found.kept)))
+    faults = gpu.faults([plan for plan in plans if any(plan is one and found.divided for one, _, found in left)])
+    tasks = ((cell._replace(rows=0), row) for _, cell, found in left for row in found.rows if (cell.spec, row) not in faults)
+    gpu.compile_ahead(list(dict.fromkeys(tasks)))
     end = time.perf_counter() + budget_s
     for i, (plan, cell, found) in enumerate(left):
-        made = compete(cell, plan, found.kept, gpu.ask, (end - time.perf_counter()) / (len(left) - i))
+        without = {row: why for (spec, row), why in faults.items() if spec == cell.spec}
+        made = compete(cell, plan, found.rows, gpu.ask, (end - time.perf_counter()) / (len(left) - i), without)
         results.keep(made, by)
         yield plan, made
 

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from attngen.backends import DIVIDERS
 from attngen.ir.graph import Row
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.table import schedule_of, shown
@@ -27,12 +28,14 @@ def candidates(plan: Plan) -> Iterator[str]:
     for (kernel, dtype, few), found in plan.searches.items():
         rows = f" up to {SHORT_ROWS} rows" if few else ""
         yield f"{plan.module.name} @{kernel} {dtype}{rows}: {len(found.kept)} of {len(found.grid)}: {', '.join(map(_tile, found.kept))}"
+        if found.divided:
+            yield f"  and divided into roles: {', '.join(map(_tile, found.divided))}"
         yield from (f"  {count:>4} {reason}" for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]))
 
 
 def measured(plan: Plan, found: Outcome) -> Iterator[str]:
     """One line for a cell, and one for each reason for which schedules are out."""
-    cell, model, best = found.cell, found.tried[0], found.winner(plan)
+    cell, model, best = found.cell, found.tried[0], _best(plan, found)
     counted = f"{len(found.tried)}" + (f"/{len(found.tried) + found.left_out}" if found.left_out else "")
     cells = [cell.spec, cell.kernel, cell.rows, counted, _tile(model.row), _ms(model)]
     if best:
@@ -43,7 +46,7 @@ def measured(plan: Plan, found: Outcome) -> Iterator[str]:
     rho = found.correlation()
     yield aligned([*cells, "" if rho is None else f"{rho:.2f}"])
     reasons = Counter(
-        t.failed.partition(" ")[0] if t.failed.startswith("spills") else f"{_tile(t.row)} {t.failed}" for t in found.tried if t.failed
+        "spills" if t.failed.startswith("spills") and t.portable else f"{_tile(t.row)} {t.failed}" for t in found.tried if t.failed
     )
     yield from (f"    {count} spill" if reason == "spills" else f"    {reason}" for reason, count in reasons.items())
     if found.left_out:
@@ -59,7 +62,7 @@ def totals(found: Iterable[tuple[Plan, Outcome]]) -> Iterator[str]:
         if rhos:
             said = f"{statistics.median(rhos):.2f} (median of {len(rhos)}, {min(rhos):.2f} to {max(rhos):.2f})"
             yield f"@{kernel}: rank correlation of modelled costs and times {said}"
-    pairs = [(o.tried[0], o.winner(plan)) for plan, o in known]
+    pairs = [(o.tried[0], _best(plan, o)) for plan, o in known]
     gains = [model.median / best.median - 1 for model, best in pairs if best and best != model and model.ms is not None]
     if gains:
         said = f", by {100 * statistics.median(gains):.1f}% (median), {100 * max(gains):.1f}% at most"
@@ -81,8 +84,13 @@ def compared(cell: Cell, found: Compared | None) -> str:
     return aligned([*cells, f"{found.whole_s / found.pruned_s:.1f}", f"{100 * found.loss:.1f}%"], COMPARED_WIDTHS)
 
 
+def _best(plan: Plan, found: Outcome) -> Tried | None:
+    """The fastest of a cell, portable or divided into roles."""
+    return next(iter(found.divided(plan)), None) or found.winner(plan)
+
+
 def _tile(row: Row) -> str:
-    return shown(schedule_of(row))
+    return shown(schedule_of(row)) + f" {row.backend}" * (row.backend in DIVIDERS)
 
 
 def _ms(tried: Tried) -> str:

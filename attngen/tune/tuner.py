@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from attngen.backends import backend_of
+from attngen.backends import DIVIDERS, backend_of
 from attngen.bounds.sizes import elem_sizes
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.passes.pipeline import stages
+from attngen.passes.pipeline import divide, stages
 from attngen.policy import RANGES, SHORT_ROWS
 from attngen.schedules.classes import Key, key
-from attngen.schedules.table import Entry, schedule_of, usable
+from attngen.schedules.table import Divided, Entry, schedule_of, usable
 from attngen.spec import Schedule, Spec
-from attngen.tune.candidates import Search, runs, search
+from attngen.tune.candidates import Search, divided, runs, search
 from attngen.tune.workers import Lost
 
 NO_LIMIT = 2**30  # rows
 LIMIT_S = 30.0  # for one request
 NOISE = 0.02  # what is faster by less is not faster
 SCREEN_ROUNDS, FINAL_ROUNDS = 2, 7  # of every candidate alone; of the best, interleaved
-MOST_LOST = 3  # of a cell: what it measures against may be what hangs
-FINALISTS = 3  # besides the model's choice
+MOST_LOST = 3  # of a cell and a backend: what it measures against may be what hangs
+FINALISTS = 3  # of each backend, besides the model's choice
 
 Answer = tuple[float, ...] | str  # milliseconds of each round, or why there are none
 
@@ -44,12 +46,19 @@ class Cell(NamedTuple):
 Ask = Callable[[tuple[Cell, Sequence[Row], int], float], list[Answer]]  # of a request, and a limit in seconds; raises Lost
 
 
+def home(spec: str, row: Row) -> str:
+    """The name of the folder of the module whose kernel a row is measured with: of divided kernels, each row has a module."""
+    tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
+    return f"{spec}-{row.backend}-{tile}" if row.backend in DIVIDERS else spec
+
+
 @dataclass(frozen=True)
 class Plan:
     """A spec's module, made without measured schedules, and what is to be measured: by kernel, dtype, whether rows are few."""
 
-    module: Module
+    module: Module  # all of it portable
     placed: Module  # as select-tiles meets it, for the model
+    whole: Module  # as backends meet it that divide kernels
     searches: dict[tuple[str, str, bool], Search]
 
     def cells(self) -> Iterator[tuple[Cell, Search]]:
@@ -58,6 +67,11 @@ class Plan:
             for (kernel, dtype, few), found in self.searches.items():
                 if few == (limit == SHORT_ROWS):
                     yield Cell(self.module.name, kernel, rows, dtype), found
+
+    @cached_property
+    def divided(self) -> dict[Row, Module]:
+        """The module with its kernel divided, for each such row that is to be measured."""
+        return {row: divide(self.whole, row) for found in self.searches.values() for row in found.divided}
 
     def kernel(self, cell: Cell) -> Kernel:
         return self.placed.kernel(cell.kernel)
@@ -70,8 +84,8 @@ class Plan:
 
 def plan(spec: Spec, device_class: str) -> Plan:
     """What to measure of a spec, whatever schedule it asks for, on a device class: one dtype of each size, kernels that have one there."""
-    made = dict(stages(spec.model_copy(update={"schedule": Schedule()}), {}))
-    placed, module = made["describe-loads"], made["legalize-triton"]
+    made = dict(stages(spec.model_copy(update={"schedule": Schedule(backend="triton")}), {}))
+    placed, whole, module = made["describe-loads"], made["dce"], made["legalize-triton"]
     searches = {}
     for kernel in (*placed.kernels_of("forward"), *placed.kernels_of("backward")):
         for elem, rows in product(elem_sizes(module), (SHORT_ROWS, NO_LIMIT)):
@@ -80,8 +94,10 @@ def plan(spec: Spec, device_class: str) -> Plan:
             chosen = next((r for r in mine if rows <= (r.max_rows or NO_LIMIT)), None)
             if chosen:
                 few = rows == SHORT_ROWS
-                searches[kernel.name, dtype, few] = search(placed, kernel, replace(chosen, max_rows=SHORT_ROWS if few else None))
-    return Plan(module, placed, searches)
+                chosen = replace(chosen, max_rows=SHORT_ROWS if few else None)
+                found = search(placed, kernel, chosen)
+                searches[kernel.name, dtype, few] = replace(found, divided=divided(whole, kernel, chosen))
+    return Plan(module, placed, whole, searches)
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,7 @@ class Tried:
     """One schedule: its modelled cost, milliseconds when measured alone, those of each round beside the best; or why there are none."""
 
     row: Row
-    cost: float
+    cost: float | None  # None: there is no model of kernels that are divided
     ms: float | None = None
     rounds: tuple[float, ...] = ()
     failed: str = ""
@@ -104,6 +120,15 @@ class Tried:
         """(largest - smallest) / median of the rounds."""
         return (max(self.rounds) - min(self.rounds)) / self.median if self.rounds else 0.0
 
+    @property
+    def portable(self) -> bool:
+        """Whether its kernel is the portable one, not one that a backend divided."""
+        return self.row.backend not in DIVIDERS
+
+    def beats(self, other: Tried) -> bool:
+        """Whether it is faster by more than noise, and than both spread."""
+        return 1 - self.median / other.median > max(NOISE, self.spread, other.spread)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -115,14 +140,20 @@ class Outcome:
     seconds: float
 
     def winner(self, plan: Plan) -> Tried | None:
-        """The fastest that select-tiles would take, if it is faster than the model's choice by more than both spread."""
+        """The fastest portable one that select-tiles would take, if it is faster than the model's choice by more than both spread."""
         model, *_ = self.tried
-        ran = [t for t in self.tried if t.ms is not None and usable(plan.placed, plan.kernel(self.cell), t.row)]
+        kernel = plan.kernel(self.cell)
+        ran = [t for t in self.tried if t.ms is not None and t.portable and usable(plan.placed, kernel, t.row)]
         if not ran:
             return None
         fastest = min(ran, key=lambda t: (not t.rounds, t.median))
-        gain = 1 - fastest.median / model.median
-        return model if model in ran and gain <= max(NOISE, fastest.spread, model.spread) else fastest
+        return model if model in ran and not fastest.beats(model) else fastest
+
+    def divided(self, plan: Plan) -> list[Tried]:
+        """Those of divided kernels that are faster than the fastest portable one by more than both spread, the fastest first."""
+        best = self.winner(plan)
+        ran = [t for t in self.tried if t.ms is not None and not t.portable and best and t.beats(best)]
+        return sorted(ran, key=lambda t: (not t.rounds, t.median))
 
     def entry(self, plan: Plan, triton: str) -> Entry | None:
         """Its entry of the table; None where nothing ran."""
@@ -131,12 +162,14 @@ class Outcome:
         if best is None:
             return None
         known = round(model.median, 4) if model.ms is not None else None
-        return Entry(schedule_of(best.row), round(best.median, 4), schedule_of(model.row), known, triton)
+        faster = tuple(Divided(t.row.backend, schedule_of(t.row), round(t.median, 4)) for t in self.divided(plan))
+        compared = any(not t.portable for t in self.tried)
+        return Entry(schedule_of(best.row), round(best.median, 4), schedule_of(model.row), known, triton, faster if compared else None)
 
     def correlation(self) -> float | None:
         """Spearman's, of modelled costs and measured times."""
-        ran = [t for t in self.tried if t.ms is not None]
-        return spearman([t.cost for t in ran], [t.ms for t in ran if t.ms is not None])
+        ran = [(t.cost, t.ms) for t in self.tried if t.cost is not None and t.ms is not None]
+        return spearman([cost for cost, _ in ran], [ms for _, ms in ran])
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -149,29 +182,42 @@ def outcome(data: dict[str, Any]) -> Outcome:
     return Outcome(Cell(**data["cell"]), tuple(tried), data["left_out"], data["seconds"])
 
 
-def compete(cell: Cell, plan: Plan, rows: Iterable[Row], ask: Ask, budget_s: float = float("inf")) -> Outcome:
-    """Measure schedules one after another, until the budget is spent; then the best of them and the model's choice, interleaved.
+def compete(
+    cell: Cell, plan: Plan, rows: Iterable[Row], ask: Ask, budget_s: float = float("inf"), faults: Mapping[Row, str] | None = None
+) -> Outcome:
+    """Measure schedules one after another, until the budget is spent; then the best of each backend and the model's choice, interleaved.
 
-    One that hangs, crashes, spills or is wrong is out, with the reason. Where too many hang or crash, the rest is left out.
+    One that hangs, crashes, spills or is wrong is out, with the reason; so is one of `faults`, which gets no certificate, for its reason.
+    Where too many hang or crash, the rest is left out.
     """
     started, kernel = time.perf_counter(), plan.kernel(cell)
     tried: list[Tried] = []
-    left_out = lost = 0
+    left_out = 0
+    lost: Counter[str] = Counter()
     for row in rows:
-        if tried and time.perf_counter() - started > budget_s or lost == MOST_LOST:
+        if tried and time.perf_counter() - started > budget_s or lost[row.backend] == MOST_LOST:
             left_out += 1
             continue
-        price = backend_of(row).cost.cycles(plan.placed, kernel, row)
+        price = None if row.backend in DIVIDERS else backend_of(row).cost.cycles(plan.placed, kernel, row)
+        if faults and row in faults:
+            tried.append(Tried(row, price, failed=faults[row]))
+            continue
         try:
             (answer,) = ask((cell, [row], SCREEN_ROUNDS), LIMIT_S)
         except Lost as error:
-            answer, lost = str(error), lost + 1
+            answer = str(error)
+            lost[row.backend] += 1
         tried.append(Tried(row, price, failed=answer) if isinstance(answer, str) else Tried(row, price, statistics.median(answer)))
     ran = sorted((t for t in tried if t.ms is not None), key=lambda t: t.median)
     model = [t for t in tried[:1] if t in ran]
-    final = model + [t for t in ran if t not in model][:FINALISTS]
+    rest = [t for t in ran if t not in model]
+    final = [*model, *(t for backend in dict.fromkeys(t.row.backend for t in rest) for t in _of(rest, backend)[:FINALISTS])]
     beside = {t.row: t for t in _together(ask, cell, final)}
     return Outcome(cell, tuple(beside.get(t.row, t) for t in tried), left_out, time.perf_counter() - started)
+
+
+def _of(tried: Sequence[Tried], backend: str) -> list[Tried]:
+    return [t for t in tried if t.row.backend == backend]
 
 
 def _together(ask: Ask, cell: Cell, tried: Sequence[Tried]) -> list[Tried]:

@@ -15,51 +15,20 @@ from attngen.backends.triton.cost import cost, schedule_key, spills
 from attngen.backends.triton.sram import misfit
 from attngen.errors import AttngenError
 from attngen.policy import RANGES, SHORT_ROWS
-from attngen.schedules.table import Table, schedule_of, shown
+from attngen.schedules.table import Table, schedule_of
 from attngen.tune import run, summary, tuner
 from attngen.tune.candidates import DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, choices, search
 from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman
 from attngen.tune.workers import Lost
 from tests.helpers import spec
+from tests.tune.fakes import BY, Gpu, tile
 
 CELL = Cell("causal_mha", "fwd", 1024, "bf16")
-BY = {"gpu": "a GPU", "torch": "2", "triton": "3"}
 
 
 @cache
 def planned(name: str = "causal_mha") -> Plan:
     return plan(spec(name), "sm90")
-
-
-def tile(row) -> str:
-    return shown(schedule_of(row))
-
-
-class Gpu:
-    """Answers as one would: milliseconds by tile, or what else happens. Its clock does not move between rounds."""
-
-    def __init__(self, times: dict[str, float | str | Lost], default: float = 1.0, drift: float = 0.0) -> None:
-        self.times, self.default, self.drift = times, default, drift
-        self.asked: list[tuple[str, ...]] = []
-
-    def __call__(self, request, limit_s):
-        _, rows, rounds = request
-        self.asked.append(tuple(map(tile, rows)))
-        answers = [self.times.get(tile(row), self.default) for row in rows]
-        for answer in answers:
-            if isinstance(answer, Lost):
-                raise answer
-        return [a if isinstance(a, str) else tuple(a * (1 + self.drift * i) for i in range(rounds)) for a in answers]
-
-    def start(self):
-        return BY
-
-    def ask(self, request, limit_s):
-        return self(request, limit_s)
-
-    def compile_ahead(self, tasks):
-        self.compiled = list(tasks)
-        return 1.0
 
 
 def rows(kernel: str = "fwd", few: bool = False):
@@ -228,7 +197,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     for _, found in run.tune(plans, gpu, first, float("inf")):
         if found.cell.kernel == "dkdv":
             break  # it was ended here
-    assert len(gpu.compiled) == sum(len(s.kept) for s in planned().searches.values())
+    assert len(gpu.compiled) == sum(len(s.rows) for s in planned().searches.values())
     second, gpu = run.read_results(path, "H200", plans), Gpu({})
     assert list(second.outcomes) == [c for c, _ in planned().cells()][:3] and second.by == BY
     assert [o.cell for _, o in run.tune(plans, gpu, second, float("inf"))] == [c for c, _ in planned().cells()][3:]

@@ -1,0 +1,51 @@
+"""A GPU that is made up, for tests of tuning."""
+
+from __future__ import annotations
+
+from attngen.backends import DIVIDERS
+from attngen.ir.graph import Row
+from attngen.schedules.table import schedule_of, shown
+from attngen.tune.workers import Lost
+
+BY = {"gpu": "a GPU", "torch": "2", "triton": "3"}
+
+
+def tile(row: Row) -> str:
+    """A row as results name it."""
+    return shown(schedule_of(row)) + f" {row.backend}" * (row.backend in DIVIDERS)
+
+
+class Gpu:
+    """Answers as one would: milliseconds by tile, or what else happens. Its clock does not move between rounds."""
+
+    def __init__(
+        self,
+        times: dict[str, float | str | Lost],
+        default: float | str = 1.0,
+        drift: float = 0.0,
+        faults: dict[tuple[str, Row], str] | None = None,
+    ) -> None:
+        self.times, self.default, self.drift, self.without = times, default, drift, faults or {}
+        self.asked: list[tuple[str, ...]] = []
+
+    def __call__(self, request, limit_s):
+        _, rows, rounds = request
+        self.asked.append(tuple(map(tile, rows)))
+        answers = [self.times.get(tile(row), self.default) for row in rows]
+        for answer in answers:
+            if isinstance(answer, Lost):
+                raise answer
+        return [a if isinstance(a, str) else tuple(a * (1 + self.drift * i) for i in range(rounds)) for a in answers]
+
+    def start(self):
+        return BY
+
+    def ask(self, request, limit_s):
+        return self(request, limit_s)
+
+    def faults(self, plans):
+        return self.without
+
+    def compile_ahead(self, tasks):
+        self.compiled = list(tasks)
+        return 1.0

@@ -1,0 +1,324 @@
+"""Tuning of kernels that a backend divides into roles: which rows compete, who wins, what the table keeps, what a build takes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from attngen.backends import DIVIDERS
+from attngen.backends.base import Reading
+from attngen.backends.hopper.choice import row as usual_row
+from attngen.backends.hopper.sram import sram_bytes
+from attngen.devices import CLASSES
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.errors import AttngenError
+from attngen.ir.graph import Module, Row
+from attngen.ir.text import parse_module, print_module
+from attngen.passes.pipeline import lower
+from attngen.passes.pipeline import undivided as sentences
+from attngen.policy import RANGES, SHORT_ROWS
+from attngen.schedules.classes import key
+from attngen.schedules.table import Divided, Entry, Table, read_table, schedule_of
+from attngen.spec import Spec, load_spec, make_spec
+from attngen.tune import measure, run, summary
+from attngen.tune.measure import Bench
+from attngen.tune.tuner import Cell, Outcome, Plan, compete, home, plan
+from attngen.tune.workers import Lost
+from tests.helpers import spec
+from tests.tune.fakes import Gpu, tile
+
+LARGE = [rows for limit, rows in RANGES if limit != SHORT_ROWS]
+USUAL = "128x128x4x3 TMA hopper"  # of causal_mqa, whose heads have 64 columns
+
+
+@cache
+def planned(name: str = "causal_mqa", device: str = "sm90") -> Plan:
+    return plan(spec(name), device)
+
+
+def divided(name: str = "causal_mqa") -> list[str]:
+    return [tile(row) for row in planned(name).searches["fwd", "bf16", False].divided]
+
+
+# ---------------------------------------------------------------------------------------------- candidates
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("causal_mqa", "64x64x2 64x64x3 64x128x2 64x128x3 128x64x2 128x64x3 128x128x2 128x128x3 192x64x2 192x64x3 192x128x2 192x128x3"),
+        ("causal_gqa", "64x64x2 64x64x3 64x128x2 64x128x3 128x64x2 128x64x3 128x128x2 128x128x3 192x64x2 192x64x3"),
+        ("causal_d256", "64x64x2 64x64x3 128x64x2"),
+        ("butterfly_gqa", "64x64x2 64x64x3"),  # tiles divide blocks
+        ("mla_dims", ""),
+        ("causal_fp32", ""),
+    ],
+)
+def test_rows_that_compete(name: str, expected: str) -> None:
+    found = [f"{row.block_q}x{row.block_kv}x{row.num_stages}" for s in planned(name).searches.values() for row in s.divided]
+    assert found == expected.split()
+
+
+def test_rows_compete_for_the_forward_of_many_rows_on_the_device_of_the_backend() -> None:
+    assert [of for of, found in planned().searches.items() if found.divided] == [("fwd", "bf16", False)]
+    assert not any(found.divided for found in planned(device="sm80").searches.values())
+    found = planned().searches["fwd", "bf16", False]
+    assert found.rows[0] == found.kept[0] and set(found.rows) == {*found.kept, *found.divided}
+
+
+@pytest.mark.parametrize("name", ["causal_mqa", "causal_gqa", "causal_d256", "document_gqa", "block_sparse_mha", "relative_bias_mha"])
+def test_all_of_them_are_proven_and_fit_and_the_usual_row_is_one(name: str) -> None:
+    for row, module in planned(name).divided.items():  # the verifier holds its rules against each
+        assert module.rows("fwd", "hopper") == (row,) and row.min_rows == 0
+        assert sram_bytes(module, module.divided[0], row) <= CLASSES["sm90"].smem_per_block
+    assert usual_row(planned(name).whole) in planned(name).divided
+    assert f"  and divided into roles: {divided(name)[0]}, " in "\n".join(summary.candidates(planned(name)))
+
+
+# ---------------------------------------------------------------------------------------------- who wins
+
+
+def competed(times: Mapping[str, float | str | Lost], rows: int = 4096, name: str = "causal_mqa", **others: Any) -> Outcome:
+    """What is found of the forward, with a GPU that takes a millisecond for all but what is given."""
+    found = planned(name).searches["fwd", "bf16", rows <= SHORT_ROWS]
+    return compete(Cell(name, "fwd", rows, "bf16"), planned(name), found.rows, Gpu(dict(times)), **others)
+
+
+def portable(at: int = 2) -> str:
+    return tile(planned().searches["fwd", "bf16", False].kept[at])
+
+
+def test_the_fastest_of_each_kind_is_kept_and_the_divided_ones_that_beat_it() -> None:
+    found = competed({USUAL: 0.5, divided()[0]: 0.4, divided()[1]: 0.79, portable(): 0.8})
+    entry = found.entry(planned(), "3.6.0")
+    assert entry is not None and entry.divided is not None and entry.ms == 0.8
+    assert [(one.backend, one.schedule["block_q"], one.ms) for one in entry.divided] == [("hopper", 64, 0.4), ("hopper", 128, 0.5)]
+    (line, *_) = summary.measured(planned(), found)
+    assert f"{divided()[0]} 0.4000" in line and "150.0%" in line
+    assert "faster than the model's choice in 1 of 1, by 150.0%" in "\n".join(summary.totals([(planned(), found)]))
+
+
+def test_a_portable_winner_is_kept_where_no_divided_kernel_is_faster() -> None:
+    found = competed({portable(): 0.5, USUAL: 0.495})
+    entry = found.entry(planned(), "3.6.0")
+    assert entry is not None and (entry.ms, entry.divided) == (0.5, ())
+    few = competed({}, rows=SHORT_ROWS).entry(planned(), "3.6.0")
+    assert few is not None and few.divided is None
+
+
+def test_one_without_a_certificate_is_left_out_and_the_summary_says_why() -> None:
+    rows = planned().searches["fwd", "bf16", False].divided
+    gpu = Gpu({tile(rows[0]): 0.1, tile(rows[1]): 0.5})
+    cell, kept = Cell("causal_mqa", "fwd", 4096, "bf16"), planned().searches["fwd", "bf16", False].rows
+    found = compete(cell, planned(), kept, gpu, faults={rows[0]: "spills 980 bytes; expected none"})
+    assert (tile(rows[0]),) not in gpu.asked and (tile(rows[1]),) in gpu.asked
+    assert [tile(t.row) for t in found.divided(planned())] == [tile(rows[1])]
+    assert f"    {tile(rows[0])} spills 980 bytes; expected none" in list(summary.measured(planned(), found))
+
+
+def test_divided_kernels_that_hang_leave_the_portable_ones_in() -> None:
+    found = competed({name: Lost("gave no answer within 30 s") for name in divided()} | {portable(): 0.5})
+    entry = found.entry(planned(), "3.6.0")
+    assert entry is not None and (entry.ms, entry.divided) == (0.5, ()) and found.left_out == len(divided()) - 3
+
+
+def test_a_run_measures_what_has_a_certificate(tmp_path: Path) -> None:
+    first, second = planned().searches["fwd", "bf16", False].divided[:2]
+    gpu, path = Gpu({tile(first): 0.1, tile(second): 0.5}, faults={("causal_mqa", first): "spills 980 bytes"}), tmp_path / "r.jsonl"
+    results = run.read_results(path, "H200", [planned()])
+    assert len(list(run.tune([planned()], gpu, results, float("inf")))) == len(list(planned().cells()))
+    assert first not in [row for _, row in gpu.compiled] and second in [row for _, row in gpu.compiled]
+    table = run.tabled(Table("H200"), [planned()], run.read_results(path, "H200", [planned()]))
+    faster = {k.max_rows: [tuple(schedule_of(second).values())] for k, e in table.entries.items() if e.divided}
+    assert list(faster) == [2048, 8192, None]
+    assert all([tuple(d.schedule.values()) for d in e.divided] == faster[k.max_rows] for k, e in table.entries.items() if e.divided)
+
+
+def test_certificates_are_of_the_modules_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def compile_all(jobs: list[Any], workers: int | None) -> Any:
+        for job in jobs:
+            seen.append((job.file.parent.name, job.file.name, dict(job.tiles)["BLOCK_Q"]))
+            module, row = next((m, r) for r, m in planned("causal_d256").divided.items() if home("causal_d256", r) == job.file.parent.name)
+            need = sram_bytes(module, module.divided[0], row)
+            yield "no such instruction" if row.num_stages == 3 else Reading(need, 168, 8 * (row.block_q == 64), 1, "3.6.0", 0.0)
+
+    hopper = DIVIDERS["hopper"]
+    monkeypatch.setitem(DIVIDERS, "hopper", replace(hopper, compiler=replace(hopper.compiler, compile_all=compile_all)))
+    with run.machine([planned("causal_d256")], {}, 1) as gpu:
+        faults = gpu.faults([planned("causal_d256")])
+        assert gpu.faults([planned("causal_fp32")]) == {}
+    assert seen == [
+        (f"causal_d256-hopper-{name}", "hopper.py", int(name.split("x")[0])) for name in ("64x64x4x2", "64x64x4x3", "128x64x4x2")
+    ]
+    assert {tile(row): why for (_, row), why in faults.items()} == {
+        "64x64x4x2 TMA hopper": "spills 8 bytes; expected none",
+        "64x64x4x3 TMA hopper": "does not compile: no such instruction",
+    }
+
+
+# ---------------------------------------------------------------------------------------------- how it is measured
+
+
+class Fast:
+    """Stands in for a divided kernel: launches the portable one, under a schedule that the interpreter does in no time."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels, self.params, self.launched = kernels, (), 0
+
+    def __getitem__(self, grid: object) -> Any:
+        def launch(*args: object, SLOTS: int, num_warps: int, **options: Any) -> Any:
+            self.launched += 1
+            return self.kernels.fwd[grid](*args, **options, num_warps=4, num_stages=1, TMA=False)
+
+        return launch
+
+
+def test_a_divided_kernel_is_launched_in_the_module_of_its_row(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text("name: small\nhead_dim: 64\nmask: causal\nbackward: false\n")
+    made = plan(load_spec(path), "sm90")
+    row = next(iter(made.divided))
+    write_module(render(made.module), tmp_path / "small")
+    write_module(render(made.divided[row]), tmp_path / home("small", row))
+    monkeypatch.setattr(measure, "TOKENS", 64)
+    monkeypatch.setattr(measure, "HIDDEN", 64)
+    bench = Bench(
+        tmp_path,
+        {"small": path},
+        device,
+        lambda calls, rounds: {name: SimpleNamespace(rounds=(call(0) and 1.0 or 1.0,)) for name, call in calls.items()},
+    )
+    mine = bench._module(home("small", row))
+    file = SimpleNamespace(fwd=Fast(mine.kernels), DESCRIBED={"fwd": ()}, STAYING={})
+    monkeypatch.setattr(mine.runtime, "divided", lambda kernels, backend: file)
+    monkeypatch.setattr(mine.runtime, "homes", lambda *_: [(file, None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4})])
+    cell = Cell("small", "fwd", 64, "bf16")
+    assert bench.measure(cell, [made.searches["fwd", "bf16", False].kept[0], row], 1) == [(1.0,), (1.0,)]
+    assert file.fwd.launched == 2 and isinstance(file.fwd, Fast)
+    monkeypatch.setattr(mine.runtime, "divided", lambda kernels, backend: None)
+    with pytest.raises(RuntimeError, match="does not run kernels for hopper"):
+        bench.measure(cell, [row], 1)
+
+
+# ---------------------------------------------------------------------------------------------- from the table to a build
+
+
+TEXT = {"name": "narrow", "head_dim": 64, "mask": "causal"}
+TILES = {"block_q": 192, "block_kv": 128, "num_warps": 4, "num_stages": 2, "tma": True}
+OTHER = {**TILES, "block_q": 64}
+
+
+def tables(faster: Mapping[int | None, tuple[dict[str, int], ...] | None], data: Mapping[str, Any] = TEXT) -> dict[str, Table]:
+    """A table that comes back from its text, with what is faster than the portable kernel by range; None: that was not measured."""
+    early = lower(make_spec({**data, "schedule": {"backend": "triton"}}), "describe-loads")
+    small = {"block_q": 64, "block_kv": 64, "num_warps": 4, "num_stages": 2, "tma": False}
+    entries = {}
+    for limit, found in faster.items():
+        rivals = None if found is None else tuple(Divided("hopper", schedule, 0.5) for schedule in found)
+        entries[key(early, early.kernel("fwd"), 2, limit)] = Entry(small, 1.0, small, 1.0, "3.6.0", rivals)
+    return {"sm90": Table("H200", "a GPU", "2", "3.6.0", entries)}
+
+
+def rows_of(
+    faster: Mapping[int | None, tuple[dict[str, int], ...] | None], data: Mapping[str, Any] = TEXT, **schedule: Any
+) -> tuple[Row, ...]:
+    """The rows of the divided forward of a spec, with a table."""
+    made = make_spec({**data, **({"schedule": schedule} if schedule else {})})
+    return lower(made, tables=tables(faster, data)).rows("fwd", "hopper")
+
+
+EVERYWHERE = {2048: (TILES,), 8192: (OTHER, TILES), None: (TILES, OTHER)}
+
+
+def test_a_winner_of_the_table_divides_the_kernel_with_its_row(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(tables(EVERYWHERE)["sm90"].text())
+    table = read_table(tmp_path / "t.json")
+    assert table == tables(EVERYWHERE)["sm90"]
+    module = lower(make_spec(TEXT), tables={"sm90": table})
+    text = print_module(module)
+    assert "  sm90 bytes=2 rows>512 : BLOCK_Q=192 BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 measured backend=hopper\n" in text
+    assert "role @consumer copies(3) rows(64) warps(4) registers(160)" in text and print_module(parse_module(text)) == text
+    config = '{"BLOCK_Q": 192, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}'
+    made = f'("sm90", 2, "hopper"): (\n            (512, None),\n            (None, {config}),'
+    assert made in render(module)["kernels.py"]
+    assert [r.block_q for r in module.rows("fwd") if (r.device, r.elem_bytes, r.max_rows) == ("sm90", 2, None)] == [64]  # its own row stays
+
+
+@pytest.mark.parametrize(
+    ("faster", "above"),
+    [
+        (EVERYWHERE, 512),
+        ({**EVERYWHERE, 2048: ()}, 2048),
+        ({**EVERYWHERE, 2048: (OTHER,)}, 2048),  # of another tile: a kernel has one
+        ({**EVERYWHERE, 8192: ()}, 8192),
+        ({8192: (TILES,), None: (TILES,)}, 2048),  # nothing is known of fewer rows, and heads are narrow
+        ({**EVERYWHERE, None: ()}, None),
+        ({**EVERYWHERE, None: None}, None),
+        ({2048: None, 8192: None, None: None}, None),
+        ({**EVERYWHERE, None: ({**TILES, "block_q": 256},)}, None),  # no tile of this kernel
+    ],
+)
+def test_the_portable_row_stays_where_it_won(faster: Any, above: int | None) -> None:
+    assert [row.min_rows for row in rows_of(faster)] == ([] if above is None else [above])
+
+
+def test_where_nothing_was_measured_the_expectation_stands() -> None:
+    wide = {**TEXT, "head_dim": 128}
+    mine = {**TILES, "block_q": 128}
+    shown = [
+        [(r.block_q, r.min_rows, r.measured) for r in rows_of(faster, wide)] for faster in ({}, {None: (mine,)}, {2048: ()}, {None: ()})
+    ]
+    assert shown == [[(128, 512, False)], [(128, 512, True)], [(128, 2048, False)], []]
+
+
+def test_the_spec_comes_before_the_table() -> None:
+    assert rows_of(EVERYWHERE, backend="triton") == rows_of(EVERYWHERE, block_q=64) == rows_of(EVERYWHERE, order="kv_outer") == ()
+    (asked,) = rows_of({None: ()}, backend="hopper")
+    (tiled,) = rows_of(EVERYWHERE, backend="hopper", block_q=64)
+    (tuned,) = rows_of(EVERYWHERE, backend="hopper")
+    assert [(r.block_q, r.min_rows, r.measured) for r in (asked, tiled, tuned)] == [(128, 0, False), (64, 0, False), (192, 0, True)]
+
+
+def test_a_kernel_that_cannot_be_divided_leaves_the_table_alone() -> None:
+    data = {**TEXT, "mask": {"block_sparse": {"block": 32}}}
+    assert rows_of({None: (TILES,)}, data) == ()
+
+
+def test_a_table_that_names_no_backend_is_refused(tmp_path: Path) -> None:
+    text = tables(EVERYWHERE)["sm90"].text()
+    (tmp_path / "t.json").write_text(text.replace('"backend": "hopper"', '"backend": "hoper"'))
+    with pytest.raises(AttngenError, match="t.json: cannot be read .*`hoper` divides no kernels; did you mean `hopper`"):
+        read_table(tmp_path / "t.json")
+
+
+# ---------------------------------------------------------------------------------------------- why there is none
+
+
+def why(faster: Mapping[int | None, Any], **data: Any) -> list[str]:
+    made: Spec = make_spec({**TEXT, **data})
+    before: Module = lower(made, "dce", {})
+    return list(sentences(made, before, tables(faster)))
+
+
+def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
+    no_row = "On sm90 the kernel @fwd has no row for hopper: "
+    narrow = "its heads have 64 columns, and with 64 or fewer the portable kernel is about as fast."
+    none = partial(why, {})
+    assert none() == [no_row + narrow] and why(EVERYWHERE) == none(schedule={"backend": "hopper"}) == []
+    assert why({None: ()}) == [f"{no_row}the portable kernel was measured to be as fast (attngen/schedules, H200)."]
+    assert none(schedule={"backend": "triton"}) == [f"{no_row}the spec says `schedule: {{backend: triton}}`."]
+    (said,) = none(schedule={"block_q": 64, "stages": 2})
+    assert said.startswith(f"{no_row}the spec's `schedule` has block_q and stages, which is for portable kernels")
+    assert none(head_dim=192) == [f"{no_row}a head has 192 columns, not a power of two."]
+    heavy = {"expr": "floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0 and int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))"}
+    (said,) = none(head_dim=128, mask=heavy)
+    assert said.startswith(f"{no_row}its mask and modifiers take ") and said.endswith("of more than 16 registers may spill.")
