@@ -341,6 +341,13 @@ def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None
     assert error == "error: --heads 6 is not a multiple of --kv-heads 4\n"
 
 
+def test_explain_says_why_no_kernel_is_divided(project: Path, attngen: Cli, tmp_path: Path) -> None:
+    (project / "specs" / "x.yaml").write_text("name: x\nhead_dim: 64\nmask: none\nbackward: false\n")
+    assert "On sm90 the kernel @fwd has no row for hopper: its heads have 64 columns, and" in attngen("explain", "specs/x.yaml")
+    attngen("explain", "specs/x.yaml", "--html", str(tmp_path / "x.html"))
+    assert "On sm90 the kernel @fwd has no row for hopper" in (tmp_path / "x.html").read_text()
+
+
 @pytest.mark.parametrize("mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"])
 def test_explain_defines_what_it_names_and_fits_a_screen(project: Path, attngen: Cli, mask: str) -> None:
     (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")

@@ -36,7 +36,8 @@ def tune(
 
     What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 512,
     1k, 4k and 16k queries and keys. The fastest go into a table, from which `attngen build` takes them for every kernel of their
-    class; where none is faster than the model's choice by more than times spread, that stays.
+    class; where none is faster than the model's choice by more than times spread, that stays. On Hopper, forwards whose warps have
+    roles compete from 1k on, if the compiler gives them their certificate; a build takes them where they beat the portable kernel.
 
     \b
     attngen tune specs/causal_mha.yaml --dry-run         the candidates; needs no GPU

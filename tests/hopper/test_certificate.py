@@ -16,6 +16,7 @@ from attngen.bounds.sizes import sizes
 from attngen.bounds.tiles import evaluate
 from attngen.certify.certificate import chosen, keep, record, recorded, stale, violations, why_not
 from attngen.cli import main
+from attngen.emit.explain import fit_table
 from attngen.emit.render import render
 from attngen.ir.expr import parse, to_text
 from attngen.ir.graph import Module
@@ -74,6 +75,10 @@ def test_a_row_that_fails_says_why(compiled: Compiled) -> None:
     files = record(module, render(module), {("fwd", row): broken})
     entry = next(e for e in json.loads(files["report.json"])["kernels"]["fwd"]["schedules"] if e.get("backend") == "hopper")
     assert entry["reading"]["states"].startswith("spills 980 bytes; expected none; has products that wait for each other, as ptxas")
+    *_, last = fit_table(json.loads(files["report.json"]))
+    assert str(last).startswith(
+        "  On sm90 the kernel @fwd with 128x128x4x3 hopper gets no certificate: it spills 980 bytes; expected none; has"
+    )
 
 
 def test_readings_are_kept_while_kernel_and_row_are_the_same(compiled: Compiled, tmp_path: Path) -> None:
@@ -130,7 +135,9 @@ def test_verify_certifies_divided_rows(built: tuple[str, list[str]], tmp_path: P
     said = capsys.readouterr()
     assert "128x256x4x2 hopper" in said.out and "spills " in said.out
     where = "error: small: on sm90 the kernel @fwd of hopper.py with BLOCK_Q=128, BLOCK_KV=256, num_warps=4, num_stages=2"
-    assert f"{where} spills " in said.err.replace("\n", " ")
+    text = said.err.replace("\n", " ")
+    assert f"{where} spills " in text
+    assert "small: until it has its certificate, `schedule: {backend: triton}` keeps the portable kernel" in text
 
 
 def run(*args: str) -> None:

@@ -53,9 +53,10 @@ def divided(name: str = "causal_mqa") -> list[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("causal_mqa", "64x64x2 64x64x3 64x128x2 64x128x3 128x64x2 128x64x3 128x128x2 128x128x3 192x64x2 192x64x3 192x128x2 192x128x3"),
+        ("causal_mqa", "64x64x2 64x64x3 64x128x2 64x128x3 128x64x2 128x64x3 128x128x2 128x128x3 192x64x2 192x64x3"),
         ("causal_gqa", "64x64x2 64x64x3 64x128x2 64x128x3 128x64x2 128x64x3 128x128x2 128x128x3 192x64x2 192x64x3"),
         ("causal_d256", "64x64x2 64x64x3 128x64x2"),
+        ("dense_bias_dropout_mha", "64x64x2 64x64x3 128x64x2 128x64x3 192x64x2 192x64x3"),  # each score has a number of its own
         ("butterfly_gqa", "64x64x2 64x64x3"),  # tiles divide blocks
         ("mla_dims", ""),
         ("causal_fp32", ""),
@@ -73,7 +74,7 @@ def test_rows_compete_for_the_forward_of_many_rows_on_the_device_of_the_backend(
     assert found.rows[0] == found.kept[0] and set(found.rows) == {*found.kept, *found.divided}
 
 
-@pytest.mark.parametrize("name", ["causal_mqa", "causal_gqa", "causal_d256", "document_gqa", "block_sparse_mha", "relative_bias_mha"])
+@pytest.mark.parametrize("name", ["causal_mqa", "causal_gqa", "causal_d256", "document_gqa", "block_sparse_mha", "dense_bias_dropout_mha"])
 def test_all_of_them_are_proven_and_fit_and_the_usual_row_is_one(name: str) -> None:
     for row, module in planned(name).divided.items():  # the verifier holds its rules against each
         assert module.rows("fwd", "hopper") == (row,) and row.min_rows == 0
@@ -213,7 +214,7 @@ def test_a_divided_kernel_is_launched_in_the_module_of_its_row(tmp_path: Path, d
 
 
 TEXT = {"name": "narrow", "head_dim": 64, "mask": "causal"}
-TILES = {"block_q": 192, "block_kv": 128, "num_warps": 4, "num_stages": 2, "tma": True}
+TILES = {"block_q": 192, "block_kv": 64, "num_warps": 4, "num_stages": 2, "tma": True}
 OTHER = {**TILES, "block_q": 64}
 
 
@@ -245,9 +246,9 @@ def test_a_winner_of_the_table_divides_the_kernel_with_its_row(tmp_path: Path) -
     assert table == tables(EVERYWHERE)["sm90"]
     module = lower(make_spec(TEXT), tables={"sm90": table})
     text = print_module(module)
-    assert "  sm90 bytes=2 rows>512 : BLOCK_Q=192 BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 measured backend=hopper\n" in text
+    assert "  sm90 bytes=2 rows>512 : BLOCK_Q=192 BLOCK_KV=64 num_warps=4 num_stages=2 TMA=1 measured backend=hopper\n" in text
     assert "role @consumer copies(3) rows(64) warps(4) registers(160)" in text and print_module(parse_module(text)) == text
-    config = '{"BLOCK_Q": 192, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}'
+    config = '{"BLOCK_Q": 192, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4}'
     made = f'("sm90", 2, "hopper"): (\n            (512, None),\n            (None, {config}),'
     assert made in render(module)["kernels.py"]
     assert [r.block_q for r in module.rows("fwd") if (r.device, r.elem_bytes, r.max_rows) == ("sm90", 2, None)] == [64]  # its own row stays

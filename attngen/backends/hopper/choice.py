@@ -127,8 +127,15 @@ def candidates(module: Module) -> tuple[Row, ...]:
     """Rows of the forward that are worth measuring: those whose rings fit shared memory, and whose tiles fit a consumer's registers."""
     if obstacle(module, module.kernel(KERNEL)):
         return ()
-    rows = (row(module, ROWS * copies, *tiles) for copies in REGISTERS for tiles in product(KEYS, SLOTS))
-    return tuple(dict.fromkeys(one for one in rows if one.block_q % ROWS == 0 and _fits(module, one)))
+    keys = [n for n in KEYS if n <= _most_keys(module)]
+    rows = (row(module, ROWS * copies, *tiles) for copies in REGISTERS for tiles in product(keys, SLOTS))
+    return tuple(dict.fromkeys(one for one in rows if _fits(module, one)))
+
+
+def _most_keys(module: Module) -> int:
+    """The rows of keys that a tile has at most, where attngen chooses."""
+    paired = any(isinstance(op, Load) and set(op.type.dims) == PAIR for op in module.kernel(KERNEL).ops())
+    return PAIRED if paired else max(KEYS)
 
 
 def _fits(module: Module, row: Row) -> bool:
