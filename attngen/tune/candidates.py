@@ -42,7 +42,7 @@ class Search:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All that is measured: the model's choice first, the cheapest last to be left out."""
+        """All that is measured, in order: the model's choice, divided kernels, the others from the cheapest on."""
         return (*self.kept[:1], *self.divided, *self.kept[1:])
 
 

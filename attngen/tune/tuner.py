@@ -29,6 +29,7 @@ LIMIT_S = 30.0  # for one request
 NOISE = 0.02  # what is faster by less is not faster
 SCREEN_ROUNDS, FINAL_ROUNDS = 2, 7  # of every candidate alone; of the best, interleaved
 MOST_LOST = 3  # of a cell and a backend: what it measures against may be what hangs
+UNCERTIFIED = "gets no certificate: it "  # what divided kernels are out for before they are measured, and its reason
 FINALISTS = 3  # of each backend, besides the model's choice
 
 Answer = tuple[float, ...] | str  # milliseconds of each round, or why there are none
@@ -163,8 +164,14 @@ class Outcome:
             return None
         known = round(model.median, 4) if model.ms is not None else None
         faster = tuple(Divided(t.row.backend, schedule_of(t.row), round(t.median, 4)) for t in self.divided(plan))
-        compared = any(not t.portable for t in self.tried)
-        return Entry(schedule_of(best.row), round(best.median, 4), schedule_of(model.row), known, triton, faster if compared else None)
+        return Entry(
+            schedule_of(best.row), round(best.median, 4), schedule_of(model.row), known, triton, faster if self._compares() else None
+        )
+
+    def _compares(self) -> bool:
+        """Whether it says how divided kernels do: one ran, or none has a certificate. Others may fail for want of a driver."""
+        mine = [t for t in self.tried if not t.portable]
+        return any(t.ms is not None for t in mine) or (bool(mine) and all(t.failed.startswith(UNCERTIFIED) for t in mine))
 
     def correlation(self) -> float | None:
         """Spearman's, of modelled costs and measured times."""
@@ -200,7 +207,7 @@ def compete(
             continue
         price = None if row.backend in DIVIDERS else backend_of(row).cost.cycles(plan.placed, kernel, row)
         if faults and row in faults:
-            tried.append(Tried(row, price, failed=faults[row]))
+            tried.append(Tried(row, price, failed=UNCERTIFIED + faults[row]))
             continue
         try:
             (answer,) = ask((cell, [row], SCREEN_ROUNDS), LIMIT_S)

@@ -121,13 +121,27 @@ def test_one_without_a_certificate_is_left_out_and_the_summary_says_why() -> Non
     found = compete(cell, planned(), kept, gpu, faults={rows[0]: "spills 980 bytes; expected none"})
     assert (tile(rows[0]),) not in gpu.asked and (tile(rows[1]),) in gpu.asked
     assert [tile(t.row) for t in found.divided(planned())] == [tile(rows[1])]
-    assert f"    {tile(rows[0])} spills 980 bytes; expected none" in list(summary.measured(planned(), found))
+    assert f"    {tile(rows[0])} gets no certificate: it spills 980 bytes; expected none" in list(summary.measured(planned(), found))
+
+
+def test_that_all_fail_says_something_of_them_only_for_want_of_certificates() -> None:
+    """Where Triton or the driver cannot run them, the table is as if nothing had been measured."""
+    rows = planned().searches["fwd", "bf16", False].divided
+    fails = dict.fromkeys(divided(), "RuntimeError: Triton 3.5.0 does not run kernels for hopper")
+    for outcome, expected in (
+        (competed(fails), None),
+        (competed({}, faults=dict.fromkeys(rows, "spills 980 bytes")), ()),
+        (competed(fails, faults=dict.fromkeys(rows[1:], "spills 980 bytes")), None),
+        (competed({**fails, USUAL: 2.0}), ()),
+    ):
+        entry = outcome.entry(planned(), "3.6.0")
+        assert entry is not None and entry.divided == expected
 
 
 def test_divided_kernels_that_hang_leave_the_portable_ones_in() -> None:
     found = competed({name: Lost("gave no answer within 30 s") for name in divided()} | {portable(): 0.5})
     entry = found.entry(planned(), "3.6.0")
-    assert entry is not None and (entry.ms, entry.divided) == (0.5, ()) and found.left_out == len(divided()) - 3
+    assert entry is not None and (entry.ms, entry.divided) == (0.5, None) and found.left_out == len(divided()) - 3
 
 
 def test_a_run_measures_what_has_a_certificate(tmp_path: Path) -> None:
