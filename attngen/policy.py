@@ -27,6 +27,7 @@ REACH = 500
 SHORT_ROWS = 512
 # Ranges that get measured schedules of their own: rows of the tiled axis, at most (None: any), and how many rows are measured.
 RANGES: tuple[tuple[int | None, int], ...] = ((SHORT_ROWS, 512), (2048, 1024), (8192, 4096), (None, 16384))
+NOISE = 0.02  # of a measured time: what is faster by less is not faster
 MODELLED = (64, SHORT_ROWS)  # ranges for which the cost model chooses, besides "any number"
 PACKED = 16  # rows of the smallest range for which tiles of packed queries are chosen (docs/perf-log.md, section 18)
 

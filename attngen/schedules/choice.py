@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from attngen.backends.base import Divider
 from attngen.ir.graph import Module, Row
-from attngen.policy import RANGES, SHORT_ROWS
+from attngen.policy import NOISE, RANGES, SHORT_ROWS
 from attngen.schedules.table import Table, schedule_of
 from attngen.spec.model import Schedule
 
@@ -24,7 +24,7 @@ def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], modul
     if asked.backend == divider.name:
         tiles = asked.block_q, asked.block_kv, asked.stages
         measured = None if any(tiles) else _faster(divider, table, module, None)
-        return measured[0] if measured else divider.row(module, *tiles)
+        return next(iter(measured)) if measured else divider.row(module, *tiles)
     if asked.backend != "auto":
         return f"the spec says `schedule: {{backend: {asked.backend}}}`"
     if given := sorted(asked.model_dump(exclude_defaults=True)):
@@ -35,29 +35,36 @@ def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], modul
 def _automatic(divider: Divider, table: Table | None, module: Module) -> Row | str:
     """The row of a kernel of a spec that leaves the choice to attngen.
 
-    It is the row that is the fastest in the range of the most rows. It goes down as far as it is faster than the portable kernel, range by
-    range. Where that was not measured, the backend's own expectation stands.
+    It is the row that is the fastest in the range of the most rows; of several that are as fast, the one that is faster than the portable
+    kernel in the most ranges below. Where nothing was measured, the backend's own expectation stands.
     """
     declined = divider.declined(module)
     best = _faster(divider, table, module, None)
-    if best == ():
+    if best == {}:
         return f"the portable kernel was measured to be as fast (attngen/schedules, {table.device if table else ''})"
     if best is None and declined:
         return declined
-    chosen = best[0] if best else divider.row(module, None, None, None)
-    for limit in sorted((most for most, _ in RANGES if most and most > SHORT_ROWS), reverse=True):
-        faster = _faster(divider, table, module, limit)
-        if declined if faster is None else schedule_of(chosen) not in map(schedule_of, faster):
-            return replace(chosen, min_rows=limit)
-    return replace(chosen, min_rows=SHORT_ROWS)
+    alike = [row for row, ms in best.items() if (1 - NOISE) * ms <= min(best.values())] if best else [divider.row(module, None, None, None)]
+    below = {most: _faster(divider, table, module, most) for most, _ in reversed(RANGES) if most and most > SHORT_ROWS}
+
+    def from_where_on(row: Row) -> int:
+        for most, faster in below.items():
+            if declined if faster is None else schedule_of(row) not in map(schedule_of, faster):
+                return most
+        return SHORT_ROWS
+
+    return min((replace(row, min_rows=from_where_on(row)) for row in alike), key=lambda row: row.min_rows)
 
 
-def _faster(divider: Divider, table: Table | None, module: Module, max_rows: int | None) -> tuple[Row, ...] | None:
-    """Rows that this module can have and that were measured to be faster than the portable kernel in a range; None if none was measured."""
+def _faster(divider: Divider, table: Table | None, module: Module, max_rows: int | None) -> dict[Row, float] | None:
+    """Rows that this module can have, and that were measured to be faster than the portable kernel in a range, with their times.
+
+    They are in order, the fastest first. None if none was measured.
+    """
     able = {str(schedule_of(row)): row for row in divider.candidates(module)}
     if table is None or not able:
         return None
     kernel, elem_bytes = module.kernel(divider.kernel), next(iter(able.values())).elem_bytes
     found = table.divided(module, kernel, elem_bytes, max_rows, divider.name)
-    usable = tuple(row for row in found or () if str(schedule_of(row)) in able)
-    return usable if usable or found == () else None
+    usable = {row: ms for row, ms in (found or {}).items() if str(schedule_of(row)) in able}
+    return usable if usable or found == {} else None

@@ -78,13 +78,16 @@ class Table:
         row = Row(DEVICES[self.device].cls, elem_bytes, max_rows, **entry.schedule, measured=True, backend=module.backend)
         return row if usable(module, kernel, row) else None
 
-    def divided(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None, backend: str) -> tuple[Row, ...] | None:
-        """Rows under which a backend's divided kernel is faster than the portable one in a range; None where this was not measured."""
+    def divided(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None, backend: str) -> dict[Row, float] | None:
+        """Rows under which a backend's divided kernel is faster than the portable one in a range, and their times, the fastest first.
+
+        None where this was not measured.
+        """
         entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
         if entry is None or entry.divided is None:
             return None
         usual = Row(DEVICES[self.device].cls, elem_bytes, None, **entry.schedule, measured=True, backend=backend)
-        return tuple(replace(usual, **found.schedule) for found in entry.divided if found.backend == backend)
+        return {replace(usual, **found.schedule): found.ms for found in entry.divided if found.backend == backend}
 
     def text(self) -> str:
         """The file: a header, then a line for each entry, sorted."""

@@ -17,7 +17,7 @@ from attngen.bounds.sizes import elem_sizes
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.pipeline import divide, stages
-from attngen.policy import RANGES, SHORT_ROWS
+from attngen.policy import NOISE, RANGES, SHORT_ROWS
 from attngen.schedules.classes import Key, key
 from attngen.schedules.table import Divided, Entry, schedule_of, usable
 from attngen.spec import Schedule, Spec
@@ -26,7 +26,6 @@ from attngen.tune.workers import Lost
 
 NO_LIMIT = 2**30  # rows
 LIMIT_S = 30.0  # for one request
-NOISE = 0.02  # what is faster by less is not faster
 SCREEN_ROUNDS, FINAL_ROUNDS = 2, 7  # of every candidate alone; of the best, interleaved
 MOST_LOST = 3  # of a cell and a backend: what it measures against may be what hangs
 UNCERTIFIED = "gets no certificate: it "  # what divided kernels are out for before they are measured, and its reason

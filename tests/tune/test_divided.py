@@ -238,7 +238,7 @@ def tables(faster: Mapping[int | None, tuple[dict[str, int], ...] | None], data:
     small = {"block_q": 64, "block_kv": 64, "num_warps": 4, "num_stages": 2, "tma": False}
     entries = {}
     for limit, found in faster.items():
-        rivals = None if found is None else tuple(Divided("hopper", schedule, 0.5) for schedule in found)
+        rivals = None if found is None else tuple(Divided("hopper", schedule, 0.5 + 0.1 * i) for i, schedule in enumerate(found))
         entries[key(early, early.kernel("fwd"), 2, limit)] = Entry(small, 1.0, small, 1.0, "3.6.0", rivals)
     return {"sm90": Table("H200", "a GPU", "2", "3.6.0", entries)}
 
@@ -293,6 +293,15 @@ def test_where_nothing_was_measured_the_expectation_stands() -> None:
         [(r.block_q, r.min_rows, r.measured) for r in rows_of(faster, wide)] for faster in ({}, {None: (mine,)}, {2048: ()}, {None: ()})
     ]
     assert shown == [[(128, 512, False)], [(128, 512, True)], [(128, 2048, False)], []]
+
+
+def test_of_rows_that_are_as_fast_the_one_with_the_most_ranges_is_taken() -> None:
+    made = tables({**EVERYWHERE, 2048: (OTHER,)})["sm90"]
+    for ms, expected in ((0.505, (64, 512)), (0.52, (192, 2048))):
+        rivals = (Divided("hopper", TILES, 0.5), Divided("hopper", OTHER, ms))
+        entries = {k: replace(e, divided=rivals) if k.max_rows is None else e for k, e in made.entries.items()}
+        (row,) = lower(make_spec(TEXT), tables={"sm90": replace(made, entries=entries)}).rows("fwd", "hopper")
+        assert (row.block_q, row.min_rows) == expected
 
 
 def test_the_spec_comes_before_the_table() -> None:
