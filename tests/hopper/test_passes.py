@@ -9,8 +9,8 @@ import pytest
 
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
-from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.backends.hopper.choice import row as chosen_row
+from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.graph import Row
 from attngen.ir.roles import Turn

@@ -7,8 +7,8 @@ from attngen.backends.base import Compiler, Divider, Footprint
 from attngen.backends.hopper import certificate, choice, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
-from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.backends.hopper.facts import DEVICE, KERNEL, NAME
+from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.backends.hopper.issue_products import IssueProducts
 from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings

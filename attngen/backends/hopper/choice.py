@@ -114,11 +114,11 @@ def in_turns(module: Module, row: Row) -> int:
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
-    wide, kernel = max(module.head_dim_qk, module.head_dim_v), module.kernel(KERNEL)
-    usual = THREE if is_narrow(module) and takes_three(module, kernel) else next(tiles for width, tiles in TILES.items() if wide <= width)
+    wide = max(module.head_dim_qk, module.head_dim_v)
+    three = is_narrow(module) and takes_three(module, module.kernel(KERNEL))
+    usual = THREE if three else next(tiles for width, tiles in TILES.items() if wide <= width)
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
-    paired = any(isinstance(op, Load) and set(op.type.dims) == PAIR for op in kernel.ops())
-    kv = kv if block_kv or not paired else min(kv, PAIRED)
+    kv = kv if block_kv else min(kv, _most_keys(module))
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
 
