@@ -152,7 +152,7 @@ def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
     from attngen.runtime.launch import descriptor
 
     for x in (torch.zeros(2, 3, 100, 64, dtype=torch.bfloat16) for _ in range(2)):
-        made = descriptor(x, 32, gluon)
+        made = descriptor(x, 32, gluon=gluon)
         again = type(made)(*(getattr(made, f.name) for f in fields(made)))
         assert vars(made) == vars(again) and made.base is x and made.block_shape == [1, 1, 32, 64]
         assert made.strides == [3 * 100 * 64, 100 * 64, 64, 1] and made.shape == [2, 3, 100, 64]
@@ -160,5 +160,5 @@ def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
     narrow = torch.zeros(2, 3, 100, 65, dtype=torch.bfloat16)[..., :64]
     empty = torch.zeros(2, 3, 0, 64, dtype=torch.bfloat16)
     for x, rows in ((odd, 100), (narrow, 100), (empty, 1)):
-        copied = descriptor(x, 32, gluon)
+        copied = descriptor(x, 32, gluon=gluon)
         assert copied.base is not x and copied.shape[2] == rows and copied.strides[3] == 1

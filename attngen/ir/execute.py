@@ -247,7 +247,7 @@ class Launch:
         return compiled(e)(named)
 
     def shape(self, dims: tuple[str, ...], values: Values) -> tuple[int, ...]:
-        return tuple(values[d] for d in dims)
+        return tuple(int(d) if d.isdigit() else values[d] for d in dims)
 
     def tile(self, x: Any, type_: Type, values: Values) -> Any:
         """A value as its type says: of its element type, in its shape. Numbers are of Python's int, or of the element type."""

@@ -19,7 +19,7 @@ from attngen.errors import AttngenError
 from attngen.ir.execute import Launch, Program, Values, applies, spread
 from attngen.ir.expr import Expr
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Block, Loop, Op, Role
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Block, Loop, Op, Role
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -241,20 +241,26 @@ class DividedLaunch(Launch):
         """A tile as the copy engine reads it: 0 where it is out of bounds."""
         ring = self.kernel.op(op.ring)
         assert isinstance(ring, Ring)
-        places: list[Any] = []
         tile = np.zeros(self.shape(ring.type.dims, values), self.dtypes["T"])
+        places, part = self.inside(op.src, values)
+        tile[part] = values[op.src.tensor][places]
+        return tile
+
+    def inside(self, access: Access, values: Values, first: int = 0, columns: int | None = None) -> tuple[Any, Any]:
+        """Where a tile, or some of its columns, is in the tensor; and which of its rows and columns are in bounds."""
+        places: list[Any] = []
         part = []
-        for e in op.src.index:
+        for e in access.index:
             axis = str(e)
             if axis not in AXIS_DIM:
                 places.append(int(self.expression(e, values)))
                 continue
-            start = values.get(f"{axis}_start", 0)
-            end = max(start, min(start + values[AXIS_DIM[axis]], values[AXIS_EXTENT[axis]]))
+            start, size = values.get(f"{axis}_start", first), values[AXIS_DIM[axis]]
+            size = columns if columns and axis.startswith("d_") else size
+            end = max(start, min(start + size, values[AXIS_EXTENT[axis]]))
             places.append(slice(start, end))
             part.append(slice(0, end - start))
-        tile[tuple(part)] = values[op.src.tensor][tuple(places)]
-        return tile
+        return tuple(places), tuple(part)
 
     def mine(self, ring: str, values: Values) -> _Buffers:
         of: list[_Buffers] = values[ring]
@@ -296,29 +302,27 @@ class DividedLaunch(Launch):
         yield False
 
     def _put(self, op: Put, values: Values) -> Any:
-        """Through the copy's own slot, from which all rows inside the tensor are stored later."""
+        """Through the copy's own slot, from which all rows inside the tensor are stored later; in halves, if it has room for one."""
+        tile = self.mine(op.through, values).tiles[0]
+        width = values[op.value].shape[1]
+        columns = min(width, tile.shape[1])
+        for first in range(0, width, columns):
+            yield from self._flush(op, values)
+            tile[:, :columns] = values[op.value][:, first : first + columns]
+            self.stored(op, values, tile, first, columns)
+            yield False
+
+    def stored(self, op: Put, values: Values, tile: Any, first: int, columns: int) -> None:
+        """Store, at a later time, what is in a slot as the columns of an output from `first` on."""
+        places, part = self.inside(op.dst, values, first, columns)
         buffers = self.mine(op.through, values)
-        yield from self._flush(op, values)
-        buffers.tiles[0][...] = values[op.value]
-        places: list[Any] = []
-        part = []
-        for e in op.dst.index:
-            axis = str(e)
-            if axis not in AXIS_DIM:
-                places.append(int(self.expression(e, values)))
-                continue
-            start = values.get(f"{axis}_start", 0)
-            end = max(start, min(start + values[AXIS_DIM[axis]], values[AXIS_EXTENT[axis]]))
-            places.append(slice(start, end))
-            part.append(slice(0, end - start))
 
         def store() -> None:
-            values[op.dst.tensor][tuple(places)] = buffers.tiles[0][tuple(part)]
+            values[op.dst.tensor][places] = tile[part]
             buffers.storing = False
 
         buffers.storing = True
         values["pending"].append(store)
-        yield False
 
     def _flush(self, op: Flush | Put, values: Values) -> Any:
         """Until the copy engine has stored what the last put wrote."""

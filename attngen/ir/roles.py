@@ -26,11 +26,15 @@ class Ring(Op):
     """`slots` buffers of a tile in shared memory. With `each`, every copy of that role has a ring of its own, for its part of the rows.
 
     All these are filled together, once the slot of each is free. A ring of `i32[]` passes places of tiles (see Work).
+
+    With `columns`, a tile lies in pieces of so many columns, one after another. A product over the columns adds up those of the pieces.
+    Where the last piece reaches beyond the tensor, it ends with zeros.
     """
 
     type: Type
     slots: Expr
     each: str = ""
+    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,8 @@ class Turn(Op):
 class Put(Op):
     """Write a tile to the calling copy's slot of a ring, from which the copy engine stores it later: `flush` waits for that.
 
-    It first waits until the copy engine has read what the last put wrote. Rows and columns out of bounds are left out.
+    It first waits until the copy engine has read what the last put wrote. Rows and columns out of bounds are left out. Through a slot of
+    half the columns, such as `T[BLOCK_Q, 64]`, the halves go one after the other.
     """
 
     dst: Access = field(metadata=OPERAND)

@@ -238,7 +238,7 @@ def _fill_errors(kernel: Kernel, op: Fill) -> Iterator[str]:
         not isinstance(source, Arg)
         or source.role != "in"
         or not isinstance(ring, Ring)
-        or (dims, source.type.dtype) != (ring.type.dims, ring.type.dtype)
+        or (dims, source.type.dtype) != (ring.type.unpadded, ring.type.dtype)
     ):
         yield "fills a ring with tiles of another type"
 
@@ -263,6 +263,18 @@ def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
         yield "multiplies values of the tensors' element type, the second in sram"
     if op.acc and (kernel.type_of(op.acc).dtype, kernel.type_of(op.acc).dims, kernel.type_of(op.acc).space) != ("f32", dims, "reg"):
         yield f"the accumulator is not f32[{', '.join(dims)}] @reg"
+    pieces = [_pieces(kernel, ref) for ref in (op.a, op.b)]
+    summed = [n if op.over == t.dims[-1] else 0 for n, t in zip(pieces, (a, b))]  # only a sum may be one of pieces
+    if pieces != summed or (any(pieces) and len(set(pieces)) > 1):
+        found = " and ".join(str(n or "all") for n in pieces)
+        yield f"its operands lie in pieces of {found} columns; expected pieces of one width, over {op.over}"
+
+
+def _pieces(kernel: Kernel, ref: str) -> int:
+    """The columns of the pieces in which a value lies, if it is a tile that does."""
+    take = kernel.op(ref)
+    ring = kernel.op(take.ring) if isinstance(take, Take) else None
+    return ring.columns if isinstance(ring, Ring) else 0
 
 
 def _await_errors(kernel: Kernel, op: Await) -> Iterator[str]:
@@ -332,10 +344,12 @@ def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
 
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     target, ring, value = kernel.op(op.dst.tensor), kernel.op(op.through), kernel.type_of(op.value)
-    if not isinstance(target, Arg) or target.role != "out" or tuple(AXIS_DIM[a] for a in op.dst.axes()) != value.dims:
+    if not isinstance(target, Arg) or target.role != "out" or tuple(AXIS_DIM[a] for a in op.dst.axes()) != value.unpadded:
         yield "writes a tile to what is no output of its dimensions"
     if not isinstance(ring, Ring) or not ring.each or ring.type.dtype != value.dtype:
         yield "goes through a ring that each copy has of its own, of the same element type"
+    elif ring.type.dims[:1] != value.dims[:1]:
+        yield "goes through a ring of other rows"
 
 
 _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {

@@ -252,7 +252,6 @@ def test_other_kernels_stay_as_they_are() -> None:
     [
         ("causal_fa1", "its programs own no tile of queries (`order: kv_outer`)"),
         ("causal_fp32", "no dtype of the spec has 16 bits"),
-        ("mla_dims", "a head has 128 and 192 columns, not a power of two"),
     ],
 )
 def test_what_cannot_be_divided_gets_one_sentence(name: str, why: str) -> None:

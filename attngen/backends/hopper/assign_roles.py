@@ -13,6 +13,8 @@ after:   (the same), and
 
 A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before the roles start,
 as all of them need it. The producer has nothing to do yet.
+
+Tiles of V and O whose width is no power of two are padded to the next one, as D_V_PAD: registers hold powers of two.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from typing import ClassVar
 from attngen.backends.base import Choose
 from attngen.backends.hopper.choice import obstacle, row
 from attngen.backends.hopper.facts import KERNEL, NAME, REGISTERS, ROWS
+from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Op, Role
-from attngen.passes.base import Pass
+from attngen.passes.base import Pass, padded
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,13 @@ class AssignRoles(Pass):
             size = f"{chosen.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
             raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
         schedules = tuple((name, (*has, chosen) if name == kernel.name else has) for name, has in module.schedules)
-        return replace(module, divided=(_divided(kernel, copies),), schedules=schedules)
+        return replace(module, divided=(_divided(_padded(module, kernel), copies),), schedules=schedules)
+
+
+def _padded(module: Module, kernel: Kernel) -> Kernel:
+    """The kernel with columns of zeros behind those of V, up to the next power of two."""
+    wide = () if is_power_of_two(module.head_dim_v) else ("D_V",)
+    return kernel.rewrite(lambda _, op: [padded(op, wide)])
 
 
 def _divided(kernel: Kernel, copies: int) -> Kernel:

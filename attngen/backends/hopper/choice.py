@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, KERNEL, NAME, NAMED_BARRIERS, REGISTERS, ROWS
+from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Gather, Load, Loop, Map, Mask
@@ -12,8 +13,9 @@ from attngen.ir.roles import Give, Take, Turn, Work
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
-# The largest width of a head -> rows of a program's queries, rows of keys, slots of the rings of K and V (docs/perf-log.md, section 26).
-TILES = {128: (128, 128, 2), 256: (128, 64, 2)}
+# The largest widths of a head, of q and k and of v -> rows of a program's queries, rows of keys, slots of the rings of K and V
+# (docs/perf-log.md, section 26; 192 and 128 as in the prototype there).
+TILES = {(192, 128): (128, 128, 2), (256, 256): (128, 64, 2)}
 NARROW = 64  # columns of heads whose softmax takes as long as their products
 THREE = (192, 128, 2)  # tiles of narrow heads: of three consumers, two compute while the products of the third run
 KEYS, SLOTS = (64, 128), (2, 3)  # rows of keys and slots that are worth measuring
@@ -27,13 +29,10 @@ PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of
 
 def obstacle(module: Module, kernel: Kernel) -> str:
     """Why a kernel cannot be divided, as the end of a sentence; empty text if it can."""
-    widths = (module.head_dim_qk, module.head_dim_v)
     if kernel.name != KERNEL or kernel.walks or kernel.packs:
         return "its programs own no tile of queries (`order: kv_outer`)"
     if not any(row.elem_bytes == 2 for row in module.rows(kernel.name)):
         return "no dtype of the spec has 16 bits"
-    if any(width & (width - 1) for width in widths):
-        return f"a head has {' and '.join(map(str, sorted(set(widths))))} columns, not a power of two"
     if module.blocks and module.blocks.size < ROWS:
         return f"its mask lists blocks of {module.blocks.size} queries, and a consumer has {ROWS}"
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
@@ -89,15 +88,13 @@ def staying(module: Module, row: Row) -> int:
     Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too; so has each copy
     that takes turns.
     """
-    widths = module.head_dim_qk, module.head_dim_v
     kernel = module.kernel(KERNEL)
     rows = {op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}
-    if kernel.reads_pairs or (max(widths) > 64 and len(rows) > 1):
+    if kernel.reads_pairs or (max(module.head_dim_qk, module.head_dim_v) > 64 and len(rows) > 1):
         return 0  # it would spill: what addresses of data depend on lives through all products
     for slots in QUERIES:
-        elements = slots * row.block_q * widths[0] + row.block_q * widths[1] + row.num_stages * row.block_kv * sum(widths)
         barriers = slots + 2 * row.num_stages + PLACE_SLOTS + in_turns(module, row)
-        if 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
+        if output_columns(module, row, slots) and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
             return slots
     return 0
 
@@ -112,11 +109,29 @@ def in_turns(module: Module, row: Row) -> int:
     return copies if is_narrow(module) and copies > 2 and barriers <= NAMED_BARRIERS - FIRST_BARRIER else 0
 
 
+def output_columns(module: Module, row: Row, slots: int) -> int:
+    """The columns of a ring of outputs, for which there is room beside so many slots of queries: all, or half of them; else 0.
+
+    Halves leave one after the other. Where outputs fit the slot of queries, a program with one tile stores them from there instead.
+    """
+    qk, v = laid_out(module)
+    for columns in (v,) if shares_slot(module) else (v, v // 2):
+        elements = row.block_q * (slots * qk + columns) + row.num_stages * row.block_kv * (qk + v)
+        if 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block:
+            return columns
+    return 0
+
+
+def shares_slot(module: Module) -> bool:
+    """Whether outputs fit the slot of queries: both are whole, and as wide."""
+    return module.head_dim_qk == module.head_dim_v and is_power_of_two(module.head_dim_v)
+
+
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
-    wide = max(module.head_dim_qk, module.head_dim_v)
     three = is_narrow(module) and takes_three(module, module.kernel(KERNEL))
-    usual = THREE if three else next(tiles for width, tiles in TILES.items() if wide <= width)
+    fitting = (tiles for (qk, v), tiles in TILES.items() if module.head_dim_qk <= qk and module.head_dim_v <= v)
+    usual = THREE if three else next(fitting)
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
     kv = kv if block_kv else min(kv, _most_keys(module))
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
@@ -140,7 +155,7 @@ def _most_keys(module: Module) -> int:
 
 def _fits(module: Module, row: Row) -> bool:
     """Whether rings of queries, keys and values fit, and a consumer's sums, scores and weights; and whether tiles divide blocks."""
-    widths, limit = (module.head_dim_qk, module.head_dim_v), CLASSES[DEVICE].smem_per_block
+    widths, limit = laid_out(module), CLASSES[DEVICE].smem_per_block
     rings = row.block_q * widths[0] + row.num_stages * row.block_kv * sum(widths)
     tiles = widths[1] // 2 + row.block_kv // 2 + row.block_kv // 4  # a thread's: 128 share 64 rows, and weights have 16 bits
     divides = not module.blocks or module.blocks.size % row.block_q == 0

@@ -17,6 +17,7 @@ from attngen.backends.base import Reading, short_digest
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.reuse import reused
 from attngen.backends.hopper.sass import Part, parse, parts
+from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
 from attngen.ir.graph import Kernel, Module, Row
@@ -33,7 +34,7 @@ class Job:
     kernel: str
     dtype: str  # of the tensors that are given by descriptor
     types: tuple[tuple[str, str], ...]  # of arguments that are not strides, as Triton names them
-    widths: tuple[tuple[str, int], ...]  # columns of the tiles of tensors
+    widths: tuple[tuple[str, int], ...]  # columns of the tiles of tensors that are whole
     tiles: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, int], ...]
     arch: int | str
@@ -55,7 +56,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
         dtype = TYPES.get(arg.type.dtype, element)
         types.append((arg.name, dtype if arg.role == "scalar" else f"*{dtype}"))
     types.append((COUNTER, "*i32"))
-    widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
+    widths = {"D_QK": tile_width(module.head_dim_qk), "D_V": tile_width(module.head_dim_v)}
     return Job(
         file,
         kernel.name,
@@ -114,8 +115,8 @@ def _source(j: Job) -> Any:
     function, element = getattr(file, j.kernel), {"bf16": gl.bfloat16, "fp16": gl.float16}[j.dtype]
     types, tiles, widths = dict(j.types), dict(j.tiles), dict(j.widths)
     names = [p.name for p in function.params]
-    for at, rows in file.DESCRIBED[j.kernel]:
-        block = [1, 1, tiles.get(rows, rows), widths[names[at]]]
+    for at, rows, *columns in file.DESCRIBED[j.kernel]:
+        block = [1, 1, tiles.get(rows, rows), *(columns or [widths[names[at]]])]
         types[names[at]] = f"tensordesc<{j.dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, element)!r}>"
     signature, constants, divisible = {}, {}, {}
     for i, p in enumerate(function.params):

@@ -12,6 +12,7 @@ from attngen.backends.hopper.choice import is_reused, known_numbers, turns
 from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, THREADS
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
+from attngen.backends.hopper.widths import part_of, pieces
 from attngen.ir.expr import Expr
 from attngen.ir.graph import Module
 from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Loop, Map, Mask, Op, Yield
@@ -137,21 +138,34 @@ class DividedContext(SoftmaxContext):
             return lines
         return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
 
-    def _described_tensors(self, params: list[str]) -> list[tuple[int, str]]:
+    def _described_tensors(self, params: list[str]) -> list[tuple[str, ...]]:
         rows = {"q": str(ROWS), "kv": '"BLOCK_KV"'}
-        accesses = (op.src if isinstance(op, Fill) else op.dst for op in self.kernel.ops() if isinstance(op, (Fill, Put)))
-        return sorted({(params.index(access.tensor), rows[access.axes()[0]]) for access in accesses})
+        copied = [
+            (op.src, op.ring) if isinstance(op, Fill) else (op.dst, op.through) for op in self.kernel.ops() if isinstance(op, (Fill, Put))
+        ]
+        found = {(params.index(access.tensor), rows[access.axes()[0]], part_of(self.rings[ring])) for access, ring in copied}
+        return [(str(at), of, *([columns] if columns else [])) for at, of, columns in sorted(found)]
 
     def _ring(self, op: Ring) -> RingView:
         copies = self._copies(op)
         slots = self._slots(op)
         buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
         if not op.type.dims:
-            return RingView(self._short(op.name), slots, "", "", buffers, True, f"{len(self._numbers()['numbers'])} * {slots}")
+            return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, f"{len(self._numbers()['numbers'])} * {slots}")
         tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
-        shape = ", ".join(self._dims(op.type.dims, bool(op.each)))
-        return RingView(self._short(op.name), slots, shape, descriptor, buffers, isinstance(tensor, Fill))
+        all_pieces = self._times(op, buffers)
+        return RingView(self._short(op.name), slots, self._shape(op), descriptor, all_pieces, buffers, isinstance(tensor, Fill))
+
+    def _times(self, ring: Ring, count: str) -> str:
+        """So many tiles of a ring, as a number of buffers: each has as many as its tile has pieces."""
+        n = pieces(self.module, ring)
+        return f"{n} * {f'({count})' if ' ' in count else count}" if n > 1 else count
+
+    def _shape(self, ring: Ring) -> str:
+        """The shape of a buffer: a tile, or a part of one."""
+        rows, columns = self._dims(ring.type.dims, bool(ring.each))
+        return f"{rows}, {part_of(ring) or columns}"
 
     def _copies(self, ring: Ring) -> int:
         """The copies of the role each of which has a ring of its own; else 1."""
@@ -218,7 +232,7 @@ class DividedContext(SoftmaxContext):
         """Layouts, and the positions of rows and of keys in their tiles."""
         lines = ["SCORES: gl.constexpr = layout_of(BLOCK_KV)"]
         if words & {"SUMS", "OPERAND"}:
-            lines.append("SUMS: gl.constexpr = layout_of(D_V)")
+            lines.append(f"SUMS: gl.constexpr = layout_of({self._width('d_v')})")
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
         if "CHAINED" in words:
@@ -281,14 +295,16 @@ class DividedContext(SoftmaxContext):
 
     def _fill(self, op: Fill, cls: str) -> dict[str, Any]:
         ring = self.rings[op.ring]
-        copies = self._copies(ring)
+        copies, n, slot = self._copies(ring), pieces(self.module, ring), self._slot(op.ring, "copy")
         return {
             "ring": self._short(op.ring),
             "tensor": op.src.tensor,
-            "place": self._place(op.src, f" + copy * {ROWS}" if ring.each else ""),
-            "bytes": " * ".join([*self._dims(ring.type.dims, bool(ring.each)), "2"]),
+            "place": self._place(op.src, f" + copy * {ROWS}" if ring.each else "", f"piece * {ring.columns}" if n > 1 else "0"),
+            "bytes": " * ".join([*([str(n)] if n > 1 else []), *self._shape(ring).split(", "), "2"]),
+            "pieces": n if n > 1 else 0,
+            "buffer": self._times(ring, slot["index"]) + (" + piece" if n > 1 else ""),
             "copies": copies if ring.each else 0,
-            **self._slot(op.ring, "copy"),
+            **slot,
         }
 
     def _slot(self, name: str, copy: str = "") -> dict[str, Any]:
@@ -313,16 +329,24 @@ class DividedContext(SoftmaxContext):
         once = places is not None and self.rings[name].each and self.rings[name].slots == places.slots
         return self._short(places.name if once and places else name)
 
-    def _place(self, access: Access, moved: str = "") -> str:
+    def _place(self, access: Access, moved: str = "", column: str = "0") -> str:
         """The coordinates of a tile's first element."""
         starts = {"q": f"q_start{moved}", "kv": "kv_start"}
-        return ", ".join(starts.get(str(i), "0" if str(i) in AXIS_DIM else self.scalar(i)) for i in access.index)
+        return ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in access.index)
 
     def _take(self, op: Take, cls: str) -> dict[str, Any]:
-        short = self._short(op.ring)
-        shape = ", ".join(self._dims(op.type.dims, bool(self.rings[op.ring].each)))
+        short, ring = self._short(op.ring), self.rings[op.ring]
         phase = f"{self._counter(op.ring)}_phase" if is_reused(self.kernel, op.ring) else "0"
-        return {"var": self.var(op.name), "ring": short, "phase": phase, "shape": shape, **self._slot(op.ring, "COPY")}
+        slot = self._slot(op.ring, "COPY")
+        first = self._times(ring, slot["index"])
+        tiles = [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(op.name))]
+        return {"tiles": tiles, "ring": short, "phase": phase, "shape": self._shape(ring), **slot}
+
+    def _tile_vars(self, ref: str) -> list[str]:
+        """The variables of a tile: of its pieces, if it lies in some."""
+        take, var = self.kernel.op(ref), self.var(ref)
+        n = pieces(self.module, self.rings[take.ring]) if isinstance(take, Take) else 1
+        return [f"{var}_{i}" for i in range(n)] if n > 1 else [var]
 
     def _give(self, op: Give, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.value)
@@ -355,19 +379,19 @@ class DividedContext(SoftmaxContext):
 
     def _issue(self, op: Issue, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
-        left = self.var(op.a) if a.dims[1] == op.over else f"{self.var(op.a)}.permute((1, 0))"
-        right = self.var(op.b) if b.dims[0] == op.over else f"{self.var(op.b)}.permute((1, 0))"
-        spread = "SUMS" if "D_V" in op.type.dims else "SCORES"
+        left = [var if a.dims[1] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.a)]
+        right = [var if b.dims[0] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.b)]
+        spread = "SUMS" if "D_V" in op.type.unpadded else "SCORES"
         shape = ", ".join(self._dims(op.type.dims))
         start = self.var(op.acc) if op.acc else f"gl.zeros([{shape}], gl.float32, {spread})"
-        return {"var": self.var(op.name), "left": left, "right": right, "start": start, "adds": bool(op.acc)}
+        return {"var": self.var(op.name), "pairs": list(zip(left, right)), "start": start, "adds": bool(op.acc)}
 
     def _await(self, op: Await, block: str) -> dict[str, Any]:
         ops = self.kernel.block(block).ops
         names = [o.name for o in ops]
         since = ops[names.index(op.value) + 1 : names.index(op.name)]
         awaited = {o.value for o in since if isinstance(o, Await)}
-        pending = sum(isinstance(o, Issue) and o.name not in awaited for o in since)
+        pending = sum(len(self._tile_vars(o.b)) for o in since if isinstance(o, Issue) and o.name not in awaited)
         deps = [self.var(op.value), *([self.var(op.holds)] if op.holds else [])]
         return {"vars": ", ".join([self.var(op.name), *deps[1:]]), "pending": pending, "deps": ", ".join(deps)}
 
@@ -377,20 +401,23 @@ class DividedContext(SoftmaxContext):
         return {"do": op.do, "copies": copies, "first": NAMED_BARRIERS - copies, "threads": 2 * THREADS}
 
     def _put(self, op: Put, cls: str) -> dict[str, Any]:
-        shape = ", ".join(self._dims(self.kernel.type_of(op.value).dims))
+        rows, columns = self._dims(self.kernel.type_of(op.value).dims)
+        value, place, half = self.var(op.value), self._place(op.dst), self.rings[op.through].type.dims[-1]
+        halves = [(f"{value}_left", place), (f"{value}_right", self._place(op.dst, column=half))] if half.isdigit() else []
         return {
             "ring": self._short(op.through),
-            "value": self.var(op.value),
+            "value": value,
             "tensor": op.dst.tensor,
-            "place": self._place(op.dst),
-            "shape": shape,
+            "split": "halves" if halves else "",
+            "parts": halves or [(value, place)],
+            "shape": f"{rows}, {half if halves else columns}",
             "again": self.stays,
         }
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)
         layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "SUMS", (CHAINS,): "CHAINED"}
-        layout = layouts.get(op.type.dims[1:], "SCORES")
+        layout = layouts.get(op.type.unpadded[1:], "SCORES")
         return {**text, "shape": ", ".join(self._dims(op.type.dims)), "of": text["of"], "layout": layout}
 
     # ------------------------------------------------------------------ pipelines

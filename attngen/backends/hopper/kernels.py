@@ -7,6 +7,8 @@ from typing import Any
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
 from attngen.backends.hopper.views import DividedView
+from attngen.backends.hopper.widths import is_power_of_two
+from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
 from attngen.ir.roles import Chains, Halve
 
@@ -17,6 +19,7 @@ def context(module: Module) -> dict[str, Any]:
     """What the template of hopper.py sees."""
     views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
+    constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
     return {
         "module": module,
@@ -24,9 +27,11 @@ def context(module: Module) -> dict[str, Any]:
         "rows": ROWS,
         "first_barrier": FIRST_BARRIER,
         "chains": any(isinstance(op, Chains) for kernel in module.divided for op in kernel.ops()),
-        "halves": any(isinstance(op, Halve) for kernel in module.divided for op in kernel.ops()),
+        "weighs_halves": any(isinstance(op, Halve) for kernel in module.divided for op in kernel.ops()),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
+        "halves": any("halves" in view.words for view in views),
+        "in_parts": any(len(tile) > 2 for view in views for tile in view.described),
         "kernels": [{**vars(view), **parts(view)} for view in views],
     }
 

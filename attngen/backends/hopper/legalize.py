@@ -17,7 +17,7 @@ after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
 - ptxas may move arithmetic past an await that does not name it, so that it would not run beside the product: the sums of a row are held.
 - LLVM may move arithmetic up past an await: of what weights after it are measured from it knows nothing before (`defer`).
 - The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries; or a ring of their own, where widths
-  differ or the program has more tiles.
+  differ, queries lie in pieces, or the program has more tiles. Where half a tile has room alone, T[BLOCK_Q, 64], halves leave in turn.
 - The address of a head is computed once, in 64 bits.
 """
 
@@ -29,6 +29,8 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.backends.hopper.choice import output_columns, shares_slot
+from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Base, Block, Load, Map, Op, Reduce, Store, Type
 from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Hold, Issue, Put, Ring, Weigh, Work
@@ -41,8 +43,7 @@ class LegalizeGluon(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        same = module.head_dim_qk == module.head_dim_v
-        return replace(module, divided=tuple(_bases(_put(_spread(_held(kernel)), same)) for kernel in module.divided))
+        return replace(module, divided=tuple(_bases(_put(_spread(_held(kernel)), module)) for kernel in module.divided))
 
 
 def _stays(kernel: Kernel) -> bool:
@@ -59,8 +60,8 @@ def _spread(kernel: Kernel) -> Kernel:
             yield replace(op, a=_operand(op.a))
         elif isinstance(op, Await) and op.holds:
             yield replace(op, holds=_operand(op.holds))
-        elif isinstance(op, Map) and op.type.dims[1:] in (("D_V",), (CHAINS,)):
-            to = "sums" if "D_V" in op.type.dims else "chains"
+        elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,)):
+            to = "sums" if "D_V" in op.type.unpadded else "chains"
             rows = {ref: f"{ref.replace('.', '_')}_{to}" for _, ref in op.uses if kernel.type_of(ref).dims == ("BLOCK_Q",)}
             yield from (Convert(name, ref, to, kernel.type_of(ref)) for ref, name in rows.items())
             yield op.with_operands(rows)
@@ -97,21 +98,26 @@ def _operand(ref: str) -> str:
     return f"{ref}_operand"
 
 
-def _put(kernel: Kernel, same: bool) -> Kernel:
+def _put(kernel: Kernel, module: Module) -> Kernel:
     """Outputs by the copy engine: the tiles of two dimensions that are stored."""
     stores = [op for op in kernel.ops() if isinstance(op, Store) and len(kernel.type_of(op.value).dims) == 2]
-    shared = same and not _stays(kernel)
+    shared = shares_slot(module) and not _stays(kernel)
     names = {op.name: "Q_ring" if shared else f"{op.dst.tensor}_ring" for op in stores}
-    rings = (
-        ()
-        if shared
-        else tuple(Ring(names[op.name], replace(kernel.type_of(op.value), space="sram"), sympy.Integer(1), "consumer") for op in stores)
-    )
+    rings = () if shared else tuple(Ring(names[op.name], _slot_of(kernel, module, op), sympy.Integer(1), "consumer") for op in stores)
     kernel = kernel.rewrite(
         lambda _, op: [Put(f"put_{op.value}", op.dst, op.value, names[op.name]) if isinstance(op, Store) and op.name in names else op]
     )
     last = {"entry": rings, "consumer": tuple(Flush(f"flush_{ring}", ring) for ring in dict.fromkeys(names.values()))}
     return replace(kernel, blocks=tuple(replace(b, ops=(*b.ops, *last.get(b.name, ()))) for b in kernel.blocks))
+
+
+def _slot_of(kernel: Kernel, module: Module, op: Store) -> Type:
+    """The type of the slot through which a tile leaves: that of the tile, or of half its columns, under every row of the schedule."""
+    queries, value = kernel.op("Q_ring"), kernel.type_of(op.value)
+    assert isinstance(queries, Ring)
+    found = [output_columns(module, row, int(queries.slots)) for row in module.rows(kernel.name, kernel.backend)]
+    narrow = 0 < min(found) < laid_out(module)[1]
+    return replace(value, dims=(value.dims[0], str(min(found))) if narrow else value.dims, space="sram")
 
 
 def _bases(kernel: Kernel) -> Kernel:

@@ -16,6 +16,10 @@ after:   block @entry
 
 The producer runs over the tiles that consumers run over, in their order. A tile that is loaded once, such as that of queries, has a ring
 of one slot for each consumer, with its rows; it is filled once, so it is never given back.
+
+The copy engine fills buffers of powers of two. Tiles whose width is none, such as 192 columns, lie in pieces:
+
+         %K_ring = ring slots(num_stages) columns(64) : T[BLOCK_KV, D_QK] @sram
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.backends.hopper.widths import piece_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Load, Loop, Op, Yield
@@ -39,17 +44,18 @@ class MakeRings(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(map(_with_rings, module.divided)))
+        return replace(module, divided=tuple(_with_rings(kernel, piece_of(module.head_dim_qk)) for kernel in module.divided))
 
 
-def _with_rings(kernel: Kernel) -> Kernel:
+def _with_rings(kernel: Kernel, piece: int) -> Kernel:
+    """piece: the columns of a piece of a tile of Q or K; 0 where such a tile is whole."""
     blocks = {block.name: block for block in kernel.blocks}
     loads = [(name, op) for name, block in blocks.items() for op in block.ops if isinstance(op, Load) and op.via]
     once = [op for home, op in loads if home == "consumer"]
-    rings = [
-        Ring(f"{op.src.tensor}_ring", op.type, *((sympy.Integer(1), "consumer") if op in once else (symbol("num_stages"),)))
-        for _, op in loads
-    ]
+    rings = []
+    for _, op in loads:
+        slots, each = (sympy.Integer(1), "consumer") if op in once else (symbol("num_stages"), "")
+        rings.append(Ring(f"{op.src.tensor}_ring", op.type, slots, each, piece if "D_QK" in op.type.dims else 0))
     loops = [op for op in blocks["consumer"].ops if isinstance(op, Loop)]
     producer: list[Op] = [Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in once]
     producer += [replace(loop, name=f"copy_{loop.name}", carry=(), body="copy", tiles=()) for loop in loops]

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from attngen.backends.hopper.choice import is_reused, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
+from attngen.backends.hopper.widths import is_power_of_two, piece_of
+from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Its rings fit the device's shared memory, their slots and its turns the named barriers; its tiles are of powers of two."""
+    """Its rings fit the device's shared memory, their slots and its turns the named barriers; tiles, or pieces, are of powers of two."""
+    yield from _widths(module, kernel)
     for row in module.rows(kernel.name, kernel.backend):
         if row.device != DEVICE or row.elem_bytes != 2:
             yield f"a row is for {row.device} at {row.elem_bytes} bytes; expected {DEVICE} at 2"
@@ -28,3 +31,20 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"its rings have {slots} slots; expected {most} at most, of which each takes a named barrier{others}"
         if row.block_kv & (row.block_kv - 1) or not 16 <= row.block_kv <= 256:
             yield f"BLOCK_KV={row.block_kv}; expected a power of two from 16 to 256"
+
+
+def _widths(module: Module, kernel: Kernel) -> Iterator[str]:
+    """What is wrong with the columns of tiles: buffers in shared memory, and values in registers, have powers of two of them."""
+    padded, (qk, v) = not is_power_of_two(module.head_dim_v), (module.head_dim_qk, tile_width(module.head_dim_v))
+    wrong = {"D_V" if padded else "D_V_PAD", "D_QK_PAD"}
+    for op in kernel.ops():
+        for t in op.results().values():
+            if t.space != "hbm" and wrong.intersection(t.dims):
+                yield f"%{op.name} is of {min(wrong.intersection(t.dims))}; expected D_QK, and D_V {'padded' if padded else 'as it is'}"
+    for op in rings(kernel):
+        if op.columns and not (is_power_of_two(op.columns) and 16 <= op.columns <= 256):
+            yield f"%{op.name} has pieces of {op.columns} columns; expected a power of two from 16 to 256"
+        elif "D_QK" in op.type.dims and not (op.columns or is_power_of_two(qk)):
+            yield f"%{op.name} has whole tiles of {qk} columns; expected columns({piece_of(qk)})"
+        if op.type.dims and op.type.dims[-1].isdigit() and 2 * int(op.type.dims[-1]) != v:
+            yield f"%{op.name} has tiles of {op.type.dims[-1]} columns; expected {v // 2}, half of an output"

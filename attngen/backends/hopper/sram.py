@@ -13,6 +13,7 @@ Conversions between the layouts of a consumer take nothing: each value stays in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import sympy
@@ -21,6 +22,7 @@ from attngen.backends.hopper.choice import known_numbers
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.kernels import parts
+from attngen.backends.hopper.widths import width_of
 from attngen.bounds.sizes import STAGES, sizes, tile_bytes
 from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES
@@ -46,7 +48,7 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """Bytes of tiles in closed form, and the number of bytes beside them under a row."""
-    tiles: Expr = sympy.Add(*(_tiles(kernel, ring) for ring in rings(kernel)))
+    tiles: Expr = sympy.Add(*(_tiles(module, kernel, ring) for ring in rings(kernel)))
     return tiles + (sram_bytes(module, kernel, row) - int(evaluate(tiles, sizes(module, row))))
 
 
@@ -82,10 +84,11 @@ def _copies(kernel: Kernel, ring: Ring) -> int:
     return next((b.role.copies for b in kernel.roles if b.role and b.name == ring.each), 1)
 
 
-def _tiles(kernel: Kernel, ring: Ring) -> Expr:
+def _tiles(module: Module, kernel: Kernel, ring: Ring) -> Expr:
     """Bytes of a ring's tiles. Copies that have a ring each share the rows of the program's tile."""
+    tile = replace(ring.type, dims=(*ring.type.dims[:-1], str(width_of(module, ring)))) if ring.columns else ring.type
     times = 1 if "BLOCK_Q" in ring.type.dims else _copies(kernel, ring)
-    return times * ring.slots.subs(symbol("num_stages"), STAGES) * tile_bytes(ring.type)
+    return times * ring.slots.subs(symbol("num_stages"), STAGES) * tile_bytes(tile)
 
 
 def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
@@ -93,8 +96,8 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
     known, buffers = sizes(module, row), []
     for ring in rings(kernel):
         if ring.type.dims:
-            width = row.elem_bytes * known[ring.type.dims[-1]]
-            buffers.append((int(evaluate(_tiles(kernel, ring), known)), 8 * min(SWIZZLED, width)))
+            width = row.elem_bytes * (ring.columns or width_of(module, ring))
+            buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), 8 * min(SWIZZLED, width)))
         else:
             numbers = len(kernel.grid) + len(known_numbers(kernel))  # where a tile is, and what is known of it
             buffers.append((slots_of(ring, row) * numbers * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))

@@ -13,9 +13,10 @@ class RingView:
 
     name: str
     slots: str
-    shape: str
+    shape: str  # of a buffer: a tile, or a piece of one
     descriptor: str
     buffers: str  # of all copies
+    barriers: str
     filled: bool  # or only stored from
     numbers: str = ""  # how many, of a ring of places
 
@@ -50,4 +51,6 @@ class DividedView:
     roles: list[RoleView]
     words: set[str]  # that occur in it
     stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
-    described: list[tuple[int, str]]  # positions of the tensors that the copy engine reads and writes; rows of their tiles
+    described: list[
+        tuple[str, ...]
+    ]  # positions of the tensors that the copy engine reads and writes; rows and, of parts, columns of what it copies at once

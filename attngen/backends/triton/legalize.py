@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, PADDED, Access, Arg, Base, Checks, Dot, Load, Loop, Map, Op, Store, Type
-from attngen.passes.base import Pass
+from attngen.ir.ops import AXIS_DIM, Access, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type
+from attngen.passes.base import Pass, padded
 from attngen.policy import WIDE
 
 
@@ -35,7 +35,7 @@ class LegalizeTriton(Pass):
     phase: ClassVar[str] = "target"
 
     def run(self, module: Module) -> Module:
-        padded = tuple(n for n, d in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)) if d & (d - 1))
+        wide = tuple(n for n, d in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)) if d & (d - 1))
         precision = module.precision if by_precision(module.dtypes) else ""
         columns = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
 
@@ -44,7 +44,7 @@ class LegalizeTriton(Pass):
             cast: set[str] = set()
             kernel = kernel.rewrite(lambda _, op: _cast_operands(kernel, op, precision, cast))
             kernel = _bases(kernel)
-            return kernel.rewrite(lambda _, op: [_pad(op, padded)])
+            return kernel.rewrite(lambda _, op: [padded(op, wide)])
 
         return replace(module.map_kernels(legal), phase=self.phase)
 
@@ -109,18 +109,3 @@ def _bases(kernel: Kernel) -> Kernel:
         first = next((i for i, op in enumerate(block.ops) if not isinstance(op, Arg)), len(block.ops))
         blocks.append(replace(block, ops=(*block.ops[:first], *bases, *block.ops[first:])))
     return replace(kernel, blocks=tuple(blocks))
-
-
-def _pad(op: Op, padded: tuple[str, ...]) -> Op:
-    """Tiles get the padded names of their dimensions, and accesses check these."""
-    changed: Any = op
-    if hasattr(op, "over") and changed.over in padded:
-        changed = replace(changed, over=PADDED[changed.over])
-    if hasattr(op, "type") and not isinstance(op, Arg) or (isinstance(op, Arg) and op.role == "carry"):
-        dims = tuple(PADDED[d] if d in padded else d for d in changed.type.dims)
-        changed = replace(changed, type=replace(changed.type, dims=dims))
-    if isinstance(op, (Load, Store)):
-        access = op.dst if isinstance(op, Store) else op.src
-        extra: Checks = tuple((a, "always") for a in access.axes() if AXIS_DIM[a] in padded)
-        changed = replace(changed, check=(*changed.check, *extra))
-    return changed
