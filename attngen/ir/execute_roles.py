@@ -202,10 +202,15 @@ class DividedLaunch(Launch):
         slots = int(compiled(op.slots)(values))
         found = []
         for _ in range(copies):
-            tiles = [np.full(self.shape(op.type.dims, sizes), np.nan, self.dtypes["T"]) for _ in range(slots)]
+            tiles = [np.full(self.lying(op, sizes), np.nan, self.dtypes["T"]) for _ in range(slots)]
             found.append(_Buffers(1 if op.each else takers, tiles, [0] * slots, [0] * slots))
         values[op.name] = found
         yield from ()
+
+    def lying(self, ring: Ring, values: Values) -> tuple[int, ...]:
+        """The shape of a ring's tile in its slot: pieces are whole."""
+        shape = self.shape(ring.type.dims, values)
+        return (*shape[:-1], -(-shape[-1] // ring.columns) * ring.columns) if ring.columns else shape
 
     def takes(self, block: str, ring: str) -> bool:
         """Whether a role takes tiles from a ring."""
@@ -241,7 +246,7 @@ class DividedLaunch(Launch):
         """A tile as the copy engine reads it: 0 where it is out of bounds."""
         ring = self.kernel.op(op.ring)
         assert isinstance(ring, Ring)
-        tile = np.zeros(self.shape(ring.type.dims, values), self.dtypes["T"])
+        tile = np.zeros(self.lying(ring, values), self.dtypes["T"])
         places, part = self.inside(op.src, values)
         tile[part] = values[op.src.tensor][places]
         return tile

@@ -12,6 +12,7 @@ from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
 from attngen.ir.execute_roles import DividedLaunch, RolesStuck
 from attngen.ir.graph import Module
+from attngen.spec import Spec
 from tests.hopper.common import DIVIDED, asking, edited, whole
 from tests.passes.test_equality import Call, Unequal, must_be_equal, naive, with_many_queries
 
@@ -21,9 +22,9 @@ def divided_alone(module: Module) -> Module:
     return with_many_queries(replace(module, kernels=(*module.divided, *module.kernels[1:])))
 
 
-def hold(module: Module, name: str, seed: int, lengths: tuple[int, int] | None = None) -> None:
-    """Raise Unequal where the results of the divided kernel are not those of naive attention."""
-    spec, chance = asking(name), random.Random(seed)
+def hold(module: Module, name: str, seed: int, lengths: tuple[int, int] | None = None, of: Spec | None = None) -> None:
+    """Raise Unequal where the results of the divided kernel are not those of naive attention. of: the spec, if it is none of specs/."""
+    spec, chance = of or asking(name), random.Random(seed)
     call = Call.random(chance, spec, build_module(spec), lengths)
     data = module.blocks is not None and module.blocks.data
     copies = max(block.role.copies for block in module.divided[0].roles if block.role)

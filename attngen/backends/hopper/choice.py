@@ -14,7 +14,7 @@ from attngen.ir.roles import Give, Take, Turn, Work
 PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
 # The largest widths of a head, of q and k and of v -> rows of a program's queries, rows of keys, slots of the rings of K and V
-# (docs/perf-log.md, section 26; 192 and 128 as in the prototype there).
+# (docs/perf-log.md, section 26: measured with 64, 128 and 256 columns).
 TILES = {(192, 128): (128, 128, 2), (256, 256): (128, 64, 2)}
 NARROW = 64  # columns of heads whose softmax takes as long as their products
 THREE = (192, 128, 2)  # tiles of narrow heads: of three consumers, two compute while the products of the third run
