@@ -628,17 +628,18 @@ def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> di
     return config
 
 
-def descriptor(x: torch.Tensor, rows: int, gluon: bool = False) -> Any:
+def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
     """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
 
-    Rows have to start at multiples of 16 bytes. A tensor whose rows do not is copied.
+    A tile has `columns` columns; without them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at
+    multiples of 16 bytes. A tensor whose rows do not is copied.
     """
     if not x.numel():
         x = x.new_zeros((1, 1, 1, x.shape[3]))  # no tile of it is read
-    form = None if x.data_ptr() % 16 else _form(gluon, rows, x.dtype, x.shape, x.stride())
+    form = None if x.data_ptr() % 16 else _form(gluon, rows, columns, x.dtype, x.shape, x.stride())
     if form is None:
         x = x.clone(memory_format=torch.contiguous_format)
-        form = _form(gluon, rows, x.dtype, x.shape, x.stride())
+        form = _form(gluon, rows, columns, x.dtype, x.shape, x.stride())
         assert form is not None
     made: Any = object.__new__(form[0])
     vars(made).update(form[1], base=x)
@@ -647,7 +648,7 @@ def descriptor(x: torch.Tensor, rows: int, gluon: bool = False) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _form(
-    gluon: bool, rows: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    gluon: bool, rows: int, columns: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[type, dict[str, Any]] | None:
     """The class of a descriptor and its fields, but for the tensor; None if rows do not start at multiples of 16 bytes.
 
@@ -660,7 +661,7 @@ def _form(
         return None
     steps = [*(s if n > 1 else unit for n, s in zip(shape, strides[:3])), 1]
     like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    made: Any = TensorDescriptor(like, list(shape), steps, [1, 1, rows, triton.next_power_of_2(shape[3])])
+    made: Any = TensorDescriptor(like, list(shape), steps, [1, 1, rows, columns or triton.next_power_of_2(shape[3])])
     made = laid_out(made) if gluon else made
     return type(made), dict(vars(made))
 
@@ -677,11 +678,11 @@ class Launch:
         self.config, self.file, self.name = config, file, kernel.name
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
-        self.described = [(at, config[tile]) for at, tile in kernel.described] if config.get("TMA") else []
-        self.describe: Callable[[torch.Tensor, int], Any] = descriptor
+        self.described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
+        self.describe: Callable[[torch.Tensor, int, int], Any] = descriptor
         self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
         if file is not kernel.kernels:
-            self.described = [(at, config.get(tile) or tile) for at, tile in file.DESCRIBED[kernel.name]]
+            self.described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[kernel.name]]
             self.describe = functools.partial(descriptor, gluon=True)
             self.most_programs = file.STAYING.get(kernel.name, 0) * processors(device)
         self.parts: tuple[Any, ...] | None = None
@@ -756,8 +757,8 @@ class Kernel:
         parts = None if hooks_look_on() else launch.parts
         if parts is None:
             args = list(tensors)  # Triton needs their dtypes, which addresses do not have
-        for at, tile in launch.described:
-            args[at] = launch.describe(tensors[at], tile)  # type: ignore[arg-type]
+        for at, tile, columns in launch.described:
+            args[at] = launch.describe(tensors[at], tile, columns)  # type: ignore[arg-type]
         if launch.most_programs:
             counter: Any = counter_of(x.get_device())
             strides = (*strides, counter if parts is None else _address(counter), programs)
