@@ -8,7 +8,7 @@ from attngen.backends.hopper.choice import obstacle
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import stages
-from attngen.spec import Spec
+from attngen.spec import Spec, make_spec
 from tests.helpers import SPECS, edit, spec, target
 
 
@@ -17,6 +17,12 @@ def asking(name: str) -> Spec:
     """A spec of specs/ that asks for this backend."""
     plain = spec(name)
     return plain.model_copy(update={"schedule": plain.schedule.model_copy(update={"backend": "hopper"})})
+
+
+@cache
+def wide(qk: int, v: int) -> Spec:
+    """A spec with heads of these widths."""
+    return make_spec({"name": "wide", "head_dim": {"qk": qk, "v": v}, "mask": "causal", "schedule": {"backend": "hopper"}})
 
 
 @cache

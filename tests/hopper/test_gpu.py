@@ -10,9 +10,10 @@ import torch
 
 from attngen.emit.files import write_module
 from attngen.emit.render import render
+from attngen.passes.pipeline import lower
 from attngen.sweep import repeats
 from attngen.testing import Case, cli_cases, heads_for, load_module, make_inputs, run_case, torch_dtype
-from tests.hopper.common import DIVIDED, asking, whole
+from tests.hopper.common import DIVIDED, asking, whole, wide
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = ("bnhd", "packed", "expanded", "island")
@@ -44,6 +45,20 @@ def test_results_and_gradients_are_right_and_repeat(name: str, module: ModuleTyp
         wrong = [str(result) for case in cases if not (result := run_case(module, spec, case, dtype, "cuda")).ok]
         assert wrong == []
         assert all(repeats(module, spec, case, dtype, "cuda", seed=3) for case in cases[:6])
+    assert launched(module) == {"hopper"}
+
+
+@pytest.mark.parametrize("widths", [(96, 96), (80, 80), (192, 192), (160, 128), (48, 40), (240, 136), (64, 96)])
+def test_heads_of_other_widths(widths: tuple[int, int], tmp_path: Path) -> None:
+    """Tiles in pieces, whose last one may end with zeros; tiles of V with columns, or whole rows of a swizzle, of zeros."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    spec = wide(*widths)
+    write_module(render(lower(spec)), tmp_path / "wide")
+    module = load_module(tmp_path / "wide")
+    for n_q, n_kv in ((1000, 1000), (65, 129), (17, 1000), (1000, 17), (0, 5)):
+        case = Case(2, *heads_for(spec), n_q, n_kv)
+        assert all(run_case(module, spec, case, dtype, "cuda").ok for dtype in spec.dtype)
     assert launched(module) == {"hopper"}
 
 

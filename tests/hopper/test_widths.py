@@ -19,20 +19,13 @@ from attngen.ir.roles import Put, Ring
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.passes.pipeline import lower, stages
 from attngen.runtime.launch import descriptor
-from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from tests.helpers import edit
-from tests.hopper.common import after, edited, whole
+from tests.hopper.common import after, edited, whole, wide
 from tests.hopper.test_numerics import hold
 from tests.passes.test_equality import Unequal
 
 ODD = [width for width in range(16, 257, 8) if width & (width - 1)]
-
-
-@cache
-def wide(qk: int, v: int, mask: str = "causal") -> Spec:
-    """A spec with heads of these widths."""
-    return make_spec({"name": "wide", "head_dim": {"qk": qk, "v": v}, "mask": mask, "schedule": {"backend": "hopper"}})
 
 
 @cache
