@@ -37,6 +37,8 @@ COMPILED: dict[str, Callable[[], Module]] = {
     "one, which walks lists and drops": lambda: replace(whole("local_global_dropout_mha"), dtypes=("fp16",)),
     "outputs with a ring of their own, three slots": lambda: made({"qk": 128, "v": 64}, "fp16", block_kv=64, stages=3),
     "three consumers, in turns": lambda: whole("full_mha"),
+    "tiles in pieces, outputs in halves": lambda: whole("mla_dims"),
+    "pieces and a tile of V that end with zeros": lambda: made({"qk": 80, "v": 48}, "fp16"),
 }
 Compiled = dict[str, tuple[Module, Reading]]
 
@@ -103,7 +105,7 @@ def test_the_digest_of_a_source_is_not_of_its_docstring() -> None:
     assert source_digest(text.replace("count=1", "count=2"), "fwd") != source_digest(text, "fwd")
 
 
-@pytest.mark.parametrize("name", ["butterfly_gqa", "causal_d256", "dense_bias_dropout_mha", "full_mha"])
+@pytest.mark.parametrize("name", ["butterfly_gqa", "causal_d256", "dense_bias_dropout_mha", "full_mha", "mla_dims"])
 def test_the_formula_gives_the_bytes(name: str) -> None:
     """Beside tiles and their barriers there is less than a KB."""
     module = whole(name)
