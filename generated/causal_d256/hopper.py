@@ -121,6 +121,12 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    # The left and the right half of the columns. Each number stays in its thread.
+    return x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
 def following(slot, phase, SLOTS: gl.constexpr):
     # The slot after this one, and the phase of its barrier.
     last = slot + 1 == SLOTS
@@ -131,12 +137,6 @@ def following(slot, phase, SLOTS: gl.constexpr):
 def defer(x):
     # x itself, of which the compiler knows nothing before this place: what depends on it is computed after the wait before it.
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def halves(x):
-    # The left and the right half of the columns. Each number stays in its thread.
-    return x.reshape([ROWS, 2, x.shape[1] // 2]).permute(0, 2, 1).split()
 
 
 @gluon.jit

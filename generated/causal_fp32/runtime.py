@@ -71,6 +71,8 @@ empty_cuda = _first(
 )
 # The number of the current CUDA device.
 current_device = _first(lambda: torch._C._cuda_getDevice, torch.cuda.current_device)
+# The address of the current stream of a CUDA device, which is given by its number.
+current_stream = _first(lambda: torch._C._cuda_getCurrentRawStream, lambda device: torch.cuda.current_stream(device).cuda_stream)
 # Whether torch.autocast is on for some device.
 autocast_is_on = _first(
     lambda: _called(torch._C._is_any_autocast_enabled),
@@ -532,7 +534,7 @@ def counter_of(device: int) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, current_stream(device)
     found = _COUNTERS.get(key)
     if found is None:
         found = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
