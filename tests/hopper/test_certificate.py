@@ -79,7 +79,7 @@ def test_a_row_that_fails_says_why(compiled: Compiled) -> None:
     assert entry["reading"]["states"].startswith("spills 980 bytes; expected none; has products that wait for each other, as ptxas")
     *_, last = fit_table(json.loads(files["report.json"]))
     assert str(last).startswith(
-        "  On sm90 the kernel @fwd with 128x128x4x3 hopper gets no certificate: it spills 980 bytes; expected none; has"
+        "  On sm90 the kernel @fwd with 128x128x4x2 hopper gets no certificate: it spills 980 bytes; expected none; has"
     )
 
 

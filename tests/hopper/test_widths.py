@@ -213,9 +213,9 @@ def test_products_are_awaited_by_the_number_of_their_pieces() -> None:
             "    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n    give %k\n",
         ),
         (
-            "    %l_next_held = hold %l_next : f32[BLOCK_Q] @reg\n"
+            "    %l_next_left_held = hold %l_next_left : f32[BLOCK_Q, CHAINS] @reg\n"
             "    %acc_next = await %acc_flight holds(%weights_operand) : f32[BLOCK_Q, D_V] @reg\n    give %v\n",
-            "    %l_next_held = hold %l_next : f32[BLOCK_Q] @reg\n",
+            "    %l_next_left_held = hold %l_next_left : f32[BLOCK_Q, CHAINS] @reg\n",
         ),
     )
     text = render(verify(module))["hopper.py"]
