@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.reuse import reused
 
 SCORES = "HGMMA.64x16x16.F32.BF16 R8, gdesc[UR16], RZ, !UPT, gsb0"  # into R8 to R15
@@ -20,7 +21,7 @@ def wait(groups: int) -> str:
 def found(*lines: str) -> list[str]:
     """What is found in these lines; those that end in a colon are labels."""
     text = [line if line.endswith(":") else f"        /*{16 * i:04x}*/                   {line} ;" for i, line in enumerate(lines)]
-    return [sentence.partition(" ")[2] for sentence in reused("\n".join([".text.fwd:", *text, "        /*ff00*/    EXIT ;"]))]
+    return [sentence.partition(" ")[2] for sentence in reused(parse("\n".join([".text.fwd:", *text, "        /*ff00*/    EXIT ;"])))]
 
 
 @pytest.mark.parametrize(

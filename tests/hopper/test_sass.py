@@ -10,7 +10,8 @@ from attngen.backends.base import Reading
 from attngen.backends.hopper.certificate import faults, given, under_product
 from attngen.backends.hopper.compiler import machine_code, marks
 from attngen.backends.hopper.facts import REGISTERS
-from attngen.backends.hopper.sass import Part, parse, parts
+from attngen.backends.hopper.instructions import parse
+from attngen.backends.hopper.sass import Part, parts, registers_named
 from attngen.backends.hopper.sram import sram_bytes
 from attngen.ir.ops import Role
 from tests.hopper.common import after, kernel, whole
@@ -85,8 +86,8 @@ WIDE = {
 
 
 @pytest.mark.parametrize("text", WIDE)
-def test_registers_of_an_instruction(text: str) -> None:
-    assert parse(printed(text))[0].registers == WIDE[text]
+def testregisters_named_of_an_instruction(text: str) -> None:
+    assert registers_named(parse(printed(text))[0]) == WIDE[text]
 
 
 def test_exponentials_count_in_loops_over_products_of_weights() -> None:

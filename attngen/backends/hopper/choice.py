@@ -9,7 +9,7 @@ from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Gather, Load, Loop, Map, Mask
-from attngen.ir.roles import Give, Take, Turn, Work
+from attngen.ir.roles import Give, Ring, Take, Turn, Work
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
@@ -53,8 +53,10 @@ def declined(module: Module) -> str:
         return why
     if module.dropout:
         return "with dropout the portable kernel is faster"
-    if wide < NARROW or (wide == NARROW and not takes_three(module, kernel)):
-        return f"its heads have {wide} columns, and with {NARROW} or fewer the portable kernel is about as fast"
+    if wide < NARROW:
+        return f"its heads have {wide} columns, and with fewer than {NARROW} no divided kernel was measured"
+    if wide == NARROW and not takes_three(module, kernel):
+        return f"its heads have {wide} columns, and with such a mask and modifiers the portable kernel is about as fast"
     work, most = _work(kernel), f"of more than {MOST_WORK} registers may spill"
     return f"its mask and modifiers take {work} operations for each score, and {most}" if work > MOST_WORK else ""
 
@@ -176,6 +178,11 @@ def turns(kernel: Kernel) -> int:
     """The copies that issue their products in turns: each has a named barrier."""
     taking = (b.role for b in kernel.roles if b.role and any(isinstance(op, Turn) for op in kernel.within(b.name)))
     return sum(role.copies for role in taking)
+
+
+def copies_of(kernel: Kernel, ring: Ring) -> int:
+    """How many rings there are of one that each copy of a role has; else 1."""
+    return next((b.role.copies for b in kernel.roles if b.role and b.name == ring.each), 1)
 
 
 def is_reused(kernel: Kernel, ring: str) -> bool:

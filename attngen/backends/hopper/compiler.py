@@ -15,8 +15,9 @@ from typing import Any
 from attngen.backends.ahead import TYPES, code_bytes, compile_each, compiled, load, said_by_ptxas, triton_version
 from attngen.backends.base import Reading, short_digest
 from attngen.backends.hopper.facts import COUNTER
+from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.reuse import reused
-from attngen.backends.hopper.sass import Part, parse, parts
+from attngen.backends.hopper.sass import Part, parts
 from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
@@ -157,7 +158,7 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[
         "roles": {role: {"registers": [p.registers for p in found], "used": [p.used for p in found]} for role, found in of.items()},
         **{op: sum(instruction.op == op for instruction in code) for op in COUNTED},
         "serialised": sorted(set(re.findall(r"\bC75\d\d\b", log))),
-        "reused": reused(text),
+        "reused": reused(code),
         "exponentials": sum(p.exponentials for p in all_parts),
         "under": sum(p.under for p in all_parts),
     }

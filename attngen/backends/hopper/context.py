@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.backends.hopper.choice import is_reused, known_numbers, turns
+from attngen.backends.hopper.choice import copies_of, is_reused, known_numbers, turns
 from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, THREADS
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
@@ -147,7 +147,7 @@ class DividedContext(SoftmaxContext):
         return [(str(at), of, *([columns] if columns else [])) for at, of, columns in sorted(found)]
 
     def _ring(self, op: Ring) -> RingView:
-        copies = self._copies(op)
+        copies = copies_of(self.kernel, op)
         slots = self._slots(op)
         buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
         if not op.type.dims:
@@ -166,10 +166,6 @@ class DividedContext(SoftmaxContext):
         """The shape of a buffer: a tile, or a part of one."""
         rows, columns = self._dims(ring.type.dims, bool(ring.each))
         return f"{rows}, {part_of(ring) or columns}"
-
-    def _copies(self, ring: Ring) -> int:
-        """The copies of the role each of which has a ring of its own; else 1."""
-        return next((b.role.copies for b in self.kernel.roles if b.name == ring.each and b.role), 1)
 
     def _slots(self, ring: Ring) -> str:
         return self.scalar(ring.slots).replace("num_stages", "SLOTS")
@@ -295,7 +291,7 @@ class DividedContext(SoftmaxContext):
 
     def _fill(self, op: Fill, cls: str) -> dict[str, Any]:
         ring = self.rings[op.ring]
-        copies, n, slot = self._copies(ring), pieces(self.module, ring), self._slot(op.ring, "copy")
+        copies, n, slot = copies_of(self.kernel, ring), pieces(self.module, ring), self._slot(op.ring, "copy")
         return {
             "ring": self._short(op.ring),
             "tensor": op.src.tensor,
@@ -319,7 +315,7 @@ class DividedContext(SoftmaxContext):
         slot = "" if slots == "1" else f"{counter}_slot"
         index = slot or "0"
         if ring.each:
-            index = f"{self._copies(ring)} * {slot} + {copy}" if slot else copy
+            index = f"{copies_of(self.kernel, ring)} * {slot} + {copy}" if slot else copy
         free = " + ".join([self._free(name), *([slot] if slot else [])])
         return {"index": index, "slots": slots, "free": free, "counter": counter, "goes_on": counter == short}
 

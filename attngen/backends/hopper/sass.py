@@ -14,40 +14,13 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-_LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?(.*?)\s*;?\s*$")
-_LABEL = re.compile(r"(\.L\w+):")
+from attngen.backends.hopper.instructions import Instruction
+
 _WEIGHTS = re.compile(r"HGMMA\S*\s+R\d+, R\d+, gdesc")  # a product whose left operand is in registers: that of weights and V
 _PLACES = re.compile(r"\[[^\]]*\]")  # in memory
 _MOST_GROUPS = 8  # in flight, of which a part keeps track
 
 Groups = tuple[bool, ...]  # products in flight, oldest first: whether each is of weights
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction, with the numbers of those that may come next."""
-
-    text: str
-    then: tuple[int, ...]
-
-    @property
-    def op(self) -> str:
-        """HGMMA of `HGMMA.64x128x16.F32.BF16 R24, ...`."""
-        return re.split(r"[.\s]", self.text, maxsplit=1)[0]
-
-    @property
-    def registers(self) -> int:
-        """One more than the highest register that it names: wide results and data take several, and wide addresses two."""
-        tile = re.match(r"HGMMA\.64x(\d+)x", self.text)
-        wide = int(tile[1]) // 2 if tile else 4 if ".128" in self.op_name else 2 if re.search(r"\.64|\.WIDE|^CS2R$", self.op_name) else 1
-        found = [int(n) + (2 if pair else 1) for place in _PLACES.findall(self.text) for n, pair in re.findall(r"\bR(\d+)(\.64)?", place)]
-        named = [int(n) for n in re.findall(r"\bR(\d+)\b", _PLACES.sub("", self.text))]
-        return max([*found, *(n + (wide if i == 0 else 4 if tile else 1) for i, n in enumerate(named))], default=0)
-
-    @property
-    def op_name(self) -> str:
-        """HGMMA.64x128x16.F32.BF16 of the same."""
-        return self.text.split(maxsplit=1)[0] if self.text else ""
 
 
 @dataclass(frozen=True)
@@ -61,24 +34,6 @@ class Part:
     under: int  # those of them that stand between the issue of such a product and the wait for it, whichever way they are reached
 
 
-def parse(text: str) -> list[Instruction]:
-    """The instructions of a kernel."""
-    lines: list[tuple[str, str]] = []
-    labels: dict[str, int] = {}
-    for line in text.splitlines():
-        if label := _LABEL.match(line.strip()):
-            labels[label[1]] = len(lines)
-        elif found := _LINE.match(line):
-            lines.append((found[1] or "", found[2]))
-    made = []
-    for at, (guard, body) in enumerate(lines):
-        named = tuple(labels[name] for name in re.findall(r"\.L\w+", body) if name in labels)
-        always = not guard and re.match(r"(BRX|EXIT|RET|BRA(\.\w+)* `)", body) is not None
-        after = () if always or at + 1 == len(lines) else (at + 1,)
-        made.append(Instruction(body, tuple(to for to in (*named, *after) if to < len(lines))))
-    return made
-
-
 def parts(code: list[Instruction]) -> Iterator[Part]:
     """The parts of a kernel in which warps have a number of registers of their own, in the order of the code."""
     for start, instruction in enumerate(code):
@@ -89,11 +44,20 @@ def parts(code: list[Instruction]) -> Iterator[Part]:
             exponentials = [i for i in loops if code[i].text.startswith("MUFU.EX2")]
             yield Part(
                 int(instruction.text.split()[-1], 16),
-                max(code[i].registers for i in inside),
+                max(registers_named(code[i]) for i in inside),
                 Counter(code[i].op for i in inside),
                 len(exponentials),
                 sum(i in covered for i in exponentials),
             )
+
+
+def registers_named(one: Instruction) -> int:
+    """One more than the highest register that it names: wide results and data take several, and wide addresses two."""
+    tile = re.match(r"HGMMA\.64x(\d+)x", one.text)
+    wide = int(tile[1]) // 2 if tile else 4 if ".128" in one.name else 2 if re.search(r"\.64|\.WIDE|^CS2R$", one.name) else 1
+    found = [int(n) + (2 if pair else 1) for place in _PLACES.findall(one.text) for n, pair in re.findall(r"\bR(\d+)(\.64)?", place)]
+    named = [int(n) for n in re.findall(r"\bR(\d+)\b", _PLACES.sub("", one.text))]
+    return max([*found, *(n + (wide if i == 0 else 4 if tile else 1) for i, n in enumerate(named))], default=0)
 
 
 def _next(code: list[Instruction], at: int, start: int) -> Iterator[int]:

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import sympy
 
-from attngen.backends.hopper.choice import known_numbers
+from attngen.backends.hopper.choice import copies_of, known_numbers
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.kernels import parts
@@ -79,15 +79,10 @@ def slots_of(ring: Ring, row: Row) -> int:
     return int(evaluate(ring.slots, {"num_stages": row.num_stages}))
 
 
-def _copies(kernel: Kernel, ring: Ring) -> int:
-    """How many rings there are of one that each copy of a role has."""
-    return next((b.role.copies for b in kernel.roles if b.role and b.name == ring.each), 1)
-
-
 def _tiles(module: Module, kernel: Kernel, ring: Ring) -> Expr:
     """Bytes of a ring's tiles. Copies that have a ring each share the rows of the program's tile."""
     tile = replace(ring.type, dims=(*ring.type.dims[:-1], str(width_of(module, ring)))) if ring.columns else ring.type
-    times = 1 if "BLOCK_Q" in ring.type.dims else _copies(kernel, ring)
+    times = 1 if "BLOCK_Q" in ring.type.dims else copies_of(kernel, ring)
     return times * ring.slots.subs(symbol("num_stages"), STAGES) * tile_bytes(tile)
 
 
@@ -102,7 +97,7 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
             numbers = len(kernel.grid) + len(known_numbers(kernel))  # where a tile is, and what is known of it
             buffers.append((slots_of(ring, row) * numbers * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))
         if ring.name in _filled(kernel):
-            buffers.append((slots_of(ring, row) * _copies(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
+            buffers.append((slots_of(ring, row) * copies_of(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
     return buffers
 
 

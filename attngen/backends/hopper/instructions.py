@@ -1,0 +1,58 @@
+"""Instructions of Hopper's machine code, as nvdisasm prints them, and which may follow which."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+_LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?(.*?)\s*;?\s*$")
+_LABEL = re.compile(r"(\.L\w+):")
+_ALWAYS = re.compile(r"(BRX|EXIT|RET|(BRA|JMP)(\.\w+)* `)")  # the line after it is reached by jumps alone
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction without its guard, with the numbers of those that may come next."""
+
+    text: str
+    then: tuple[int, ...]
+
+    @cached_property
+    def name(self) -> str:
+        """HGMMA.64x128x16.F32.BF16 of `HGMMA.64x128x16.F32.BF16 R24, ...`."""
+        return self.text.split(maxsplit=1)[0] if self.text else ""
+
+    @cached_property
+    def op(self) -> str:
+        """HGMMA of the same."""
+        return self.name.split(".")[0]
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """What comes after the name, without remarks on the reuse of a register."""
+        _, _, after = self.text.partition(" ")
+        return tuple(text.strip().removesuffix(".reuse") for text in after.split(",")) if after.strip() else ()
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the matrix units run it."""
+        return self.op == "HGMMA"
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of a kernel."""
+    lines: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := _LABEL.match(line.strip()):
+            labels[label[1]] = len(lines)
+        elif found := _LINE.match(line):
+            lines.append((found[1] or "", found[2]))
+    made = []
+    for at, (guard, body) in enumerate(lines):
+        named = tuple(labels[name] for name in re.findall(r"\.L\w+", body) if name in labels)
+        always = not guard and _ALWAYS.match(body) is not None
+        after = () if always or at + 1 == len(lines) else (at + 1,)
+        made.append(Instruction(body, tuple(to for to in (*named, *after) if to < len(lines))))
+    return made
