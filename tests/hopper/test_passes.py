@@ -261,6 +261,14 @@ def test_what_cannot_be_divided_gets_one_sentence(name: str, why: str) -> None:
     assert str(error.value).endswith(why)
 
 
+def test_bounds_of_numbers_of_queries_keep_the_kernel_portable() -> None:
+    """A role would need a row of numbers before it starts."""
+    limit = {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}}
+    assert auto(mask=limit) == []
+    with pytest.raises(BuildError, match="where its loops end is computed of a number for each query of a tile"):
+        auto(mask=limit, schedule={"backend": "hopper"})
+
+
 def test_specs_may_give_the_tiles() -> None:
     data = {
         "name": "tiles",
@@ -432,6 +440,7 @@ def auto(**data: object) -> list[str]:
 def test_without_a_word_of_the_spec_kernels_are_divided_where_that_pays() -> None:
     assert auto() == ["hopper"] and auto(head_dim=256, mask="none") == ["hopper"]
     assert auto(head_dim=64, mask="none") == ["hopper"] and auto(head_dim=64) == auto(head_dim=32, mask="none") == []
+    assert auto(head_dim=64, mask="none", score=[{"expr": "s - 0.01 * kv_idx"}]) == []  # three consumers would spill
     assert auto(dropout=True) == auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
     assert auto(schedule={"block_q": 64}) == auto(schedule={"order": "kv_outer"}) == []  # tiles are those of the portable kernel
     parts = ("floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0", "int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))", "kv_idx <= q_idx")

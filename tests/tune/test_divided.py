@@ -58,7 +58,7 @@ def divided(name: str = "causal_mqa") -> list[str]:
         ("causal_d256", "64x64x2 64x64x3 128x64x2"),
         ("dense_bias_dropout_mha", "64x64x2 64x64x3 128x64x2 128x64x3 192x64x2 192x64x3"),  # each score has a number of its own
         ("butterfly_gqa", "64x64x2 64x64x3"),  # tiles divide blocks
-        ("mla_dims", ""),
+        ("mla_dims", "64x64x2 64x64x3 64x128x2 128x64x2 128x64x3 128x128x2 192x64x2 192x64x3"),
         ("causal_fp32", ""),
     ],
 )
@@ -335,14 +335,15 @@ def why(faster: Mapping[int | None, Any], **data: Any) -> list[str]:
 
 def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
     no_row = "On sm90 the kernel @fwd has no row for hopper: "
-    narrow = "its heads have 64 columns, and with 64 or fewer the portable kernel is about as fast."
+    narrow = "its heads have 64 columns, and with such a mask and modifiers the portable kernel is about as fast."
     none = partial(why, {})
     assert none() == [no_row + narrow] and why(EVERYWHERE) == none(schedule={"backend": "hopper"}) == []
     assert why({None: ()}) == [f"{no_row}the portable kernel was measured to be as fast (attngen/schedules, H200)."]
     assert none(schedule={"backend": "triton"}) == [f"{no_row}the spec says `schedule: {{backend: triton}}`."]
     (said,) = none(schedule={"block_q": 64, "stages": 2})
     assert said.startswith(f"{no_row}the spec's `schedule` has block_q and stages, which is for portable kernels")
-    assert none(head_dim=192) == [f"{no_row}a head has 192 columns, not a power of two."]
+    assert none(head_dim=48) == [f"{no_row}its heads have 48 columns, and with fewer than 64 no divided kernel was measured."]
+    assert none(dropout=True) == [f"{no_row}with dropout the portable kernel is faster."]
     heavy = {"expr": "floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0 and int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))"}
     (said,) = none(head_dim=128, mask=heavy)
     assert said.startswith(f"{no_row}its mask and modifiers take ") and said.endswith("of more than 16 registers may spill.")

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from attngen.backends.base import Choose
-from attngen.backends.hopper.choice import obstacle, row
+from attngen.backends.hopper.choice import is_shared, obstacle, row
 from attngen.backends.hopper.facts import KERNEL, NAME, REGISTERS, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Block, Op, Role
+from attngen.ir.ops import Block, Role
 from attngen.passes.base import Pass, padded
 
 
@@ -61,18 +61,12 @@ def _padded(module: Module, kernel: Kernel) -> Kernel:
 
 def _divided(kernel: Kernel, copies: int) -> Kernel:
     entry = kernel.block("entry").ops
-    ours = [op for op in entry if not _is_shared(op)]
+    ours = [op for op in entry if not is_shared(op)]
     consumer, producer = REGISTERS[copies]
     roles = (
         Block("producer", (), role=Role(1, 1, producer)),
         Block("consumer", tuple(ours), role=Role(copies, 4, consumer, ROWS)),
     )
-    shared = Block("entry", tuple(op for op in entry if _is_shared(op)))
+    shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")
     return replace(kernel, backend=NAME, blocks=(shared, *roles, *bodies))
-
-
-def _is_shared(op: Op) -> bool:
-    """Whether it is an argument of the kernel, or one integer or pointer, of which bounds of loops are made."""
-    types = op.results().values()
-    return isinstance(op, Arg) or (bool(types) and all(not t.dims and t.dtype in ("i32", "ptr") for t in types))

@@ -8,7 +8,7 @@ from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, KERNEL, NAME, N
 from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Gather, Load, Loop, Map, Mask
+from attngen.ir.ops import Arg, Gather, Load, Loop, Map, Mask, Op
 from attngen.ir.roles import Give, Ring, Take, Turn, Work
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
@@ -38,7 +38,16 @@ def obstacle(module: Module, kernel: Kernel) -> str:
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
     if len({loop.listed for loop in loops}) > 1:
         return "its full and partial tiles are in different lists"
+    read = {name for op in kernel.block("entry").ops if is_shared(op) and not isinstance(op, Arg) for name in op.operands()}
+    if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
+        return "where its loops end is computed of a number for each query of a tile"
     return ""
+
+
+def is_shared(op: Op) -> bool:
+    """Whether it is an argument of the kernel, or one integer or pointer, of which bounds of loops are made: all roles have these."""
+    types = op.results().values()
+    return isinstance(op, Arg) or (bool(types) and all(not t.dims and t.dtype in ("i32", "ptr") for t in types))
 
 
 def declined(module: Module) -> str:
@@ -69,13 +78,18 @@ def is_narrow(module: Module) -> bool:
 def takes_three(module: Module, kernel: Kernel) -> bool:
     """Whether a third of the registers is enough for a consumer, and its program's 192 queries are fast.
 
-    Kernels at hand spill if their loop runs over several ranges, if they draw random words, or load a number for each key or score. And of
-    a mask that lets some tiles visit fewer keys, as a causal one does, wider tiles compute more that is hidden.
+    Kernels at hand spill if their loop runs over several ranges, if they draw random words, load a number for each key or score, or have a
+    modifier of positions. And under a mask that lets some tiles visit fewer keys, as a causal one does, wider tiles compute more that is
+    hidden.
     """
+    if module.dropout or module.blocks or kernel.reads_pairs or _work(kernel) > MOST_OF_THREE:
+        return False
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
-    of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and "BLOCK_KV" in op.type.dims and len(op.type.dims) == 1)
-    plain = all(len(loop.ranges) == 1 and not loop.listed for loop in loops) and all(axis.abreast == 1 for axis in kernel.grid)
-    return plain and not (module.dropout or module.blocks or kernel.reads_pairs or any(of_keys) or _work(kernel) > MOST_OF_THREE)
+    uneven = any(len(loop.ranges) > 1 or loop.listed for loop in loops) or any(axis.abreast > 1 for axis in kernel.grid)
+    of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",) for op in kernel.ops())
+    maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == PAIR)
+    placed = any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
+    return not (uneven or of_keys or placed)
 
 
 def _work(kernel: Kernel) -> int:
