@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.backends.hopper import HOPPER
+from attngen.backends.hopper.certificate import under_product
 from attngen.devices import CLASSES
 from attngen.emit.files import write_module
 from attngen.emit.render import render
@@ -20,7 +21,7 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
     """What tests.versions.compiled finds of kernels, of the forwards of specs (all that can be divided, if none are named).
 
     serialised: those whose products wait for each other. reused: those in which a register of a product in flight is written.
-    bare: those in which less than 90% of exponentials stand under a product.
+    bare: those in which fewer exponentials stand under a product than their ops say.
     """
     found: dict[str, Any] = {"kernels": 0, "spill": {}, "more": {}, "less": {}, "unfit": {}, "failed": {}}
     found |= {"serialised": [], "reused": [], "bare": []}
@@ -43,7 +44,7 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
         for key, is_so in sizes.items():
             found[key] |= {module.name: [predicted, read.shared_bytes]} if is_so else {}
         found["spill"] |= {module.name: read.spilled_bytes} if read.spilled_bytes else {}
-        bare = code["under"] < 0.9 * code["exponentials"]
+        bare = code["under"] < under_product(module.divided[0], row)[0] * code["exponentials"]
         for key, is_so in (("serialised", bool(code["serialised"])), ("reused", bool(code["reused"])), ("bare", bare)):
             found[key] += [module.name] if is_so else []
     return found
