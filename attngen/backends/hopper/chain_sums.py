@@ -28,13 +28,13 @@ from typing import Any, ClassVar
 
 import sympy
 
+from attngen.backends.hopper.choice import is_full
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Init, Load, Map, Op, Reduce, Type, Yield
+from attngen.ir.ops import Arg, Init, Map, Op, Reduce, Type, Yield
 from attngen.ir.roles import CHAINS, HALVES, Chains, Pipeline
 from attngen.passes.base import Pass
 
-WIDE = 64  # columns of a head, of which more leave few registers
 _KEYS = (*HALVES, *HALVES.values())
 
 
@@ -44,13 +44,7 @@ class ChainSums(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(k if _is_full(module, k) else _chained(k) for k in module.divided))
-
-
-def _is_full(module: Module, kernel: Kernel) -> bool:
-    """Whether numbers of rows, and others of keys, take the registers that chains need: sums of wide heads leave few."""
-    loaded = {op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}
-    return max(module.head_dim_qk, module.head_dim_v) > WIDE and len(loaded) > 1
+        return replace(module, divided=tuple(k if is_full(module, k) else _chained(k) for k in module.divided))
 
 
 def _chained(kernel: Kernel) -> Kernel:

@@ -38,7 +38,7 @@ def obstacle(module: Module, kernel: Kernel) -> str:
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
     if len({loop.listed for loop in loops}) > 1:
         return "its full and partial tiles are in different lists"
-    read = {name for op in kernel.block("entry").ops if is_shared(op) and not isinstance(op, Arg) for name in op.operands()}
+    read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
     if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
         return "where its loops end is computed of a number for each query of a tile"
     return ""
@@ -105,14 +105,19 @@ def staying(module: Module, row: Row) -> int:
     that takes turns.
     """
     kernel = module.kernel(KERNEL)
-    rows = {op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}
-    if kernel.reads_pairs or (max(module.head_dim_qk, module.head_dim_v) > 64 and len(rows) > 1):
+    if kernel.reads_pairs or is_full(module, kernel):
         return 0  # it would spill: what addresses of data depend on lives through all products
     for slots in QUERIES:
         barriers = slots + 2 * row.num_stages + PLACE_SLOTS + in_turns(module, row)
         if output_columns(module, row, slots) and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
             return slots
     return 0
+
+
+def is_full(module: Module, kernel: Kernel) -> bool:
+    """Whether a consumer has few registers to spare: sums of wide heads take many, and numbers of rows and others of keys the rest."""
+    loaded = {op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}
+    return not is_narrow(module) and len(loaded) > 1
 
 
 def in_turns(module: Module, row: Row) -> int:
@@ -130,12 +135,15 @@ def output_columns(module: Module, row: Row, slots: int) -> int:
 
     Halves leave one after the other. Where outputs fit the slot of queries, a program with one tile stores them from there instead.
     """
+    _, v = laid_out(module)
+    return next((n for n in ((v,) if shares_slot(module) else (v, v // 2)) if _has_room(module, row, slots, n)), 0)
+
+
+def _has_room(module: Module, row: Row, slots: int, columns: int = 0) -> bool:
+    """Whether shared memory has room for rings of keys and values, so many slots of queries, and so many columns of outputs."""
     qk, v = laid_out(module)
-    for columns in (v,) if shares_slot(module) else (v, v // 2):
-        elements = row.block_q * (slots * qk + columns) + row.num_stages * row.block_kv * (qk + v)
-        if 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block:
-            return columns
-    return 0
+    elements = row.block_q * (slots * qk + columns) + row.num_stages * row.block_kv * (qk + v)
+    return 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block
 
 
 def shares_slot(module: Module) -> bool:
@@ -171,11 +179,10 @@ def _most_keys(module: Module) -> int:
 
 def _fits(module: Module, row: Row) -> bool:
     """Whether rings of queries, keys and values fit, and a consumer's sums, scores and weights; and whether tiles divide blocks."""
-    widths, limit = laid_out(module), CLASSES[DEVICE].smem_per_block
-    rings = row.block_q * widths[0] + row.num_stages * row.block_kv * sum(widths)
-    tiles = widths[1] // 2 + row.block_kv // 2 + row.block_kv // 4  # a thread's: 128 share 64 rows, and weights have 16 bits
+    _, v = laid_out(module)
+    tiles = v // 2 + row.block_kv // 2 + row.block_kv // 4  # a thread's: 128 share 64 rows, and weights have 16 bits
     divides = not module.blocks or module.blocks.size % row.block_q == 0
-    return divides and 2 * rings + SPARE <= limit and tiles + SPARE_REGISTERS <= REGISTERS[row.block_q // ROWS][0]
+    return divides and _has_room(module, row, 1) and tiles + SPARE_REGISTERS <= REGISTERS[row.block_q // ROWS][0]
 
 
 def known_numbers(kernel: Kernel) -> list[str]:

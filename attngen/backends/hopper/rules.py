@@ -29,7 +29,7 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         if slots > most:
             others = ", as copies that take turns have the others" if turns(kernel) else ""
             yield f"its rings have {slots} slots; expected {most} at most, of which each takes a named barrier{others}"
-        if row.block_kv & (row.block_kv - 1) or not 16 <= row.block_kv <= 256:
+        if not is_power_of_two(row.block_kv) or not 16 <= row.block_kv <= 256:
             yield f"BLOCK_KV={row.block_kv}; expected a power of two from 16 to 256"
 
 

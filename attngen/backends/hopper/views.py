@@ -51,6 +51,5 @@ class DividedView:
     roles: list[RoleView]
     words: set[str]  # that occur in it
     stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
-    described: list[
-        tuple[str, ...]
-    ]  # positions of the tensors that the copy engine reads and writes; rows and, of parts, columns of what it copies at once
+    # of the tensors that the copy engine reads and writes: position, rows, and of parts columns too, of what it copies at once
+    described: list[tuple[str, ...]]
