@@ -59,6 +59,6 @@ def names_in(nodes: list[Node]) -> set[str]:
     """Every word in the strings of these nodes and their bodies."""
     words: set[str] = set()
     for node in nodes:
-        words |= set(re.findall(r"\w+", repr(node.text)))
+        words |= set(re.findall(r"\w+", repr(list(node.text.values()))))  # not its keys, which are no code
         words |= names_in(node.body)
     return words

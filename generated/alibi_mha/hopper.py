@@ -330,7 +330,6 @@ def fwd_consumer(
         stride_lse_b = anew(stride_lse_b)
         stride_lse_h = anew(stride_lse_h)
         h = told(work_ring.index(5 * work_slot + 1))
-        b = told(work_ring.index(5 * work_slot + 2))
         kv_end = told(work_ring.index(5 * work_slot + 3))
         kv_full_end = told(work_ring.index(5 * work_slot + 4))
         q_start = q_start + COPY * ROWS

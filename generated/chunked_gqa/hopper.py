@@ -351,7 +351,6 @@ def fwd_consumer(
         Nk = anew(Nk)
         stride_lse_b = anew(stride_lse_b)
         stride_lse_h = anew(stride_lse_h)
-        b = told(work_ring.index(7 * work_slot + 2))
         kv_end = told(work_ring.index(7 * work_slot + 3))
         kv_first = told(work_ring.index(7 * work_slot + 4))
         kv_full_first = told(work_ring.index(7 * work_slot + 5))
