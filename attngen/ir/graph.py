@@ -73,6 +73,7 @@ class Kernel:
     packs: the rows of a tile are the queries of all heads of a group, head after head. The scalar `queries` is their number in one head.
     about: a sentence about the kernel, printed above it.
     backend: of a divided kernel, the backend whose it is (see Module.divided).
+    resident: of a divided kernel, the programs that share a multiprocessor.
 
     Its arguments say what it reads (`in`), writes (`out`) and rewrites (`inout`).
     """
@@ -84,6 +85,7 @@ class Kernel:
     packs: bool = False
     about: str = ""
     backend: str = ""
+    resident: int = 1
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:

@@ -137,7 +137,8 @@ def print_kernel(kernel: Kernel) -> str:
     )
     own = f" own({kernel.own})" if kernel.own else ""
     backend = f" backend({kernel.backend})" if kernel.backend else ""
-    header = f"kernel @{kernel.name}{backend}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
+    resident = f" resident({kernel.resident})" if kernel.resident > 1 else ""
+    header = f"kernel @{kernel.name}{backend}{resident}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
 
 
@@ -398,11 +399,11 @@ def _parse_role(text: str, where: str) -> _Lines:
 
 
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
-    match = re.fullmatch(r"@(\w+)(?: backend\((\w+)\))?(?: own\((q|kv)\))?( packs)? grid\((.*)\)", text)
+    match = re.fullmatch(r"@(\w+)(?: backend\((\w+)\)(?: resident\(([1-9][0-9]{0,2})\))?)?(?: own\((q|kv)\))?( packs)? grid\((.*)\)", text)
     if not match:
         raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
-    fields = {"name": match[1], "grid": _parse_grid(match[5], where), "own": match[3] or "", "packs": bool(match[4])}
-    return {**fields, "backend": match[2] or ""}
+    fields = {"name": match[1], "grid": _parse_grid(match[6], where), "own": match[4] or "", "packs": bool(match[5])}
+    return {**fields, "backend": match[2] or "", "resident": int(match[3] or 1)}
 
 
 def _parse_input(text: str, where: str) -> Input:

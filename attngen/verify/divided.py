@@ -8,6 +8,8 @@ from typing import Any
 
 import networkx as nx
 
+from attngen.bounds.launches import groups_of, lane_registers
+from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
@@ -61,10 +63,11 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"@{name} has {role.copies} copies; expected 1 to 3"
         if role is not None and (role.registers % 8 > 0 or not 24 <= role.registers <= 240):
             yield f"@{name} has {role.registers} registers; expected a multiple of 8 from 24 to 240"
-    groups = [role.copies * -(-role.warps // 4) * role.registers for role in found.values() if role]
-    if sum(groups) > 512:
-        yield f"the roles' groups of four warps have {sum(groups)} registers for each lane; a multiprocessor has 512"
+    given = sum(groups_of(role) * role.registers for role in found.values() if role is not None)
     for row in module.rows(kernel.name, kernel.backend):
+        if row.device in CLASSES and given > (most := lane_registers(kernel, row)):
+            who = f"each of {kernel.resident} programs on a multiprocessor" if kernel.resident > 1 else "a program"
+            yield f"the roles' groups of four warps have {given} registers for each lane; {who} has {most} at its launch"
         for name, role in found.items():
             if role and role.rows and role.copies * role.rows != row.block_q:
                 yield f"@{name} has {role.copies} copies of {role.rows} rows, and {row.device} has BLOCK_Q={row.block_q}"

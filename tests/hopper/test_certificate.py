@@ -33,7 +33,8 @@ def made(head_dim: object, dtype: str, **schedule: object) -> Module:
 
 
 COMPILED: dict[str, Callable[[], Module]] = {
-    "two consumers": lambda: made(64, "bf16", block_q=128),
+    "two consumers": lambda: made(64, "bf16", block_q=128, block_kv=128, stages=2),
+    "two programs that share a multiprocessor": lambda: whole("causal_mqa"),
     "one, which walks lists and drops": lambda: replace(whole("local_global_dropout_mha"), dtypes=("fp16",)),
     "outputs with a ring of their own, three slots": lambda: made({"qk": 128, "v": 64}, "fp16", block_kv=64, stages=3),
     "three consumers, in turns": lambda: whole("full_mha"),

@@ -9,11 +9,12 @@ import pytest
 from attngen.backends.base import Reading
 from attngen.backends.hopper.certificate import faults, given, under_product
 from attngen.backends.hopper.compiler import machine_code, marks
-from attngen.backends.hopper.facts import REGISTERS
+from attngen.backends.hopper.facts import REGISTERS, SHARED_REGISTERS
 from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.sass import Part, parts, registers_named
 from attngen.backends.hopper.sram import sram_bytes
-from attngen.ir.ops import Role
+from attngen.ir.graph import Kernel
+from attngen.ir.ops import Block, Role
 from tests.hopper.common import after, kernel, whole
 
 NAME = "butterfly_gqa"  # one consumer, whose warps have all registers that setmaxnreg can give
@@ -187,9 +188,10 @@ def test_what_the_compiler_says_is_held_against_the_certificate() -> None:
     assert said_of(shared_bytes=57616) == ["needs 57,616 bytes of shared memory; expected the 57,716 of the closed form"]
 
 
-@pytest.mark.parametrize(("copies", "first"), [(1, 256), (2, 240), (3, 160)])
-def test_the_first_group_has_what_the_others_leave(copies: int, first: int) -> None:
-    consumer, producer = REGISTERS[copies]
-    roles = {"producer": Role(1, 1, producer), "consumer": Role(copies, 4, consumer, 64)}
-    assert given("producer", roles) == [producer]
-    assert given("consumer", roles) == sorted([*[consumer] * (copies - 1), first])
+@pytest.mark.parametrize(("copies", "first", "programs"), [(1, 256, 1), (2, 240, 1), (3, 160, 1), (2, 112, 2)])
+def test_the_first_group_has_what_the_others_leave(copies: int, first: int, programs: int) -> None:
+    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[copies]
+    blocks = Block("producer", (), role=Role(1, 1, producer)), Block("consumer", (), role=Role(copies, 4, consumer, 64))
+    made, (row,) = Kernel("fwd", (), blocks, resident=programs), whole(NAME).rows("fwd", "hopper")
+    assert given("producer", made, row) == [producer]
+    assert given("consumer", made, row) == sorted([*[consumer] * (copies - 1), first])

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from attngen.backends.base import Choose
-from attngen.backends.hopper.choice import is_shared, obstacle, row
-from attngen.backends.hopper.facts import KERNEL, NAME, REGISTERS, ROWS
+from attngen.backends.hopper.choice import is_shared, obstacle, resident, row
+from attngen.backends.hopper.facts import KERNEL, NAME, REGISTERS, ROWS, SHARED_REGISTERS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module
@@ -50,7 +50,7 @@ class AssignRoles(Pass):
             size = f"{chosen.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
             raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
         schedules = tuple((name, (*has, chosen) if name == kernel.name else has) for name, has in module.schedules)
-        return replace(module, divided=(_divided(_padded(module, kernel), copies),), schedules=schedules)
+        return replace(module, divided=(_divided(_padded(module, kernel), copies, resident(module, chosen)),), schedules=schedules)
 
 
 def _padded(module: Module, kernel: Kernel) -> Kernel:
@@ -59,14 +59,14 @@ def _padded(module: Module, kernel: Kernel) -> Kernel:
     return kernel.rewrite(lambda _, op: [padded(op, wide)])
 
 
-def _divided(kernel: Kernel, copies: int) -> Kernel:
+def _divided(kernel: Kernel, copies: int, programs: int) -> Kernel:
     entry = kernel.block("entry").ops
     ours = [op for op in entry if not is_shared(op)]
-    consumer, producer = REGISTERS[copies]
+    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[copies]
     roles = (
         Block("producer", (), role=Role(1, 1, producer)),
         Block("consumer", tuple(ours), role=Role(copies, 4, consumer, ROWS)),
     )
     shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")
-    return replace(kernel, backend=NAME, blocks=(shared, *roles, *bodies))
+    return replace(kernel, backend=NAME, resident=programs, blocks=(shared, *roles, *bodies))

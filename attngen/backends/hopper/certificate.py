@@ -9,28 +9,38 @@ from typing import Any
 import sympy
 
 from attngen.backends.base import Reading
-from attngen.backends.hopper.facts import LANE_REGISTERS, LANES, MOST_REGISTERS
+from attngen.backends.hopper.choice import overlaps, room_of
+from attngen.backends.hopper.facts import LANES, MOST_REGISTERS
 from attngen.backends.hopper.sram import sram_bytes
-from attngen.devices import CLASSES
+from attngen.bounds.launches import groups_of, lane_registers, launch_registers
 from attngen.ir.expr import exp2
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Map, Role, SoftmaxStep
+from attngen.ir.ops import Map, SoftmaxStep
 from attngen.ir.roles import HALVES, Await, Issue, Pipeline, Put, SoftmaxRows, Weigh
 
 
 def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
     """Why a row gets no certificate: the ends of sentences about its kernel, each with what was expected."""
-    predicted = sram_bytes(module, kernel, row)
+    predicted, has = sram_bytes(module, kernel, row), room_of(kernel.resident)
     if reading.spilled_bytes:
         yield f"spills {reading.spilled_bytes:,} bytes; expected none"
     if reading.shared_bytes != predicted:
         yield f"needs {reading.shared_bytes:,} bytes of shared memory; expected the {predicted:,} of the closed form"
-    if reading.shared_bytes > CLASSES[row.device].smem_per_block:
-        yield f"needs {reading.shared_bytes:,} bytes of shared memory, and has {CLASSES[row.device].smem_per_block:,}"
+    if reading.shared_bytes > has:
+        yield f"needs {reading.shared_bytes:,} bytes of shared memory, and has {has:,}"
+    if kernel.resident > 1:
+        yield from _launch(kernel, row, reading)
     if reading.machine is not None:
         yield from _instructions(kernel, reading.machine)
-        yield from _registers(kernel, reading.machine)
+        yield from _registers(kernel, row, reading.machine)
         yield from _overlap(kernel, row, reading.machine)
+
+
+def _launch(kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
+    """A program starts with so few registers that the others of its multiprocessor have theirs."""
+    most = launch_registers(kernel, row)
+    if reading.registers > most:
+        yield f"starts with {reading.registers} registers for each thread; expected {most} at most, as {kernel.resident} programs share"
 
 
 def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
@@ -48,11 +58,10 @@ def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
         yield f"writes a register of a product in flight ({code['reused'][0]}); expected its operands and sum left alone until its wait"
 
 
-def _registers(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
+def _registers(kernel: Kernel, row: Row, code: dict[str, Any]) -> Iterator[str]:
     """Each copy of a role has the registers that its role says, and names no others."""
-    roles = {block.name: block.role for block in kernel.roles if block.role}
     for name, found in code["roles"].items():
-        expected = given(name, roles)
+        expected = given(name, kernel, row)
         if sorted(found["registers"]) != expected:
             yield f"gives its copies of @{name} {_listed(found['registers'])} registers; expected {_listed(expected)}"
         for has, used in zip(found["registers"], found["used"]):
@@ -60,17 +69,15 @@ def _registers(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
                 yield f"has a copy of @{name} that uses {used} registers; expected {has} at most"
 
 
-def given(name: str, roles: dict[str, Role]) -> list[int]:
+def given(name: str, kernel: Kernel, row: Row) -> list[int]:
     """The registers that the copies of a role have, least first.
 
     Groups of four warps have what their roles say. The first group, of the role with the most warps, has what the others leave, which is
     more where a program has few warps.
     """
-    groups = {role: of.copies * -(-of.warps // 4) for role, of in roles.items()}
+    roles = {block.name: block.role for block in kernel.roles if block.role}
     first = max(roles, key=lambda role: roles[role].warps)
-    total = sum(groups.values())
-    launched = min(MOST_REGISTERS, LANE_REGISTERS // total // 8 * 8)
-    left = launched * total - sum(n * roles[role].registers for role, n in groups.items()) + roles[first].registers
+    left = lane_registers(kernel, row) - sum(groups_of(of) * of.registers for of in roles.values()) + roles[first].registers
     own = [roles[name].registers] * roles[name].copies
     return sorted([*own[1:], min(MOST_REGISTERS, left // 8 * 8)] if name == first else own)
 
@@ -90,8 +97,11 @@ def under_product(kernel: Kernel, row: Row) -> tuple[Fraction, Fraction]:
     """The shares of a loop's exponentials, least and most, that stand between the issue of a product of weights and its await.
 
     Those of rows, which rescale sums, may stand anywhere: each thread computes one for all of its columns. Modifiers come before weights,
-    so more exponentials stand under the product by them; how many, the compiler decides.
+    so more exponentials stand under the product by them; how many, the compiler decides. Where programs share a multiprocessor, products of
+    other consumers run beside the exponentials, and any share is right.
     """
+    if not overlaps(kernel):
+        return Fraction(0), Fraction(1)
     under = outside = rows = others = 0
     columns = {"BLOCK_KV": row.block_kv, **dict.fromkeys(HALVES.values(), row.block_kv // 2)}
     for step in (kernel.block(op.step) for op in kernel.ops() if isinstance(op, Pipeline)):

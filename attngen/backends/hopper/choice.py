@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from itertools import product
 
-from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, KERNEL, NAME, NAMED_BARRIERS, REGISTERS, ROWS
+from attngen.backends.hopper.facts import (
+    DEVICE,
+    FIRST_BARRIER,
+    KERNEL,
+    NAME,
+    NAMED_BARRIERS,
+    REGISTERS,
+    ROWS,
+    SHARED_REGISTERS,
+    SHARING,
+)
 from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
@@ -18,8 +28,10 @@ SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps ther
 TILES = {(192, 128): (128, 128, 2), (256, 256): (128, 64, 2)}
 NARROW = 64  # columns of heads whose softmax takes as long as their products
 THREE = (192, 128, 2)  # tiles of narrow heads: of three consumers, two compute while the products of the third run
+SHARED_ROWS = 128  # of the queries of programs of which two share a multiprocessor
+TWICE = (SHARED_ROWS, 64, 3)  # tiles of other narrow heads: of two programs that share a multiprocessor
 KEYS, SLOTS = (64, 128), (2, 3)  # rows of keys and slots that are worth measuring
-SPARE_REGISTERS = 32  # of a consumer's, beside its tiles: for addresses and for maxima and sums of rows
+SPARE_REGISTERS, SPARE_SHARED = 32, 24  # of a consumer's, beside its tiles: for addresses and for maxima and sums of rows
 PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
 MOST_OF_THREE = 4  # operations for each score, where three consumers share the registers
 MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
@@ -54,8 +66,8 @@ def declined(module: Module) -> str:
     """Why the forward stays portable if nobody asks for a divided one, as the end of a sentence; empty text if it is divided.
 
     That is where it cannot be divided, or where the divided kernel is not known to be faster: with dropout, whose random words take longer
-    than what roles save; with narrow heads, but for three consumers of 64 columns; and of masks and modifiers that compute more for a score
-    than those that were compiled, as registers may spill.
+    than what roles save; with narrow heads, but for three consumers or two programs of 64 columns; and of masks and modifiers that
+    compute more for a score than those that were compiled, as registers may spill.
     """
     kernel, wide = module.kernel(KERNEL), max(module.head_dim_qk, module.head_dim_v)
     if why := obstacle(module, kernel):
@@ -64,7 +76,7 @@ def declined(module: Module) -> str:
         return "with dropout the portable kernel is faster"
     if wide < NARROW:
         return f"its heads have {wide} columns, and with fewer than {NARROW} no divided kernel was measured"
-    if wide == NARROW and not takes_three(module, kernel):
+    if wide == NARROW and not (takes_three(module, kernel) or may_share(module)):
         return f"its heads have {wide} columns, and with such a mask and modifiers the portable kernel is about as fast"
     work, most = _work(kernel), f"of more than {MOST_WORK} registers may spill"
     return f"its mask and modifiers take {work} operations for each score, and {most}" if work > MOST_WORK else ""
@@ -116,8 +128,12 @@ def staying(module: Module, row: Row) -> int:
 
 def is_full(module: Module, kernel: Kernel) -> bool:
     """Whether a consumer has few registers to spare: sums of wide heads take many, and numbers of rows and others of keys the rest."""
-    loaded = {op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}
-    return not is_narrow(module) and len(loaded) > 1
+    return not is_narrow(module) and _loads_both(kernel)
+
+
+def _loads_both(kernel: Kernel) -> bool:
+    """Whether numbers of rows are loaded, and others of keys."""
+    return len({op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}) > 1
 
 
 def in_turns(module: Module, row: Row) -> int:
@@ -136,14 +152,47 @@ def output_columns(module: Module, row: Row, slots: int) -> int:
     Halves leave one after the other. Where outputs fit the slot of queries, a program with one tile stores them from there instead.
     """
     _, v = laid_out(module)
-    return next((n for n in ((v,) if shares_slot(module) else (v, v // 2)) if _has_room(module, row, slots, n)), 0)
+    programs = resident(module, row)
+    return next((n for n in ((v,) if shares_slot(module) else (v, v // 2)) if _has_room(module, row, programs, slots, n)), 0)
 
 
-def _has_room(module: Module, row: Row, slots: int, columns: int = 0) -> bool:
-    """Whether shared memory has room for rings of keys and values, so many slots of queries, and so many columns of outputs."""
+def _has_room(module: Module, row: Row, programs: int, slots: int, columns: int = 0) -> bool:
+    """Whether shared memory has room for rings of keys and values, so many slots of queries, and so many columns of outputs.
+
+    It has this room for each of the programs that share a multiprocessor.
+    """
     qk, v = laid_out(module)
     elements = row.block_q * (slots * qk + columns) + row.num_stages * row.block_kv * (qk + v)
-    return 2 * elements + SPARE <= CLASSES[DEVICE].smem_per_block
+    return 2 * elements + SPARE <= room_of(programs)
+
+
+def room_of(programs: int) -> int:
+    """The bytes of shared memory that each of so many programs on a multiprocessor has."""
+    device = CLASSES[DEVICE]
+    return min(device.smem_per_block, device.smem_per_sm // programs - device.smem_reserved)
+
+
+def may_share(module: Module) -> bool:
+    """Whether two programs may share a multiprocessor, so that the softmax of each consumer runs beside products of the other three.
+
+    So it is with narrow heads. A consumer has half of the registers then. Random words of dropout take more, and so do numbers that are
+    loaded for each score, or for rows and for keys.
+    """
+    kernel = module.kernel(KERNEL)
+    heavy = module.dropout or kernel.reads_pairs or _loads_both(kernel)
+    return is_narrow(module) and not heavy and not (module.blocks and module.blocks.size < SHARED_ROWS)
+
+
+def resident(module: Module, row: Row) -> int:
+    """The programs that share a multiprocessor: two where they may, and tiles leave room for both; else one."""
+    registers = _tile_registers(module, row) + SPARE_SHARED
+    two = may_share(module) and row.block_q == SHARED_ROWS and registers <= SHARED_REGISTERS[0]
+    return SHARING if two and _has_room(module, row, SHARING, 1) else 1
+
+
+def overlaps(kernel: Kernel) -> bool:
+    """Whether the softmax of a consumer runs beside its own products. Where programs share a multiprocessor, those of others run."""
+    return kernel.resident == 1
 
 
 def shares_slot(module: Module) -> bool:
@@ -155,7 +204,7 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
     three = is_narrow(module) and takes_three(module, module.kernel(KERNEL))
     fitting = (tiles for (qk, v), tiles in TILES.items() if module.head_dim_qk <= qk and module.head_dim_v <= v)
-    usual = THREE if three else next(fitting)
+    usual = THREE if three else TWICE if may_share(module) else next(fitting)
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
     kv = kv if block_kv else min(kv, _most_keys(module))
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
@@ -179,10 +228,16 @@ def _most_keys(module: Module) -> int:
 
 def _fits(module: Module, row: Row) -> bool:
     """Whether rings of queries, keys and values fit, and a consumer's sums, scores and weights; and whether tiles divide blocks."""
-    _, v = laid_out(module)
-    tiles = v // 2 + row.block_kv // 2 + row.block_kv // 4  # a thread's: 128 share 64 rows, and weights have 16 bits
+    tiles = _tile_registers(module, row)
     divides = not module.blocks or module.blocks.size % row.block_q == 0
-    return divides and _has_room(module, row, 1) and tiles + SPARE_REGISTERS <= REGISTERS[row.block_q // ROWS][0]
+    fits = resident(module, row) > 1 or tiles + SPARE_REGISTERS <= REGISTERS[row.block_q // ROWS][0]
+    return divides and fits and _has_room(module, row, resident(module, row), 1)
+
+
+def _tile_registers(module: Module, row: Row) -> int:
+    """The registers that a thread of a consumer has for its tiles: 128 share 64 rows, and weights have 16 bits."""
+    _, v = laid_out(module)
+    return v // 2 + row.block_kv // 2 + row.block_kv // 4
 
 
 def known_numbers(kernel: Kernel) -> list[str]:

@@ -18,6 +18,7 @@ from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.reuse import reused
 from attngen.backends.hopper.sass import Part, parts
+from attngen.bounds.launches import launch_options
 from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
@@ -65,7 +66,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
         tuple(types),
         tuple((arg.name, widths[arg.type.dims[-1]]) for arg in kernel.args if arg.type.dims and arg.type.dims[-1] in widths),
         (("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("SLOTS", row.num_stages)),
-        (("num_warps", row.num_warps),),
+        tuple(launch_options(kernel, row).items()),
         device.arch,
         device.threads_per_warp,
         tuple(marks(kernel)),

@@ -126,6 +126,7 @@ class DividedContext(SoftmaxContext):
             nodes=nodes,
             rings=[self._ring(op) for op in self.rings.values()],
             roles=roles,
+            resident=self.kernel.resident,
             stays=self.stays,
             words=names_in(nodes) | {word for role in roles for word in names_in(role.nodes)},
             described=self._described_tensors(portable.params),
@@ -276,15 +277,20 @@ class DividedContext(SoftmaxContext):
             body = self.block(op.body, op.cls) if isinstance(op, Loop) else []
             if isinstance(op, Loop):
                 self._loop_header(op, text, body)
-                self._name_counter(text, body)
+                self._name_counter(op, text, body)
             body = self._bodies(op, text) if isinstance(op, Pipeline) else body
             body = [Node("body", {}, self.block(op.of, cls)), *self.block(op.body, cls)] if isinstance(op, Work) else body
             nodes.append(Node(kind, _gluon(text), body))
         return nodes
 
     @staticmethod
-    def _name_counter(text: dict[str, Any], body: list[Node]) -> None:
-        """A loop's variable is `_` where nothing reads it, and its start is left out where it is 0."""
+    def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
+        """A loop's variable is `_` where nothing reads it, and its start is left out where it is 0.
+
+        A body that needs no tile's number computes none.
+        """
+        if not names_in(body) & {f"{op.var}_start", f"{op.var}_idx"}:
+            text["steps"], text["before"] = [], [line for line in text["before"] if line.startswith(f"{op.var}_stop")]
         words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
         text["var"] = text["var"] if text["var"] in words else "_"
         text["range"] = text["stop"] if text["start"] == "0" else f"{text['start']}, {text['stop']}"
@@ -467,11 +473,8 @@ class DividedContext(SoftmaxContext):
             later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
             header["ranges"] = [(later if lo == "0" else f"{lo} + {later}", hi), *more]
             self._loop_header(loop, header, body)
-            used = names_in(body)
-            if not used & {f"{op.var}_start", f"{op.var}_idx"}:  # nothing in the body depends on the tile's number
-                header["steps"], header["before"] = [], [line for line in header["before"] if line.startswith(f"{op.var}_stop")]
             header["comment"] = LOOP_COMMENTS[cls]
-            self._name_counter(header, body)
+            self._name_counter(loop, header, body)
             loops.append(Node("loop", _gluon(header), body))
         return [Node("body", {}, first), *loops, Node("body", {}, self.block(op.last, "full"))]
 

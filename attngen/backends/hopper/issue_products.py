@@ -8,18 +8,27 @@ after:   %s_flight = issue %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight
          %acc_flight = issue %p_cast %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @flight
          %acc_next = await %acc_flight holds(%p_cast) : f32[BLOCK_Q, D_V] @reg
 
+Where programs share a multiprocessor, a consumer does not overlap its own products otherwise. So what needs no product, such as the sum
+of the weights, moves before its await:
+
+before:  %acc_next = await %acc_flight holds(%p_cast)   after:  %p_sum = reduce sum %soft.p over(BLOCK_KV)
+         %p_sum = reduce sum %soft.p over(BLOCK_KV)             %acc_next = await %acc_flight holds(%p_cast)
+
 An operand in registers is cast to the tensors' element type. It stays an operand of the await, so that nothing takes its registers while
 the product reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import networkx as nx
+
+from attngen.backends.hopper.choice import overlaps
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Dot, Op
+from attngen.ir.ops import Dot, Map, Op, Reduce
 from attngen.ir.roles import Await, Issue, Pack
 from attngen.passes.base import Pass
 
@@ -30,7 +39,8 @@ class IssueProducts(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(k.rewrite(lambda _, op, k=k: _issued(k, op)) for k in module.divided))  # type: ignore[misc]
+        issued = (k.rewrite(lambda _, op, k=k: _issued(k, op)) for k in module.divided)  # type: ignore[misc]
+        return replace(module, divided=tuple(k if overlaps(k) else _beside(k) for k in issued))
 
 
 def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
@@ -44,3 +54,20 @@ def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
     flight = f"{op.name.removesuffix('_next')}_flight"
     yield Issue(flight, a, op.b, op.over, replace(op.type, space="flight"), op.acc)
     yield Await(op.name, flight, op.type, held)
+
+
+def _beside(kernel: Kernel) -> Kernel:
+    """What needs no product that is in flight, moved before its await."""
+    return replace(kernel, blocks=tuple(replace(block, ops=tuple(_early(kernel, block.ops))) for block in kernel.blocks))
+
+
+def _early(kernel: Kernel, ops: Sequence[Op]) -> Iterator[Op]:
+    left = list(ops)
+    while left:
+        op = left.pop(0)
+        if isinstance(op, Await):
+            needing = {name for o in (op, *left) if isinstance(o, Await) for name in nx.descendants(kernel.graph, o.name)}
+            early = [o for o in left if isinstance(o, (Map, Reduce)) and o.name not in needing]
+            left = [o for o in left if o not in early]
+            yield from early
+        yield op

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import networkx as nx
 
+from attngen.backends.hopper.choice import overlaps
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Loop, Op, Yield
 from attngen.ir.roles import Await, Give, Issue, Pipeline, Take
@@ -32,7 +33,7 @@ class OverlapSoftmax(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(map(_overlapped, module.divided)))
+        return replace(module, divided=tuple(_overlapped(kernel) if overlaps(kernel) else kernel for kernel in module.divided))
 
 
 @dataclass(frozen=True)

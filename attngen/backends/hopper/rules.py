@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import is_reused, turns
+from attngen.backends.hopper.choice import is_reused, room_of, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
 from attngen.bounds.sizes import tile_width
-from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
 
 
@@ -20,10 +19,10 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         if row.device != DEVICE or row.elem_bytes != 2:
             yield f"a row is for {row.device} at {row.elem_bytes} bytes; expected {DEVICE} at 2"
             continue
-        need, has = ring_bytes(module, kernel, row), CLASSES[DEVICE].smem_per_block
+        need, has = ring_bytes(module, kernel, row), room_of(kernel.resident)
         if need > has:
             given = f"BLOCK_KV={row.block_kv} and num_stages={row.num_stages}"
-            yield f"with {given} it needs {need:,} bytes of shared memory; {DEVICE} has {has:,}"
+            yield f"with {given} it needs {need:,} bytes of shared memory; {_who(kernel)} has {has:,}"
         slots = sum(slots_of(op, row) for op in rings(kernel) if is_reused(kernel, op.name))
         most = NAMED_BARRIERS - FIRST_BARRIER - turns(kernel)
         if slots > most:
@@ -31,6 +30,11 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"its rings have {slots} slots; expected {most} at most, of which each takes a named barrier{others}"
         if not is_power_of_two(row.block_kv) or not 16 <= row.block_kv <= 256:
             yield f"BLOCK_KV={row.block_kv}; expected a power of two from 16 to 256"
+
+
+def _who(kernel: Kernel) -> str:
+    """What has a program's shared memory, as the start of a sentence's end."""
+    return f"each of {kernel.resident} programs on a multiprocessor of {DEVICE}" if kernel.resident > 1 else DEVICE
 
 
 def _widths(module: Module, kernel: Kernel) -> Iterator[str]:

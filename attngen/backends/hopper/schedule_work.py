@@ -33,7 +33,7 @@ import sympy
 
 from attngen.backends.hopper.choice import PLACE_SLOTS, staying
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Block, Op, Type
+from attngen.ir.ops import Arg, Block, Loop, Op, Type
 from attngen.ir.roles import Drain, Give, Pipeline, Recall, Ring, Take, Work
 from attngen.passes.base import Pass
 
@@ -62,9 +62,10 @@ def _staying(kernel: Kernel, slots: int) -> Kernel:
     drains = [op for op in producer.ops if isinstance(op, Drain)]
     at_end = [*(Drain(f"drain_{name}", ring) for ring, name in once.items()), *drains, Drain("drain_work", PLACES)]
     consumed: list[Op] = []
+    *_, last = (op for op in consumer.ops if isinstance(op, (Loop, Pipeline)))
     for op in consumer.ops:
         consumed.append(op)
-        if isinstance(op, Pipeline):
+        if op is last:
             consumed += [*(Give(f"give_{name}", name) for name in once.values()), Recall("recall_work", PLACES)]
     return replace(
         kernel,

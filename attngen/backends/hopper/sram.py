@@ -18,14 +18,13 @@ from functools import lru_cache
 
 import sympy
 
-from attngen.backends.hopper.choice import copies_of, known_numbers
+from attngen.backends.hopper.choice import copies_of, known_numbers, room_of
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.kernels import parts
 from attngen.backends.hopper.widths import width_of
 from attngen.bounds.sizes import STAGES, sizes, tile_bytes
 from attngen.bounds.tiles import evaluate
-from attngen.devices import CLASSES
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import DTYPE_BYTES, Arg
@@ -64,7 +63,7 @@ def registers(module: Module, kernel: Kernel, row: Row) -> int:
 
 def misfit(module: Module, kernel: Kernel, row: Row, change: str = "") -> str | None:
     """One sentence on why a row does not fit, or None."""
-    need, has = sram_bytes(module, kernel, row), CLASSES[row.device].smem_per_block
+    need, has = sram_bytes(module, kernel, row), room_of(kernel.resident)
     tile = f"BLOCK_Q={row.block_q}, BLOCK_KV={row.block_kv} and num_stages={row.num_stages}"
     return f"with {tile} the kernel @{kernel.name} needs {need:,} bytes of shared memory, and has {has:,}" if need > has else None
 

@@ -50,6 +50,7 @@ class DividedView:
     rings: list[RingView]
     roles: list[RoleView]
     words: set[str]  # that occur in it
+    resident: int  # programs that share a multiprocessor
     stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
     # of the tensors that the copy engine reads and writes: position, rows, and of parts columns too, of what it copies at once
     described: list[tuple[str, ...]]

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from attngen.backends.base import Printed
+from attngen.bounds.launches import launch_options
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
 from attngen.ir.ops import PADDED, Scan
@@ -65,7 +66,8 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
                 classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
                 continue
             if row.backend != module.backend:
-                tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, "num_warps": row.num_warps}
+                divided = next(k for k in module.divided if (k.name, k.backend) == (kernel, row.backend))
+                tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, **launch_options(divided, row)}
                 fewer = [(row.min_rows, "None")] if row.min_rows else []  # the portable kernel's
                 key = f'("{row.device}", {row.elem_bytes}, "{row.backend}")'
                 classes.setdefault(key, []).extend([*fewer, (row.max_rows, _config(tiles))])
