@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import types
@@ -89,6 +90,36 @@ def test_listed_tiles_are_read_from_the_one_after_the_first_on(folder: Path) -> 
     assert read.splitlines()[1].strip() == f"{start}," and f"for at in range({start}, kv_full_end_at):" in read
     consumer = (folder / "butterfly_gqa" / "hopper.py").read_text().partition("def fwd_consumer(")[2]
     assert consumer.count("kv_ahead = tile_at(") == 2  # of the partial loop alone
+
+
+def loops_over_later_tiles(folder: Path, name: str) -> list[str]:
+    consumer = (folder / name / "hopper.py").read_text().partition("def fwd_consumer(")[2].partition("@gluon.jit")[0]
+    return re.findall(r" for (.*):\n(?:.*\n)*? *mbarrier\.wait\(k_full", consumer)
+
+
+def test_classes_of_tiles_share_a_loop_where_they_differ_in_masks(folder: Path) -> None:
+    """Half the code to compile: the masks alone are under a condition, and the tile's place is computed there."""
+    for name in ("causal_mha", "window_gqa", "mla_dims", "causal_d256"):
+        assert loops_over_later_tiles(folder, name) == ["at in range(1, partial_tiles + full_tiles)"], name
+    text = (folder / "window_gqa" / "hopper.py").read_text()
+    lines = [line.strip() for line in text.partition("if at < partial_tiles:\n")[2].splitlines()[:5]]
+    assert lines[:2] == [
+        "kv_tile = kv_first + at",
+        "kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))",
+    ]
+    assert lines[2:4] == ["kv_start = kv_tile * BLOCK_KV", "kv_idx = kv_start + kv_off"] and lines[4].startswith("s = gl.where(")
+
+
+def test_no_loop_is_for_the_one_tile_that_the_end_of_a_tensor_cuts(folder: Path) -> None:
+    assert loops_over_later_tiles(folder, "cross_mha") == ["_ in range(gl.where(partial_tiles > 0, 0, 1), kv_full_end)"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["document_gqa", "alibi_mha", "block_sparse_mha", "full_mha"],  # masks that load; positions in all tiles; lists; three consumers
+)
+def test_other_classes_of_tiles_have_loops_of_their_own(name: str, folder: Path) -> None:
+    assert len(loops_over_later_tiles(folder, name)) == 2
 
 
 @pytest.mark.parametrize("name", DIVIDED)

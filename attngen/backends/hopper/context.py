@@ -13,7 +13,7 @@ from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, T
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, pieces
-from attngen.ir.expr import Expr
+from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.graph import Module
 from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Loop, Map, Mask, Op, Yield
 from attngen.ir.roles import (
@@ -38,10 +38,17 @@ from attngen.ir.roles import (
 from attngen.printing.context import KernelContext
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
+BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
+
 
 def _rings_in(nodes: list[Node]) -> set[str]:
     """The rings that nodes and their bodies fill, take from, or write through."""
     return {node.text["ring"] for node in nodes if "ring" in node.text} | {ring for node in nodes for ring in _rings_in(node.body)}
+
+
+def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
+    """A view without what softmax does for rows that have seen nothing: to do it in all tiles costs four instructions in each."""
+    return node.kind, {**node.text, "guard": False}, node.body
 
 
 def _gluon(text: Any) -> Any:
@@ -353,7 +360,9 @@ class DividedContext(SoftmaxContext):
     def _give(self, op: Give, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
-        return {"ring": self._short(take.ring), **self._slot(take.ring, "COPY")}
+        readers = (self.kernel.op(name) for name in self.kernel.graph.successors(take.name))
+        scores = any(isinstance(reader, Issue) and not reader.acc and reader.b == take.name for reader in readers)
+        return {"ring": self._short(take.ring), "soon": scores, **self._slot(take.ring, "COPY")}
 
     def _drain(self, op: Drain, cls: str) -> dict[str, Any]:
         return {"ring": self._short(op.ring), **self._slot(op.ring)}
@@ -367,6 +376,7 @@ class DividedContext(SoftmaxContext):
             "ring": self._short(op.ring),
             "draws": op.draws,
             "place": place,
+            "soon": False,
             **self._numbers(),
             **self._slot(op.ring, "" if op.draws else "COPY"),
         }
@@ -462,9 +472,10 @@ class DividedContext(SoftmaxContext):
         start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
         text["start"] = start if words & {f"{op.var}_start", f"{op.var}_idx"} else []
         text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
-        loops = []
+        joined = self._one_loop(op)
+        loops = [joined] if joined else []
         for cls, ranges in (("partial", op.partial), ("full", op.full)):
-            if not ranges:
+            if not ranges or joined or (cls == "partial" and self._is_one(ranges)):
                 continue
             body = self.block(op.step, cls)
             loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
@@ -477,6 +488,46 @@ class DividedContext(SoftmaxContext):
             self._name_counter(loop, header, body)
             loops.append(Node("loop", _gluon(header), body))
         return [Node("body", {}, first), *loops, Node("body", {}, self.block(op.last, "full"))]
+
+    def _is_one(self, ranges: Any) -> bool:
+        """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over others is needed."""
+        if len(ranges) > 1 or turns(self.kernel):
+            return False
+        lo, hi = (self._made(bound) for bound in ranges[0])
+        return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
+
+    def _made(self, bound: Expr) -> Expr:
+        """What the map that a bound names computes."""
+        made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
+        return made.expr if isinstance(made, Map) else bound
+
+    def _one_loop(self, op: Pipeline) -> Node | None:
+        """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
+
+        None where tiles are listed, a mask reads what is loaded for a tile, or tiles with nothing to mask read where they are. Nor where
+        copies take turns: these share the registers by three, and ptxas spills some as soon as a loop is left out.
+        """
+        if op.listed or not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial):
+            return None
+        body, left, own = self.block(op.step, "partial"), self.block(op.step, "full"), []
+        for node in body:
+            if left and _unguarded(node) == _unguarded(left[0]):
+                left.pop(0)
+            else:
+                own.append(node)
+        at = body.index(own[0]) if own else 0
+        where = {f"{op.var}_start", f"{op.var}_idx"}
+        masks = {node.kind for node in own} <= {"map", "mask"} and body[at : at + len(own)] == own
+        if left or not own or not masks or where & names_in(self.block(op.step, "full")):
+            return None
+        lo = self._term(op.partial[0][0])
+        tile = f"{op.var}_tile"
+        lines = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
+        lines += [f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}"]
+        lines += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(own) else []
+        cut = Node("cut", _gluon({"condition": "at < partial_tiles", "lines": lines}), own)
+        header = {"before": [], "steps": [], "var": "at", "range": "1, partial_tiles + full_tiles", "comment": BOTH_CLASSES}
+        return Node("loop", header, [*body[:at], cut, *body[at + len(own) :]])
 
     def _tile(self, op: Pipeline, at: str) -> str:
         if not op.listed:

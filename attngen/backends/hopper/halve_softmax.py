@@ -44,7 +44,7 @@ from attngen.ir.roles import HALVES, Await, Halve, Join, Pipeline, SoftmaxRows, 
 from attngen.passes.base import Pass
 
 KEYS = "BLOCK_KV"
-LEAST_KEYS = 64  # of a tile that is halved
+LEAST_KEYS = 128  # of a tile that is halved
 
 
 @dataclass(frozen=True)
