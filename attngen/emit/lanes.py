@@ -179,10 +179,10 @@ class Timeline:
                 yield from self.work(agent, op)
             case Pipeline():
                 classes = ["partial"] * (self.turns["partial"] * bool(op.partial)) + ["full"] * (self.turns["full"] * bool(op.full))
-                yield from self.block(agent, op.first, "partial")
-                for each in classes[1:]:
-                    yield from self.block(agent, op.step, each)
-                yield from self.block(agent, op.last, "full")
+                for at, each in enumerate(classes):
+                    yield from self.block(agent, op.step if at or not op.first else op.first, each if at else "partial")
+                if op.last:
+                    yield from self.block(agent, op.last, "full")
             case Loop():
                 for _ in range(self.turns.get(op.cls, TURNS)):
                     yield from self.block(agent, op.body, op.cls)

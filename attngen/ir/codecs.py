@@ -120,9 +120,9 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "other", "head", "tile", "slots"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to", "do"), _WORD),
-    **dict.fromkeys(("score", "recompute", "draws"), _FLAG),
+    **dict.fromkeys(("score", "recompute", "draws", "backwards"), _FLAG),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
-    **dict.fromkeys(("body", "then", "orelse", "kernel", "first", "step", "last"), (lambda v: f"@{v}", parse_word)),
+    **dict.fromkeys(("body", "then", "orelse", "kernel", "first", "step", "last", "skip"), (lambda v: f"@{v}", parse_word)),
     "args": _USES,
     "own": _WORD,
     "fill": _EXPR,
@@ -142,7 +142,7 @@ _WORDS: Codec = (", ".join, lambda t, w: tuple(parse_word(x.strip(), w) for x in
 _BY_KIND: dict[str, dict[str, Codec]] = {
     "work": {"of": (lambda v: f"@{v}", parse_word)},
     "init": {"value": _EXPR},
-    "pipeline": {"partial": _RANGES, "full": _RANGES},
+    "pipeline": {"partial": _RANGES, "full": _RANGES, "own_partial": _RANGES},
     "sum": {"over": _WORDS},
     **dict.fromkeys(("seed", "position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
 }

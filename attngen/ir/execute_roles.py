@@ -174,14 +174,19 @@ class DividedLaunch(Launch):
 
     def _pipeline(self, op: Pipeline, values: Values) -> Any:
         carried = {field: values[ref] for field, ref in op.carry}
-        turns = [
-            (cls, n) for cls, ranges in (("partial", op.partial), ("full", op.full)) for n in self.numbers(_loop(op, cls, ranges), values)
-        ]
+        partial, full = (list(self.numbers(_loop(op, cls, ranges), values)) for cls, ranges in (("partial", op.partial), ("full", op.full)))
+        cut, hidden = len(partial), 0
+        for first, end in op.own_partial:
+            cut, hidden = (int(self.expression(op.partial[0][1] - bound, values)) for bound in (first, end))
+        for _ in range(hidden):
+            yield from self.block(op.skip, dict(values), "full")
+        numbers = [*(reversed(partial) if op.backwards else partial), *full]
+        turns = [("partial" if at < cut else "full", number) for at, number in enumerate(numbers)][hidden:]
         for at, (cls, number) in enumerate(turns):
-            body = op.step if at else op.first
+            body = op.step if at or not op.first else op.first
             inside = {**values, **self.named(op, body, carried), **self.turn(op.var, number, values)}
-            carried = yield from self.block(body, inside, cls if at else "partial")
-        if turns:
+            carried = yield from self.block(body, inside, "partial" if body == op.first else cls)
+        if turns and op.last:
             carried = yield from self.block(op.last, {**values, **self.named(op, op.last, carried)}, "full")
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}
 

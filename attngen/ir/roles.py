@@ -239,25 +239,32 @@ class Pipeline(Op):
 
     The tiles are those of `partial`, then those of `full`; in `step` they have these classes, `first` is of class partial. If there are
     none, nothing runs, and the results are what `carry` names. `first` takes the carried fields and may yield more, which `step` takes and
-    yields too; `last` takes these and yields the results.
+    yields too; `last` takes these and yields the results. Where `step` is alone, all turns are its.
+
+    With `backwards`, partial tiles come from the last to the first. `own_partial` are those that are partial for the copy's own rows, whose
+    number is BLOCK_Q here. The copy sees nothing of the tiles behind these. It comes to them first: `skip` takes them and gives them back,
+    and the other bodies have the turns after that. Tiles before its own partial ones are full for the copy.
     """
 
     var: str
     partial: Ranges
     full: Ranges
     carry: Uses = field(metadata=OPERAND)
-    first: str
-    step: str
-    last: str
+    first: str = ""
+    step: str = ""
+    last: str = ""
     listed: str | None = field(default=None, metadata=OPERAND)
+    backwards: bool = False
+    skip: str = ""
+    own_partial: Ranges = ()
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""
         return arg.removesuffix(f"_in_{body}")
 
     @property
-    def bodies(self) -> tuple[str, str, str]:
-        return self.first, self.step, self.last
+    def bodies(self) -> tuple[str, ...]:
+        return tuple(body for body in (self.first, self.step, self.last, self.skip) if body)
 
 
 def bodies_of(op: Op) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import networkx as nx
 
+from attngen.bounds.copies import copy_bounds
 from attngen.bounds.launches import groups_of, lane_registers
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
@@ -123,16 +124,33 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         if isinstance(op, Pipeline):
             starts = {field: kernel.type_of(ref) for field, ref in op.carry}
-            first, step, last = (_taken(kernel, body, f"_in_{body}") for body in op.bodies)
-            made, again, results = (_yielded(kernel, body) for body in op.bodies)
-            if not (starts == first == results and made == step == again == last):
-                yield f"%{op.name}: what @{op.first}, @{op.step} and @{op.last} take and yield does not fit what it carries"
+            if not op.step or bool(op.first) != bool(op.last):
+                yield f"%{op.name} has not @first, @step and @last, nor @step alone"
+                continue
+            turns = [body for body in op.bodies if body != op.skip]
+            takes = [_taken(kernel, body, f"_in_{body}") for body in turns]
+            gives = [_yielded(kernel, body) for body in turns]
+            if not (starts == takes[0] == gives[-1] and (len(turns) == 1 or gives[0] == takes[1] == gives[1] == takes[2])):
+                who = ", ".join(f"@{body}" for body in turns)
+                yield f"%{op.name}: what {who} take and yield does not fit what it carries"
+            yield from _hidden(kernel, op)
             if not (op.partial or op.full):
                 yield f"%{op.name} has no range"
         elif isinstance(op, Loop):
-            takes = {field: kernel.type_of(ref) for field, ref in op.carry}
-            if not takes == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
+            carried = {field: kernel.type_of(ref) for field, ref in op.carry}
+            if not carried == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
                 yield f"%{op.name}: what @{op.body} takes and yields does not fit what it carries"
+
+
+def _hidden(kernel: Kernel, op: Pipeline) -> Iterator[str]:
+    """Tiles that a copy passes over are those of which the bounds say, for its own rows, that these see nothing."""
+    if not op.skip and not op.own_partial:
+        return
+    own = copy_bounds(kernel, op)
+    if own is None or not (op.skip and op.own_partial and op.backwards):
+        yield f"%{op.name} passes over tiles; expected backwards, skip, own_partial, and partial tiles in one range behind full ones"
+    elif op.own_partial != (own,):
+        yield f"%{op.name}: for a copy's own rows, the bounds of the loop are own_partial({' .. '.join(map(to_text, own))})"
 
 
 def _taken(kernel: Kernel, body: str, suffix: str) -> dict[str, Any]:
@@ -156,21 +174,22 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     for role in kernel.roles:
         runs = [run for op in kernel.within(role.name) for run in _runs(op)]
         orders[role.name] = [run for run in runs if run[1]]
-        for cls, ranges, listed in runs:
+        for cls, ranges, listed, _ in runs:
             if (ranges, listed) != wanted.get(cls, ((), listed)) and ranges:
                 yield f"@{role.name} runs over other tiles of class {cls} than @{kernel.name} as it is portable"
-        if runs and {cls for cls, ranges, _ in runs if ranges} != wanted.keys():
-            yield f"@{role.name} runs over tiles of class {', '.join(cls for cls, r, _ in runs if r)}; expected {', '.join(wanted)}"
+        if runs and {run[0] for run in runs if run[1]} != wanted.keys():
+            yield f"@{role.name} runs over tiles of class {', '.join(run[0] for run in runs if run[1])}; expected {', '.join(wanted)}"
     if len({repr(order) for order in orders.values() if order}) > 1:
         yield f"{' and '.join(f'@{name}' for name in orders)} run over tiles in different orders"
 
 
-def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None]]:
+def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, bool]]:
+    """What an op runs over: a class of tiles, where they are, and whether they come from the last to the first."""
     if isinstance(op, Loop):
-        yield op.cls, op.ranges, op.listed
+        yield op.cls, op.ranges, op.listed, False
     if isinstance(op, Pipeline):
-        yield "partial", op.partial, op.listed
-        yield "full", op.full, op.listed
+        yield "partial", op.partial, op.listed, op.backwards
+        yield "full", op.full, op.listed, False
 
 
 def used(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -179,7 +198,7 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Turn, Work, Yield))
         acts |= isinstance(op, Arg) and op.role != "carry"
-        acts |= isinstance(op, Loop) and any(isinstance(o, Fill) for o in kernel.block(op.body).ops)
+        acts |= any(isinstance(o, Fill) for body in bodies_of(op) for o in kernel.block(body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
 

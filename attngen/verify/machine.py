@@ -33,11 +33,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """A role's loop over tiles of keys: the steps of its first turn, of each later one, and after the last one, if there was any."""
+    """A role's loop over tiles of keys: the steps of its first turn, of each later one, and after the last one, if there was any.
+
+    With `skip`, a copy may pass over any number of tiles before its first turn, all of them too: these are the steps for each.
+    """
 
     first: tuple[Step, ...]
     later: tuple[Step, ...]
     last: tuple[Step, ...] = ()
+    skip: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Program:
     @property
     def steps(self) -> tuple[Step, ...]:
         walk = self.walk
-        return (*self.start, *self.before, *walk.first, *walk.later, *walk.last, *self.after, *self.end)
+        return (*self.start, *self.before, *walk.skip, *walk.first, *walk.later, *walk.last, *self.after, *self.end)
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,15 @@ class Protocol:
 
 
 class Place(NamedTuple):
-    """A place in a role: a step and the place after it; or, without a step, where to go on if there is another turn, and if not."""
+    """A place in a role: a step and the place after it; or, without a step, where to go on if there is another turn, and if not.
+
+    Where `own` is set, the agent itself decides, at any time anew.
+    """
 
     step: Step | None
     then: int
     otherwise: int = -1
+    own: bool = False
 
 
 def places(program: Program) -> list[Place]:
@@ -93,6 +101,11 @@ def places(program: Program) -> list[Place]:
     walk = program.walk
     if program.stays or walk.first or walk.later or walk.last:
         any_ = question()
+        if walk.skip:
+            skips = question()
+            straight(walk.skip)
+            found[-1] = found[-1]._replace(then=any_)
+            found[skips] = Place(None, skips + 1, len(found), own=True)
         straight(walk.first)
         more = question()
         straight(walk.later)
@@ -103,7 +116,8 @@ def places(program: Program) -> list[Place]:
     straight(program.after)
     if program.stays:
         past = len(found)  # from where the role goes back to the question
-        found[top:] = [Place(p.step, *(top if to == past else to for to in (p.then, p.otherwise))) for p in found[top:]]
+        to = {past: top}
+        found[top:] = [p._replace(then=to.get(p.then, p.then), otherwise=to.get(p.otherwise, p.otherwise)) for p in found[top:]]
         found[top] = Place(None, top + 1, past)
     straight(program.end)
     return found
@@ -121,7 +135,7 @@ def of_copy(program: Program, copy: int) -> Program:
     return replace(
         program,
         before=steps(program.before),
-        walk=Walk(steps(walk.first), steps(walk.later), steps(walk.last)),
+        walk=Walk(steps(walk.first), steps(walk.later), steps(walk.last), steps(walk.skip)),
         after=steps(program.after),
         start=steps(program.start),
         end=steps(program.end),
@@ -225,6 +239,11 @@ class _Machine:
                     found.append(self.settled(self.onward(_moved(after, i, place.then), i)))
                     if not all_orders and self.comes_first(state, i, place.step):
                         return found[-1:]
+            elif place and place.own:
+                both = [self.settled(self.onward(_moved(state, i, to), i)) for to in (place.then, place.otherwise)]
+                if not all_orders:
+                    return both
+                found += both
             elif place:  # no one has asked before: both answers
                 asked = (state._replace(answers=(*state.answers, answer)) for answer in (True, False))
                 both = [self.settled(self.onward(after, i)) for after in asked]
@@ -261,7 +280,7 @@ class _Machine:
         while place := self.place(state, i):
             agent = state.agents[i]
             if not place.step:
-                if agent.asked == len(state.answers):
+                if place.own or agent.asked == len(state.answers):
                     break
                 to = place.then if state.answers[agent.asked] else place.otherwise
                 state = _with_agent(state, i, agent._replace(at=to, asked=agent.asked + 1))

@@ -72,7 +72,9 @@ def _program(kernel: Kernel, role: Block) -> Program:
     walk = Walk((), ())
     for op in _tile_of(kernel, role).ops:
         if isinstance(op, Pipeline):
-            walk = Walk(*(tuple(_steps(kernel, kernel.block(body).ops)) for body in op.bodies))
+            first = op.first or op.step
+            bodies = (kernel.block(body).ops if body else () for body in (first, op.step, op.last, op.skip))
+            walk = Walk(*(tuple(_steps(kernel, ops)) for ops in bodies))
         elif isinstance(op, Loop):
             body = tuple(_steps(kernel, kernel.block(op.body).ops))
             walk = Walk(body, body)

@@ -46,6 +46,15 @@ def arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def arrive_soon(barrier, THREADS: gl.constexpr):
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it the first one would come too late.
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
+        "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def meet(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all others have arrived.
     gl.inline_asm_elementwise(
@@ -121,35 +130,10 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
-    # The left and the right half of the columns. Each number stays in its thread.
-    return x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def following(slot, phase, SLOTS: gl.constexpr):
     # The slot after this one, and the phase of its barrier.
     last = slot + 1 == SLOTS
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def defer(x):
-    # x itself, of which the compiler knows nothing before this place: what depends on it is computed after the wait before it.
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def joined(left, right, LAYOUT: gl.constexpr):
-    # The tile that has these halves.
-    x = gl.join(left, right).permute(0, 2, 1).reshape([ROWS, 2 * left.shape[1]])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def rows_of(x, tile):
-    # One number for each row of a tile, where the tile has the row.
-    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
 
 
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles)
@@ -172,21 +156,11 @@ def fwd_producer(
     for copy in gl.static_range(2):
         mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
         copy_in(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_ring.index(copy))
-    # what consumers take in a turn
-    for kv_tile in range(kv_full_end, kv_end):
-        kv_start = kv_tile * BLOCK_KV
-        if k_fills >= SLOTS:
-            meet(5 + k_slot, THREADS)  # the slot is free
-        mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
-        copy_in(K, [b, h, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
-        k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
-        if v_fills >= SLOTS:
-            meet(5 + SLOTS + v_slot, THREADS)  # the slot is free
-        mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
-        copy_in(V, [b, h, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
-        v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
-    # what consumers take in a turn
-    for kv_tile in range(kv_full_end):
+    partial_tiles = kv_end - kv_full_end
+    full_tiles = kv_full_end
+    # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+    for at in range(partial_tiles + full_tiles):
+        kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)
         kv_start = kv_tile * BLOCK_KV
         if k_fills >= SLOTS:
             meet(5 + k_slot, THREADS)  # the slot is free
@@ -234,10 +208,22 @@ def fwd_consumer(
     acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
     partial_tiles = kv_end - kv_full_end
     full_tiles = kv_full_end
-    if partial_tiles + full_tiles > 0:
-        first = kv_full_end
-        first_full = 0
-        first = gl.where(partial_tiles > 0, first, first_full)
+    own_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + ROWS) - Nq)), BLOCK_KV)
+    own_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
+    hidden_tiles = kv_end - own_end
+    masked_tiles = kv_end - own_full_end
+    # tiles that hide all keys from the copy's rows
+    for _ in range(hidden_tiles):
+        mbarrier.wait(k_full.index(k_slot), k_phase)
+        k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+        arrive(5 + k_slot, THREADS)
+        k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
+        arrive(5 + SLOTS + v_slot, THREADS)
+        v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+    if hidden_tiles < partial_tiles + full_tiles:
+        first = gl.where(hidden_tiles < partial_tiles, kv_end - 1 - hidden_tiles, hidden_tiles - partial_tiles)
         kv_tile = first
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
@@ -251,7 +237,7 @@ def fwd_consumer(
             is_async=True,
         )
         s = warpgroup_mma_wait(0, deps=[s_flight])
-        arrive(5 + k_slot, THREADS)
+        arrive_soon(5 + k_slot, THREADS)
         k_slot, k_phase = following(k_slot, k_phase, SLOTS)
         s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
         m_new = gl.maximum(m, row_max(s))
@@ -266,7 +252,7 @@ def fwd_consumer(
         acc = acc * soft_alpha_sums[:, None]
         m = m_new
         # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
-        for at in range(1, partial_tiles + full_tiles):
+        for at in range(hidden_tiles + 1, partial_tiles + full_tiles):
             mbarrier.wait(k_full.index(k_slot), k_phase)
             k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
@@ -281,41 +267,34 @@ def fwd_consumer(
             weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_flight])
-            arrive(5 + k_slot, THREADS)
+            arrive_soon(5 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-            if at < partial_tiles:
-                kv_tile = kv_full_end + at
+            if at < masked_tiles:
+                kv_tile = kv_end - 1 - at
                 kv_start = kv_tile * BLOCK_KV
                 kv_idx = kv_start + kv_off
                 s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
             m_new = gl.maximum(m, row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
-            soft_base = m_seen * qk_scale
+            p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
-            soft_halves_left, soft_halves_right = halves(s)
-            soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-            p_sum_left = chains(soft_left, CHAINED)
+            weights = pack(p, dtype)
+            p_sum = chains(p, CHAINED)
             soft_alpha_chains = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
-            l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
-            l_next_left = hold(l_next_left, 4)
+            l = p_sum + l * soft_alpha_chains[:, None]
+            l = hold(l, 4)
             acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            arrive(5 + SLOTS + v_slot, THREADS)
+            arrive_soon(5 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
             soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
             acc = acc_next * soft_alpha_sums[:, None]
-            soft_base_deferred = defer(soft_base)
-            soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-            p_sum_right = chains(soft_right, CHAINED)
-            l = l_next_left + p_sum_right
-            soft_joined = joined(soft_left, soft_right, SCORES)
-            weights = pack(soft_joined, dtype)
             m = m_new
         mbarrier.wait(v_full.index(v_slot), v_phase)
         v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
         weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
         acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
         acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-        arrive(5 + SLOTS + v_slot, THREADS)
+        arrive_soon(5 + SLOTS + v_slot, THREADS)
         v_slot, v_phase = following(v_slot, v_phase, SLOTS)
     keys_l = beside(gl.sum(l, 1), SCORES)
     inv_l = gl.where(keys_l > 0, 1.0 / keys_l, 0)

@@ -46,6 +46,15 @@ def arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def arrive_soon(barrier, THREADS: gl.constexpr):
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it the first one would come too late.
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
+        "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def meet(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all others have arrived.
     gl.inline_asm_elementwise(
@@ -154,18 +163,26 @@ def rows_of(x, tile):
 
 @gluon.jit
 def draw(counter):
-    # Add 1 to a counter, by one thread of the warp; every thread gets what it was before.
+    # Add 1 to a counter, by the first thread of the warp, which gets what it was before. Nothing waits for that.
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 lane, was; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 was, 0; "
-        "@p atom.global.add.u32 was, [$1], 1; shfl.sync.idx.b32 $0, was, 0, 31, 0xffffffff; }",
-        "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
+        "@p atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def drawn(ticket):
+    # What the first thread of the warp has drawn, in every thread.
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def reset(counter):
     # The last program to end sets the counters to 0 for the next launch. The second one counts programs that have ended.
-    if draw(counter + 1) == gl.num_programs(0) - 1:
+    if drawn(draw(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
@@ -240,7 +257,7 @@ def fwd_producer(
         tell(kv_full_end, work_ring.index(5 * work_slot + 4))
         mbarrier.arrive(work_full.index(work_slot), count=1)
         work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
-        drawn = draw(COUNTER) + gl.num_programs(0)
+        ticket = draw(COUNTER)  # of the next tile: asked for now, read when this one is copied
         if q_fills >= 2:
             meet(5 + q_slot, THREADS)  # the slot is free
         for copy in gl.static_range(2):
@@ -278,7 +295,8 @@ def fwd_producer(
             mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
             copy_in(V, [b, h, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
             v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
-        pid = gl.where(drawn < TILES, drawn, -1)
+        pid = drawn(ticket) + gl.num_programs(0)
+        pid = gl.where(pid < TILES, pid, -1)
     if work_fills >= 2:
         meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
     tell(-1, work_ring.index(5 * work_slot))
@@ -358,7 +376,7 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            arrive(7 + k_slot, THREADS)
+            arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
             m_new = gl.maximum(m, row_max(s))
@@ -388,7 +406,7 @@ def fwd_consumer(
                 weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
                 acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s_flight])
-                arrive(7 + k_slot, THREADS)
+                arrive_soon(7 + k_slot, THREADS)
                 k_slot, k_phase = following(k_slot, k_phase, SLOTS)
                 if at < partial_tiles:
                     kv_tile = kv_full_end + at
@@ -406,7 +424,7 @@ def fwd_consumer(
                 l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
                 l_next_left = hold(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-                arrive(7 + SLOTS + v_slot, THREADS)
+                arrive_soon(7 + SLOTS + v_slot, THREADS)
                 v_slot, v_phase = following(v_slot, v_phase, SLOTS)
                 soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
                 acc = acc_next * soft_alpha_sums[:, None]
@@ -422,7 +440,7 @@ def fwd_consumer(
             weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
             acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            arrive(7 + SLOTS + v_slot, THREADS)
+            arrive_soon(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
         arrive(5 + work_slot, THREADS)
         # where the tile is, read again: no registers held it

@@ -46,6 +46,15 @@ def arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def arrive_soon(barrier, THREADS: gl.constexpr):
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it the first one would come too late.
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
+        "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def meet(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all others have arrived.
     gl.inline_asm_elementwise(
@@ -120,18 +129,26 @@ def following(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def draw(counter):
-    # Add 1 to a counter, by one thread of the warp; every thread gets what it was before.
+    # Add 1 to a counter, by the first thread of the warp, which gets what it was before. Nothing waits for that.
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 lane, was; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 was, 0; "
-        "@p atom.global.add.u32 was, [$1], 1; shfl.sync.idx.b32 $0, was, 0, 31, 0xffffffff; }",
-        "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
+        "@p atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def drawn(ticket):
+    # What the first thread of the warp has drawn, in every thread.
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def reset(counter):
     # The last program to end sets the counters to 0 for the next launch. The second one counts programs that have ended.
-    if draw(counter + 1) == gl.num_programs(0) - 1:
+    if drawn(draw(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
@@ -206,7 +223,7 @@ def fwd_producer(
         tell(kv_full_end, work_ring.index(5 * work_slot + 4))
         mbarrier.arrive(work_full.index(work_slot), count=1)
         work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
-        drawn = draw(COUNTER) + gl.num_programs(0)
+        ticket = draw(COUNTER)  # of the next tile: asked for now, read when this one is copied
         if q_fills >= 2:
             meet(5 + q_slot, THREADS)  # the slot is free
         for copy in gl.static_range(2):
@@ -218,8 +235,11 @@ def fwd_producer(
                 q_ring.index(2 * q_slot + copy),
             )
         q_slot, q_fills = gl.where(q_slot + 1 == 2, 0, q_slot + 1), q_fills + 1
-        # what consumers take in a turn
-        for kv_tile in range(kv_full_end):
+        partial_tiles = kv_end - kv_full_end
+        full_tiles = kv_full_end
+        # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+        for at in range(partial_tiles + full_tiles):
+            kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)
             kv_start = kv_tile * BLOCK_KV
             if k_fills >= SLOTS:
                 meet(7 + k_slot, THREADS)  # the slot is free
@@ -231,20 +251,8 @@ def fwd_producer(
             mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
             copy_in(V, [b, 0, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
             v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
-        # what consumers take in a turn
-        for kv_tile in range(kv_full_end, kv_end):
-            kv_start = kv_tile * BLOCK_KV
-            if k_fills >= SLOTS:
-                meet(7 + k_slot, THREADS)  # the slot is free
-            mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
-            copy_in(K, [b, 0, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
-            k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
-            if v_fills >= SLOTS:
-                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
-            mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
-            copy_in(V, [b, 0, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
-            v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
-        pid = gl.where(drawn < TILES, drawn, -1)
+        pid = drawn(ticket) + gl.num_programs(0)
+        pid = gl.where(pid < TILES, pid, -1)
     if work_fills >= 2:
         meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
     tell(-1, work_ring.index(5 * work_slot))
@@ -304,41 +312,24 @@ def fwd_consumer(
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-        # tiles with nothing to mask: no mask, no bounds checks
-        for _ in range(kv_full_end):
+        partial_tiles = kv_end - kv_full_end
+        full_tiles = kv_full_end
+        own_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + ROWS) - Nq)), BLOCK_KV)
+        own_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
+        hidden_tiles = kv_end - own_end
+        masked_tiles = kv_end - own_full_end
+        # tiles that hide all keys from the copy's rows
+        for _ in range(hidden_tiles):
             mbarrier.wait(k_full.index(k_slot), k_phase)
             k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
-            s_flight = warpgroup_mma(
-                q,
-                k.permute((1, 0)),
-                gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
-                use_acc=False,
-                is_async=True,
-            )
-            s = warpgroup_mma_wait(0, deps=[s_flight])
             arrive(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-            m_new = gl.maximum(m, row_max(s))
-            p = gl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
-            alpha = gl.exp2((m - m_new) * qk_scale)
-            soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
-            rescaled = acc * soft_alpha_sums[:, None]
             mbarrier.wait(v_full.index(v_slot), v_phase)
             v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
-            p_cast = pack(p, dtype)
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
-            acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
-            p_sum = row_sum(p)
-            l_next = p_sum + alpha * l
-            l = hold(l_next, 2)
-            acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
             arrive(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
-            m = m_new
-        # tiles that the mask or the ends of the tensors cut
-        for kv_tile in range(kv_full_end, kv_end):
-            kv_start = kv_tile * BLOCK_KV
-            kv_idx = kv_start + kv_off
+        # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+        for at in range(hidden_tiles, partial_tiles + full_tiles):
             mbarrier.wait(k_full.index(k_slot), k_phase)
             k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
@@ -349,25 +340,28 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            arrive(7 + k_slot, THREADS)
+            arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-            s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
+            if at < masked_tiles:
+                kv_tile = kv_end - 1 - at
+                kv_start = kv_tile * BLOCK_KV
+                kv_idx = kv_start + kv_off
+                s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
             m_new = gl.maximum(m, row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
             soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
             rescaled = acc * soft_alpha_sums[:, None]
+            p_sum = row_sum(p)
+            l = p_sum + alpha * l
             mbarrier.wait(v_full.index(v_slot), v_phase)
             v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
             p_cast = pack(p, dtype)
             p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
-            p_sum = row_sum(p)
-            l_next = p_sum + alpha * l
-            l = hold(l_next, 2)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            arrive(7 + SLOTS + v_slot, THREADS)
+            arrive_soon(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
             m = m_new
         arrive(5 + work_slot, THREADS)

@@ -46,6 +46,15 @@ def arrive(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def arrive_soon(barrier, THREADS: gl.constexpr):
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it the first one would come too late.
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
+        "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def meet(barrier, THREADS: gl.constexpr):
     # Wait at a named barrier until all others have arrived.
     gl.inline_asm_elementwise(
@@ -120,18 +129,26 @@ def following(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def draw(counter):
-    # Add 1 to a counter, by one thread of the warp; every thread gets what it was before.
+    # Add 1 to a counter, by the first thread of the warp, which gets what it was before. Nothing waits for that.
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 lane, was; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 was, 0; "
-        "@p atom.global.add.u32 was, [$1], 1; shfl.sync.idx.b32 $0, was, 0, 31, 0xffffffff; }",
-        "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
+        "@p atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def drawn(ticket):
+    # What the first thread of the warp has drawn, in every thread.
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
 def reset(counter):
     # The last program to end sets the counters to 0 for the next launch. The second one counts programs that have ended.
-    if draw(counter + 1) == gl.num_programs(0) - 1:
+    if drawn(draw(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
@@ -175,7 +192,7 @@ def fwd_producer(
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_slot, q_fills = 0, 0
+    q_fills = 0
     k_slot, k_fills = 0, 0
     v_slot, v_fills = 0, 0
     work_slot, work_fills = 0, 0
@@ -202,7 +219,7 @@ def fwd_producer(
             gl.maximum(0, gl.minimum(gl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV,
         )
         if work_fills >= 2:
-            meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+            meet(6 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
         tell(q_start, work_ring.index(10 * work_slot))
         tell(h, work_ring.index(10 * work_slot + 1))
         tell(b, work_ring.index(10 * work_slot + 2))
@@ -215,28 +232,23 @@ def fwd_producer(
         tell(kv_full_end, work_ring.index(10 * work_slot + 9))
         mbarrier.arrive(work_full.index(work_slot), count=1)
         work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
-        drawn = draw(COUNTER) + gl.num_programs(0)
-        if q_fills >= 2:
-            meet(5 + q_slot, THREADS)  # the slot is free
+        ticket = draw(COUNTER)  # of the next tile: asked for now, read when this one is copied
+        if q_fills >= 1:
+            meet(5, THREADS)  # the slot is free
         for copy in gl.static_range(2):
-            mbarrier.expect(q_full.index(2 * q_slot + copy), ROWS * D_QK * 2)
-            copy_in(
-                Q,
-                [b, h, q_start + copy * 64, 0],
-                q_full.index(2 * q_slot + copy),
-                q_ring.index(2 * q_slot + copy),
-            )
-        q_slot, q_fills = gl.where(q_slot + 1 == 2, 0, q_slot + 1), q_fills + 1
+            mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
+            copy_in(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_ring.index(copy))
+        q_fills += 1
         # what consumers take in a turn
         for kv_tile in range(kv_full_first, kv_full_end):
             kv_start = kv_tile * BLOCK_KV
             if k_fills >= SLOTS:
-                meet(7 + k_slot, THREADS)  # the slot is free
+                meet(6 + k_slot, THREADS)  # the slot is free
             mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
             copy_in(K, [b, h, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
             k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
             if v_fills >= SLOTS:
-                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
+                meet(6 + SLOTS + v_slot, THREADS)  # the slot is free
             mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
             copy_in(V, [b, h, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
             v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
@@ -245,34 +257,34 @@ def fwd_producer(
             kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
             kv_start = kv_tile * BLOCK_KV
             if k_fills >= SLOTS:
-                meet(7 + k_slot, THREADS)  # the slot is free
+                meet(6 + k_slot, THREADS)  # the slot is free
             mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
             copy_in(K, [b, h, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
             k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
             if v_fills >= SLOTS:
-                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
+                meet(6 + SLOTS + v_slot, THREADS)  # the slot is free
             mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
             copy_in(V, [b, h, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
             v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
-        pid = gl.where(drawn < TILES, drawn, -1)
+        pid = drawn(ticket) + gl.num_programs(0)
+        pid = gl.where(pid < TILES, pid, -1)
     if work_fills >= 2:
-        meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+        meet(6 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
     tell(-1, work_ring.index(10 * work_slot))
     mbarrier.arrive(work_full.index(work_slot), count=1)
     work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
     reset(COUNTER)
-    for _ in range(gl.minimum(q_fills, 2)):
-        q_slot = gl.where(q_slot == 0, 2 - 1, q_slot - 1)
-        meet(5 + q_slot, THREADS)
+    if q_fills > 0:
+        meet(5, THREADS)
     for _ in range(gl.minimum(k_fills, SLOTS)):
         k_slot = gl.where(k_slot == 0, SLOTS - 1, k_slot - 1)
-        meet(7 + k_slot, THREADS)
+        meet(6 + k_slot, THREADS)
     for _ in range(gl.minimum(v_fills, SLOTS)):
         v_slot = gl.where(v_slot == 0, SLOTS - 1, v_slot - 1)
-        meet(7 + SLOTS + v_slot, THREADS)
+        meet(6 + SLOTS + v_slot, THREADS)
     for _ in range(gl.minimum(work_fills, 2)):
         work_slot = gl.where(work_slot == 0, 2 - 1, work_slot - 1)
-        meet(7 + SLOTS + SLOTS + work_slot, THREADS)
+        meet(6 + SLOTS + SLOTS + work_slot, THREADS)
 
 
 @gluon.jit
@@ -290,6 +302,7 @@ def fwd_consumer(
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
+    q_phase = 0
     k_slot, k_phase = 0, 0
     v_slot, v_phase = 0, 0
     work_slot, work_phase = 0, 0
@@ -315,8 +328,8 @@ def fwd_consumer(
         q_idx = q_start + q_off
         KEY_PADDING_head = KEY_PADDING + gl.cast(b, gl.int64) * stride_key_padding_b
         qk_scale = LOG2E * scale
-        mbarrier.wait(q_full.index(2 * work_slot + COPY), work_phase)
-        q = q_ring.index(2 * work_slot + COPY).reshape([ROWS, D_QK])
+        mbarrier.wait(q_full.index(COPY), q_phase)
+        q = q_ring.index(COPY).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
@@ -332,23 +345,22 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            arrive(7 + k_slot, THREADS)
+            arrive_soon(6 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             m_new = gl.maximum(m, row_max(s))
             p = gl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
             alpha = gl.exp2((m - m_new) * qk_scale)
             soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
             rescaled = acc * soft_alpha_sums[:, None]
+            p_sum = row_sum(p)
+            l = p_sum + alpha * l
             mbarrier.wait(v_full.index(v_slot), v_phase)
             v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
             p_cast = pack(p, dtype)
             p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
-            p_sum = row_sum(p)
-            l_next = p_sum + alpha * l
-            l = hold(l_next, 2)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            arrive(7 + SLOTS + v_slot, THREADS)
+            arrive_soon(6 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
             m = m_new
         # tiles that the mask or the ends of the tensors cut
@@ -371,7 +383,7 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            arrive(7 + k_slot, THREADS)
+            arrive_soon(6 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             s = gl.where((key_padding & (kv_idx < Nk))[None, :], s, float("-inf"))
             m_new = gl.maximum(m, row_max(s))
@@ -380,19 +392,19 @@ def fwd_consumer(
             alpha = gl.exp2((m - m_seen) * qk_scale)
             soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
             rescaled = acc * soft_alpha_sums[:, None]
+            p_sum = row_sum(p)
+            l = p_sum + alpha * l
             mbarrier.wait(v_full.index(v_slot), v_phase)
             v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
             p_cast = pack(p, dtype)
             p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
-            p_sum = row_sum(p)
-            l_next = p_sum + alpha * l
-            l = hold(l_next, 2)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            arrive(7 + SLOTS + v_slot, THREADS)
+            arrive_soon(6 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
             m = m_new
-        arrive(5 + work_slot, THREADS)
+        arrive(5, THREADS)
+        q_phase ^= 1
         # where the tile is, read again: no registers held it
         q_start = told(work_ring.index(10 * work_slot))
         h = told(work_ring.index(10 * work_slot + 1))
@@ -409,11 +421,11 @@ def fwd_consumer(
         lse = gl.where(l > 0, (m * qk_scale + gl.log2(l)) * LN2, float("-inf"))
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+        arrive(6 + SLOTS + SLOTS + work_slot, THREADS)
         work_slot, work_phase = following(work_slot, work_phase, 2)
         mbarrier.wait(work_full.index(work_slot), work_phase)
         q_start = told(work_ring.index(10 * work_slot))
-    arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+    arrive(6 + SLOTS + SLOTS + work_slot, THREADS)
     work_slot, work_phase = following(work_slot, work_phase, 2)
     tma.store_wait(0)
 
@@ -431,8 +443,8 @@ def fwd(
     SLOTS: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, one program per query tile.
-    q_ring = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ring = gl.allocate_shared_memory(K.dtype, [SLOTS, 1, 1, BLOCK_KV, D_QK], K.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_ring = gl.allocate_shared_memory(V.dtype, [SLOTS, 1, 1, BLOCK_KV, D_V], V.layout)
@@ -440,7 +452,7 @@ def fwd(
     work_ring = gl.allocate_shared_memory(gl.int32, [10 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     o_ring = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
-    for slot in gl.static_range(2 * 2):
+    for slot in gl.static_range(2):
         mbarrier.init(q_full.index(slot), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(k_full.index(slot), count=1)

@@ -9,6 +9,7 @@ from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
 from attngen.backends.hopper.facts import DEVICE, KERNEL, NAME
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
+from attngen.backends.hopper.hide_tiles import HideTiles
 from attngen.backends.hopper.issue_products import IssueProducts
 from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
@@ -27,6 +28,7 @@ HOPPER = Divider(
         OverlapSoftmax(),
         HalveSoftmax(),
         ChainSums(),
+        HideTiles(),
         ScheduleWork(),
         TakeTurns(),
         LegalizeGluon(),

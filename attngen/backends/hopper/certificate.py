@@ -54,6 +54,8 @@ def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
         yield f"has {code['HMMA']:,} HMMA in its machine code; expected products of groups of warps alone"
     if code["serialised"]:
         yield f"has products that wait for each other, as ptxas warns ({', '.join(code['serialised'])}); expected products in flight"
+    if code["unset"]:
+        yield f"reads a register before it is written ({code['unset'][0]}); expected each path to write it first"
     if code["reused"]:
         yield f"writes a register of a product in flight ({code['reused'][0]}); expected its operands and sum left alone until its wait"
 

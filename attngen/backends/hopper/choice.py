@@ -97,7 +97,7 @@ def takes_three(module: Module, kernel: Kernel) -> bool:
     if module.dropout or module.blocks or kernel.reads_pairs or _work(kernel) > MOST_OF_THREE:
         return False
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
-    uneven = any(len(loop.ranges) > 1 or loop.listed for loop in loops) or any(axis.abreast > 1 for axis in kernel.grid)
+    uneven = any(len(loop.ranges) > 1 or loop.listed for loop in loops) or not _is_even(kernel)
     of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",) for op in kernel.ops())
     maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == PAIR)
     placed = any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
@@ -119,11 +119,22 @@ def staying(module: Module, row: Row) -> int:
     kernel = module.kernel(KERNEL)
     if kernel.reads_pairs or is_full(module, kernel):
         return 0  # it would spill: what addresses of data depend on lives through all products
-    for slots in QUERIES:
+    alone = resident(module, row) > 1 and not may_hide(module, row)
+    for slots in QUERIES[-1:] if alone else QUERIES:
         barriers = slots + 2 * row.num_stages + PLACE_SLOTS + in_turns(module, row)
         if output_columns(module, row, slots) and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
             return slots
     return 0
+
+
+def may_hide(module: Module, row: Row) -> bool:
+    """Whether a copy of the consumer may pass over tiles that its rows do not see.
+
+    So it is where the rows of all copies but one are at least as many as the keys of a tile, and no mask reads what is loaded for a tile.
+    """
+    loads = (op for op in module.kernel(KERNEL).ops() if isinstance(op, (Gather, Load)))
+    of_masks = (op for op in loads if not {"D_QK", "D_V"} & set(op.type.unpadded))
+    return row.block_q - ROWS >= row.block_kv and not any("BLOCK_KV" in op.type.dims for op in of_masks)
 
 
 def is_full(module: Module, kernel: Kernel) -> bool:
@@ -149,11 +160,18 @@ def in_turns(module: Module, row: Row) -> int:
 def output_columns(module: Module, row: Row, slots: int) -> int:
     """The columns of a ring of outputs, for which there is room beside so many slots of queries: all, or half of them; else 0.
 
-    Halves leave one after the other. Where outputs fit the slot of queries, a program with one tile stores them from there instead.
+    Halves leave one after the other. Where outputs fit the slot of queries, a program with one tile can store them from there. With tiles
+    of different lengths, as under a causal mask, that is faster than halves.
     """
     _, v = laid_out(module)
     programs = resident(module, row)
-    return next((n for n in ((v,) if shares_slot(module) else (v, v // 2)) if _has_room(module, row, programs, slots, n)), 0)
+    whole = shares_slot(module) and not _is_even(module.kernel(KERNEL))
+    return next((n for n in ((v,) if whole else (v, v // 2)) if _has_room(module, row, programs, slots, n)), 0)
+
+
+def _is_even(kernel: Kernel) -> bool:
+    """Whether all of a program's tiles of queries visit as many keys, but for what data says."""
+    return all(axis.abreast == 1 for axis in kernel.grid)
 
 
 def _has_room(module: Module, row: Row, programs: int, slots: int, columns: int = 0) -> bool:

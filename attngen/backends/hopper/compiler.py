@@ -18,6 +18,7 @@ from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.reuse import reused
 from attngen.backends.hopper.sass import Part, parts
+from attngen.backends.hopper.unset import unset
 from attngen.bounds.launches import launch_options
 from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
@@ -145,8 +146,8 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[
     """What the machine code of a kernel holds, as JSON can hold it.
 
     roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised: the numbers of
-    ptxas' warnings that products wait for each other. reused: what writes a register of a product in flight. under: how many of the
-    `exponentials` in loops stand under a product of weights.
+    ptxas' warnings that products wait for each other. reused: what writes a register of a product in flight. unset: what reads a uniform
+    register that a path to it has not written. under: how many of the `exponentials` in loops stand under a product of weights.
     """
     code = parse(text)
     of: dict[str, list[Part]] = {role: [] for role, _ in marks}
@@ -160,6 +161,7 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[
         **{op: sum(instruction.op == op for instruction in code) for op in COUNTED},
         "serialised": sorted(set(re.findall(r"\bC75\d\d\b", log))),
         "reused": reused(code),
+        "unset": unset(code),
         "exponentials": sum(p.exponentials for p in all_parts),
         "under": sum(p.under for p in all_parts),
     }

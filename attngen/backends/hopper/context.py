@@ -10,10 +10,9 @@ from typing import Any
 
 from attngen.backends.hopper.choice import copies_of, is_reused, known_numbers, turns
 from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, THREADS
-from attngen.backends.hopper.softmax_views import SoftmaxContext
+from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, pieces
-from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.graph import Module
 from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Loop, Map, Mask, Op, Yield
 from attngen.ir.roles import (
@@ -36,9 +35,7 @@ from attngen.ir.roles import (
     Work,
 )
 from attngen.printing.context import KernelContext
-from attngen.printing.views import LOOP_COMMENTS, Node, names_in
-
-BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
+from attngen.printing.views import Node, names_in
 
 
 def _rings_in(nodes: list[Node]) -> set[str]:
@@ -46,21 +43,7 @@ def _rings_in(nodes: list[Node]) -> set[str]:
     return {node.text["ring"] for node in nodes if "ring" in node.text} | {ring for node in nodes for ring in _rings_in(node.body)}
 
 
-def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
-    """A view without what softmax does for rows that have seen nothing: to do it in all tiles costs four instructions in each."""
-    return node.kind, {**node.text, "guard": False}, node.body
-
-
-def _gluon(text: Any) -> Any:
-    """Strings as Gluon's source: it has Triton's functions under another name."""
-    if isinstance(text, str):
-        return re.sub(r"\btl\.", "gl.", text)
-    if isinstance(text, dict):
-        return {key: _gluon(value) for key, value in text.items()}
-    return [_gluon(part) for part in text] if isinstance(text, (list, tuple)) else text
-
-
-class DividedContext(SoftmaxContext):
+class DividedContext(PipelineContext):
     """Builds the views of one divided kernel."""
 
     def __init__(self, module: Module, name: str) -> None:
@@ -141,7 +124,7 @@ class DividedContext(SoftmaxContext):
 
     def _place_of_tile(self) -> list[str]:
         """The rows, the head and the sequence of the program's tile; where it takes several, of the one whose number is `pid`."""
-        lines: list[str] = _gluon(self._prologue(set()))
+        lines: list[str] = gluon(self._prologue(set()))
         if not self.stays:
             return lines
         return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
@@ -287,20 +270,8 @@ class DividedContext(SoftmaxContext):
                 self._name_counter(op, text, body)
             body = self._bodies(op, text) if isinstance(op, Pipeline) else body
             body = [Node("body", {}, self.block(op.of, cls)), *self.block(op.body, cls)] if isinstance(op, Work) else body
-            nodes.append(Node(kind, _gluon(text), body))
+            nodes.append(Node(kind, gluon(text), body))
         return nodes
-
-    @staticmethod
-    def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
-        """A loop's variable is `_` where nothing reads it, and its start is left out where it is 0.
-
-        A body that needs no tile's number computes none.
-        """
-        if not names_in(body) & {f"{op.var}_start", f"{op.var}_idx"}:
-            text["steps"], text["before"] = [], [line for line in text["before"] if line.startswith(f"{op.var}_stop")]
-        words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
-        text["var"] = text["var"] if text["var"] in words else "_"
-        text["range"] = text["stop"] if text["start"] == "0" else f"{text['start']}, {text['stop']}"
 
     def _fill(self, op: Fill, cls: str) -> dict[str, Any]:
         ring = self.rings[op.ring]
@@ -361,8 +332,8 @@ class DividedContext(SoftmaxContext):
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
         readers = (self.kernel.op(name) for name in self.kernel.graph.successors(take.name))
-        scores = any(isinstance(reader, Issue) and not reader.acc and reader.b == take.name for reader in readers)
-        return {"ring": self._short(take.ring), "soon": scores, **self._slot(take.ring, "COPY")}
+        product = any(isinstance(reader, Issue) and reader.b == take.name for reader in readers)
+        return {"ring": self._short(take.ring), "soon": product, **self._slot(take.ring, "COPY")}
 
     def _drain(self, op: Drain, cls: str) -> dict[str, Any]:
         return {"ring": self._short(op.ring), **self._slot(op.ring)}
@@ -431,105 +402,3 @@ class DividedContext(SoftmaxContext):
         layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "SUMS", (CHAINS,): "CHAINED"}
         layout = layouts.get(op.type.unpadded[1:], "SCORES")
         return {**text, "shape": ", ".join(self._dims(op.type.dims)), "of": text["of"], "layout": layout}
-
-    # ------------------------------------------------------------------ pipelines
-
-    def _pipeline(self, op: Pipeline, cls: str) -> dict[str, Any]:
-        """The numbers of tiles, and the first of them."""
-        both = bool(op.partial and op.full)
-        sizes = {cls: self._count(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
-        lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
-        first = []
-        for ranges, name in ((op.partial, "first"), (op.full, "first_full" if both else "first")):
-            if ranges:
-                first += [f"{name} = {self.scalar(ranges[0][0])}", *self._jumps(ranges, name)]
-        if both:
-            first.append("first = gl.where(partial_tiles > 0, first, first_full)")
-        return {"counts": lines, "any": " + ".join(f"{cls}_tiles" for cls in sizes) + " > 0", "first": first}
-
-    def _count(self, ranges: Any) -> str:
-        """How many tiles ranges have."""
-        lengths = [self.scalar(hi) if lo == 0 else f"{self._term(hi)} - {self._term(lo)}" for lo, hi in ranges]
-        return lengths[0] if len(lengths) == 1 else " + ".join(f"({text})" if " " in text else text for text in lengths)
-
-    def _term(self, e: Expr) -> str:
-        text = self.scalar(e)
-        return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-    def _jumps(self, ranges: Any, at: str) -> list[str]:
-        """Past the ends of joined ranges, as loops over them do."""
-        pairs = zip(ranges, ranges[1:])
-        return [
-            f"{at} = gl.where({at} < {self.scalar(end)}, {at}, {at} + ({self.scalar(lo)} - {self._term(end)}))"
-            for (_, end), (lo, _) in pairs
-        ]
-
-    def _bodies(self, op: Pipeline, text: dict[str, Any]) -> list[Node]:
-        """The first tile; a loop over those that are left of each class; the last product."""
-        first = self.block(op.first, "partial")
-        words = names_in(first)
-        start = [f"{op.var}_tile = {self._tile(op, 'first')}", f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
-        start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
-        text["start"] = start if words & {f"{op.var}_start", f"{op.var}_idx"} else []
-        text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
-        joined = self._one_loop(op)
-        loops = [joined] if joined else []
-        for cls, ranges in (("partial", op.partial), ("full", op.full)):
-            if not ranges or joined or (cls == "partial" and self._is_one(ranges)):
-                continue
-            body = self.block(op.step, cls)
-            loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
-            header: dict[str, Any] = self._loop(loop, cls)
-            (lo, hi), *more = header["ranges"]
-            later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
-            header["ranges"] = [(later if lo == "0" else f"{lo} + {later}", hi), *more]
-            self._loop_header(loop, header, body)
-            header["comment"] = LOOP_COMMENTS[cls]
-            self._name_counter(loop, header, body)
-            loops.append(Node("loop", _gluon(header), body))
-        return [Node("body", {}, first), *loops, Node("body", {}, self.block(op.last, "full"))]
-
-    def _is_one(self, ranges: Any) -> bool:
-        """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over others is needed."""
-        if len(ranges) > 1 or turns(self.kernel):
-            return False
-        lo, hi = (self._made(bound) for bound in ranges[0])
-        return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
-
-    def _made(self, bound: Expr) -> Expr:
-        """What the map that a bound names computes."""
-        made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
-        return made.expr if isinstance(made, Map) else bound
-
-    def _one_loop(self, op: Pipeline) -> Node | None:
-        """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
-
-        None where tiles are listed, a mask reads what is loaded for a tile, or tiles with nothing to mask read where they are. Nor where
-        copies take turns: these share the registers by three, and ptxas spills some as soon as a loop is left out.
-        """
-        if op.listed or not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial):
-            return None
-        body, left, own = self.block(op.step, "partial"), self.block(op.step, "full"), []
-        for node in body:
-            if left and _unguarded(node) == _unguarded(left[0]):
-                left.pop(0)
-            else:
-                own.append(node)
-        at = body.index(own[0]) if own else 0
-        where = {f"{op.var}_start", f"{op.var}_idx"}
-        masks = {node.kind for node in own} <= {"map", "mask"} and body[at : at + len(own)] == own
-        if left or not own or not masks or where & names_in(self.block(op.step, "full")):
-            return None
-        lo = self._term(op.partial[0][0])
-        tile = f"{op.var}_tile"
-        lines = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
-        lines += [f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}"]
-        lines += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(own) else []
-        cut = Node("cut", _gluon({"condition": "at < partial_tiles", "lines": lines}), own)
-        header = {"before": [], "steps": [], "var": "at", "range": "1, partial_tiles + full_tiles", "comment": BOTH_CLASSES}
-        return Node("loop", header, [*body[:at], cut, *body[at + len(own) :]])
-
-    def _tile(self, op: Pipeline, at: str) -> str:
-        if not op.listed:
-            return at
-        return f"tile_at({self.var(op.listed)}, {at}, True, BLOCK // {AXIS_DIM[op.var]})"

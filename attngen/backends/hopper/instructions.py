@@ -51,7 +51,8 @@ def parse(text: str) -> list[Instruction]:
             lines.append((found[1] or "", found[2]))
     made = []
     for at, (guard, body) in enumerate(lines):
-        named = tuple(labels[name] for name in re.findall(r"\.L\w+", body) if name in labels)
+        jumps = [] if body.startswith("BSSY") else re.findall(r"\.L\w+", body)  # which names where threads meet again
+        named = tuple(labels[name] for name in jumps if name in labels)
         always = not guard and _ALWAYS.match(body) is not None
         after = () if always or at + 1 == len(lines) else (at + 1,)
         made.append(Instruction(body, tuple(to for to in (*named, *after) if to < len(lines))))

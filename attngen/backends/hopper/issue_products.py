@@ -8,11 +8,13 @@ after:   %s_flight = issue %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight
          %acc_flight = issue %p_cast %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @flight
          %acc_next = await %acc_flight holds(%p_cast) : f32[BLOCK_Q, D_V] @reg
 
-Where programs share a multiprocessor, a consumer does not overlap its own products otherwise. So what needs no product, such as the sum
-of the weights, moves before its await:
+Where programs share a multiprocessor, a consumer does not overlap its own products. What needs no second product, such as the sum of the
+weights, moves before it: there additions run beside exponentials.
 
-before:  %acc_next = await %acc_flight holds(%p_cast)   after:  %p_sum = reduce sum %soft.p over(BLOCK_KV)
-         %p_sum = reduce sum %soft.p over(BLOCK_KV)             %acc_next = await %acc_flight holds(%p_cast)
+before:  %v = take %V_ring                                 after:  %p_sum = reduce sum %soft.p over(BLOCK_KV)
+         %acc_flight = issue %p_cast %v ...                        %v = take %V_ring
+         %acc_next = await %acc_flight holds(%p_cast)              %acc_flight = issue %p_cast %v ...
+         %p_sum = reduce sum %soft.p over(BLOCK_KV)                %acc_next = await %acc_flight holds(%p_cast)
 
 An operand in registers is cast to the tensors' element type. It stays an operand of the await, so that nothing takes its registers while
 the product reads them.
@@ -57,16 +59,17 @@ def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
 
 
 def _beside(kernel: Kernel) -> Kernel:
-    """What needs no product that is in flight, moved before its await."""
+    """What needs no second product, moved before that one's tile is taken: the sum of the weights runs beside their exponentials."""
     return replace(kernel, blocks=tuple(replace(block, ops=tuple(_early(kernel, block.ops))) for block in kernel.blocks))
 
 
 def _early(kernel: Kernel, ops: Sequence[Op]) -> Iterator[Op]:
+    tiles = {op.b for op in ops if isinstance(op, Issue) and op.acc}
     left = list(ops)
     while left:
         op = left.pop(0)
-        if isinstance(op, Await):
-            needing = {name for o in (op, *left) if isinstance(o, Await) for name in nx.descendants(kernel.graph, o.name)}
+        if op.name in tiles:
+            needing = {name for o in left if isinstance(o, Await) for name in nx.descendants(kernel.graph, o.name)}
             early = [o for o in left if isinstance(o, (Map, Reduce)) and o.name not in needing]
             left = [o for o in left if o not in early]
             yield from early

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.backends.hopper.choice import output_columns, shares_slot
+from attngen.backends.hopper.choice import output_columns, overlaps, shares_slot
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Base, Block, Load, Map, Op, Reduce, Store, Type
@@ -43,7 +43,8 @@ class LegalizeGluon(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_bases(_put(_spread(_held(kernel)), module)) for kernel in module.divided))
+        held = (_held(kernel) if overlaps(kernel) else kernel for kernel in module.divided)
+        return replace(module, divided=tuple(_bases(_put(_spread(kernel), module)) for kernel in held))
 
 
 def _stays(kernel: Kernel) -> bool:

@@ -44,12 +44,14 @@ class TakeTurns(Pass):
 
 
 def _in_turns(kernel: Kernel) -> Kernel:
-    (loop,) = (op for op in kernel.ops() if isinstance(op, Pipeline))
+    loop = next(op for op in kernel.ops() if isinstance(op, Pipeline) and op.first)
     blocks = []
     for block in kernel.blocks:
         ops = block.ops
         if block.name in (loop.first, loop.step):
             ops = tuple(_turn(block))
+        elif block.name == loop.skip:
+            ops = (Turn("turn_take_skip", "take"), Turn("turn_pass_skip", "pass"), *ops)
         elif block.name == "consumer":
             ops = (Turn("turn_start", "start"), *ops, Turn("turn_end", "end"))
         blocks.append(replace(block, ops=ops))

@@ -1,0 +1,196 @@
+"""What the templates see of loops over tiles of keys: of pipelines, and of what their turns start with."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from attngen.backends.hopper.choice import turns
+from attngen.backends.hopper.softmax_views import SoftmaxContext
+from attngen.ir.expr import Expr, cdiv, floordiv
+from attngen.ir.ops import AXIS_DIM, Loop, Map
+from attngen.ir.roles import Pipeline
+from attngen.printing.views import LOOP_COMMENTS, Node, names_in
+
+BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
+
+
+def gluon(text: Any) -> Any:
+    """Strings as Gluon's source: it has Triton's functions under another name."""
+    if isinstance(text, str):
+        return re.sub(r"\btl\.", "gl.", text)
+    if isinstance(text, dict):
+        return {key: gluon(value) for key, value in text.items()}
+    return [gluon(part) for part in text] if isinstance(text, (list, tuple)) else text
+
+
+def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
+    """A view without what softmax does for rows that have seen nothing: to do it in all tiles costs four instructions in each."""
+    return node.kind, {**node.text, "guard": False}, node.body
+
+
+class PipelineContext(SoftmaxContext):
+    """Views of these loops."""
+
+    @staticmethod
+    def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
+        """A loop's variable is `_` where nothing reads it, and its start is left out where it is 0.
+
+        A body that needs no tile's number computes none.
+        """
+        if not names_in(body) & {f"{op.var}_start", f"{op.var}_idx"}:
+            text["steps"], text["before"] = [], [line for line in text["before"] if line.startswith(f"{op.var}_stop")]
+        words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
+        text["var"] = text["var"] if text["var"] in words else "_"
+        text["range"] = text["stop"] if text["start"] == "0" else f"{text['start']}, {text['stop']}"
+
+    # ------------------------------------------------------------------ pipelines
+
+    def _pipeline(self, op: Pipeline, cls: str) -> dict[str, Any]:
+        """The numbers of tiles, and the first of them."""
+        if op.backwards:
+            return self._counted_backwards(op)
+        both = bool(op.partial and op.full)
+        sizes = {cls: self._count(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
+        lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
+        first = []
+        for ranges, name in ((op.partial, "first"), (op.full, "first_full" if both else "first")):
+            if ranges:
+                first += [f"{name} = {self.scalar(ranges[0][0])}", *self._jumps(ranges, name)]
+        if both:
+            first.append("first = gl.where(partial_tiles > 0, first, first_full)")
+        return {"counts": lines, "any": " + ".join(f"{cls}_tiles" for cls in sizes) + " > 0", "first": first}
+
+    def _counted_backwards(self, op: Pipeline) -> dict[str, Any]:
+        """The same where partial tiles come backwards; and how many tiles are hidden from the copy's rows, up to which they are masked."""
+        lines = [f"{cls}_tiles = {self._count(ranges)}" for cls, ranges in (("partial", op.partial), ("full", op.full))]
+        for first, end in op.own_partial:
+            last = self.scalar(op.partial[0][1])
+            lines += [f"own_end = {self._of_copy(end)}", f"own_full_end = {self._of_copy(first)}"]
+            lines += [f"hidden_tiles = {last} - own_end", f"masked_tiles = {last} - own_full_end"]
+        first = [f"first = {self._backwards(op, 'hidden_tiles', 'partial_tiles')}"] if op.first else []
+        return {"counts": lines, "any": "hidden_tiles < partial_tiles + full_tiles" if op.first else "", "first": first}
+
+    def _of_copy(self, e: Expr) -> str:
+        """An expression in a copy's own rows."""
+        return re.sub(r"\bBLOCK_Q\b", "ROWS", self.scalar(e))
+
+    def _backwards(self, op: Pipeline, at: str, partial: str) -> str:
+        """The tile of a turn; of one that is partial, if `partial` is empty."""
+        lo, hi = self._term(op.full[0][0]), self._term(op.partial[0][1])
+        full = f"{at} - partial_tiles" if lo == "0" else f"{lo} + {at} - partial_tiles"
+        return f"gl.where({at} < {partial}, {hi} - 1 - {at}, {full})" if partial else f"{hi} - 1 - {at}"
+
+    def _count(self, ranges: Any) -> str:
+        """How many tiles ranges have."""
+        lengths = [self.scalar(hi) if lo == 0 else f"{self._term(hi)} - {self._term(lo)}" for lo, hi in ranges]
+        return lengths[0] if len(lengths) == 1 else " + ".join(f"({text})" if " " in text else text for text in lengths)
+
+    def _term(self, e: Expr) -> str:
+        text = self.scalar(e)
+        return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+    def _jumps(self, ranges: Any, at: str) -> list[str]:
+        """Past the ends of joined ranges, as loops over them do."""
+        pairs = zip(ranges, ranges[1:])
+        return [
+            f"{at} = gl.where({at} < {self.scalar(end)}, {at}, {at} + ({self.scalar(lo)} - {self._term(end)}))"
+            for (_, end), (lo, _) in pairs
+        ]
+
+    def _bodies(self, op: Pipeline, text: dict[str, Any]) -> list[Node]:
+        """What comes before the first tile; the first tile; a loop over those that are left of each class; the last product."""
+        first = self.block(op.first, "partial") if op.first else []
+        words = names_in(first)
+        start = [f"{op.var}_tile = {self._tile(op, 'first')}", f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
+        start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
+        text["start"] = start if words & {f"{op.var}_start", f"{op.var}_idx"} else []
+        text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
+        skipped = []
+        if op.skip:
+            over = {"before": [], "steps": [], "var": "_", "range": "hidden_tiles", "comment": self.kernel.block(op.skip).about}
+            skipped = [Node("loop", over, self.block(op.skip, "full"))]
+        joined = self._loop_backwards(op) if op.backwards else self._one_loop(op)
+        loops = [joined] if joined else []
+        for cls, ranges in (("partial", op.partial), ("full", op.full)):
+            if not ranges or joined or (cls == "partial" and self._is_one(ranges)):
+                continue
+            body = self.block(op.step, cls)
+            loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
+            header: dict[str, Any] = self._loop(loop, cls)
+            (lo, hi), *more = header["ranges"]
+            later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
+            header["ranges"] = [(later if lo == "0" else f"{lo} + {later}", hi), *more]
+            self._loop_header(loop, header, body)
+            header["comment"] = LOOP_COMMENTS[cls]
+            self._name_counter(loop, header, body)
+            loops.append(Node("loop", gluon(header), body))
+        last = self.block(op.last, "full") if op.last else []
+        return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
+
+    def _loop_backwards(self, op: Pipeline) -> Node:
+        """One loop over the tiles of both classes, of which the partial ones come backwards."""
+        begin = ("hidden_tiles + 1" if op.first else "hidden_tiles") if op.skip else "0"
+        body, own, at = self._differing(op)
+        tile, where = f"{op.var}_tile", {f"{op.var}_start", f"{op.var}_idx"}
+        always = where & names_in([node for node in body if node not in own])
+        places = [
+            f"{tile} = {self._backwards(op, 'at', 'partial_tiles' if always else '')}",
+            f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}",
+        ]
+        places += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(body) else []
+        cut = [Node("cut", gluon({"condition": "at < masked_tiles", "lines": [] if always else places}), own)] if own else []
+        end = "partial_tiles + full_tiles"
+        header = {"before": [], "steps": places if always else [], "var": "at", "comment": BOTH_CLASSES}
+        header["range"] = end if begin == "0" else f"{begin}, {end}"
+        return Node("loop", gluon(header), [*body[:at], *cut, *body[at + len(own) :]])
+
+    def _differing(self, op: Pipeline) -> tuple[list[Node], list[Node], int]:
+        """The views of @step in partial tiles, those of them that only partial tiles need, and where these start."""
+        body, left, own = self.block(op.step, "partial"), self.block(op.step, "full"), []
+        for node in body:
+            if left and _unguarded(node) == _unguarded(left[0]):
+                left.pop(0)
+            else:
+                own.append(node)
+        at = body.index(own[0]) if own else 0
+        apart = {node.kind for node in own} <= {"map", "mask"} and body[at : at + len(own)] == own
+        return (body, own, at) if apart and not left else (body, [], 0)
+
+    def _is_one(self, ranges: Any) -> bool:
+        """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over others is needed."""
+        if len(ranges) > 1 or turns(self.kernel):
+            return False
+        lo, hi = (self._made(bound) for bound in ranges[0])
+        return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
+
+    def _made(self, bound: Expr) -> Expr:
+        """What the map that a bound names computes."""
+        made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
+        return made.expr if isinstance(made, Map) else bound
+
+    def _one_loop(self, op: Pipeline) -> Node | None:
+        """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
+
+        None where tiles are listed, a mask reads what is loaded for a tile, or tiles with nothing to mask read where they are. Nor where
+        copies take turns: these share the registers by three, and ptxas spills some as soon as a loop is left out.
+        """
+        if op.listed or not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial):
+            return None
+        body, own, at = self._differing(op)
+        where = {f"{op.var}_start", f"{op.var}_idx"}
+        if not own or where & names_in(self.block(op.step, "full")):
+            return None
+        lo = self._term(op.partial[0][0])
+        tile = f"{op.var}_tile"
+        lines = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
+        lines += [f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}"]
+        lines += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(own) else []
+        cut = Node("cut", gluon({"condition": "at < partial_tiles", "lines": lines}), own)
+        header = {"before": [], "steps": [], "var": "at", "range": "1, partial_tiles + full_tiles", "comment": BOTH_CLASSES}
+        return Node("loop", header, [*body[:at], cut, *body[at + len(own) :]])
+
+    def _tile(self, op: Pipeline, at: str) -> str:
+        if not op.listed:
+            return at
+        return f"tile_at({self.var(op.listed)}, {at}, True, BLOCK // {AXIS_DIM[op.var]})"
