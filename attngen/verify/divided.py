@@ -144,12 +144,14 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def _hidden(kernel: Kernel, op: Pipeline) -> Iterator[str]:
     """Tiles that a copy passes over are those of which the bounds say, for its own rows, that these see nothing."""
-    if not op.skip and not op.own_partial:
+    if not (op.backwards or op.skip or op.own_partial):
         return
-    own = copy_bounds(kernel, op)
-    if own is None or not (op.skip and op.own_partial and op.backwards):
-        yield f"%{op.name} passes over tiles; expected backwards, skip, own_partial, and partial tiles in one range behind full ones"
-    elif op.own_partial != (own,):
+    own, skips = copy_bounds(kernel, op.partial, op.full, op.listed), bool(op.skip or op.own_partial)
+    if own is None:
+        yield f"%{op.name} has partial tiles that come backwards or are passed over; expected one range of them, behind one of full ones"
+    elif skips and not (op.skip and op.own_partial and op.backwards):
+        yield f"%{op.name} passes over tiles; expected backwards, skip and own_partial"
+    elif skips and op.own_partial != (own,):
         yield f"%{op.name}: for a copy's own rows, the bounds of the loop are own_partial({' .. '.join(map(to_text, own))})"
 
 

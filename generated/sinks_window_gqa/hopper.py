@@ -192,7 +192,7 @@ def fwd_producer(
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_slot, q_fills = 0, 0
+    q_fills = 0
     k_slot, k_fills = 0, 0
     v_slot, v_fills = 0, 0
     work_slot, work_fills = 0, 0
@@ -219,7 +219,7 @@ def fwd_producer(
         kv_full_first = gl.cdiv(gl.maximum(0, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - 128 - Nq), BLOCK_KV)
         kv_full_end = gl.maximum(kv_full_first, gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
         if work_fills >= 2:
-            meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+            meet(6 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
         tell(q_start, work_ring.index(7 * work_slot))
         tell(h, work_ring.index(7 * work_slot + 1))
         tell(b, work_ring.index(7 * work_slot + 2))
@@ -230,27 +230,22 @@ def fwd_producer(
         mbarrier.arrive(work_full.index(work_slot), count=1)
         work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
         ticket = draw(COUNTER)  # of the next tile: asked for now, read when this one is copied
-        if q_fills >= 2:
-            meet(5 + q_slot, THREADS)  # the slot is free
+        if q_fills >= 1:
+            meet(5, THREADS)  # the slot is free
         for copy in gl.static_range(2):
-            mbarrier.expect(q_full.index(2 * q_slot + copy), ROWS * D_QK * 2)
-            copy_in(
-                Q,
-                [b, h, q_start + copy * 64, 0],
-                q_full.index(2 * q_slot + copy),
-                q_ring.index(2 * q_slot + copy),
-            )
-        q_slot, q_fills = gl.where(q_slot + 1 == 2, 0, q_slot + 1), q_fills + 1
+            mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
+            copy_in(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_ring.index(copy))
+        q_fills += 1
         # what consumers take in a turn
         for kv_tile in range(kv_full_first, kv_full_end):
             kv_start = kv_tile * BLOCK_KV
             if k_fills >= SLOTS:
-                meet(7 + k_slot, THREADS)  # the slot is free
+                meet(6 + k_slot, THREADS)  # the slot is free
             mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
             copy_in(K, [b, h // group, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
             k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
             if v_fills >= SLOTS:
-                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
+                meet(6 + SLOTS + v_slot, THREADS)  # the slot is free
             mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
             copy_in(V, [b, h // group, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
             v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
@@ -259,35 +254,34 @@ def fwd_producer(
             kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
             kv_start = kv_tile * BLOCK_KV
             if k_fills >= SLOTS:
-                meet(7 + k_slot, THREADS)  # the slot is free
+                meet(6 + k_slot, THREADS)  # the slot is free
             mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
             copy_in(K, [b, h // group, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
             k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
             if v_fills >= SLOTS:
-                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
+                meet(6 + SLOTS + v_slot, THREADS)  # the slot is free
             mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
             copy_in(V, [b, h // group, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
             v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
         pid = drawn(ticket) + gl.num_programs(0)
         pid = gl.where(pid < TILES, pid, -1)
     if work_fills >= 2:
-        meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+        meet(6 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
     tell(-1, work_ring.index(7 * work_slot))
     mbarrier.arrive(work_full.index(work_slot), count=1)
     work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
     reset(COUNTER)
-    for _ in range(gl.minimum(q_fills, 2)):
-        q_slot = gl.where(q_slot == 0, 2 - 1, q_slot - 1)
-        meet(5 + q_slot, THREADS)
+    if q_fills > 0:
+        meet(5, THREADS)
     for _ in range(gl.minimum(k_fills, SLOTS)):
         k_slot = gl.where(k_slot == 0, SLOTS - 1, k_slot - 1)
-        meet(7 + k_slot, THREADS)
+        meet(6 + k_slot, THREADS)
     for _ in range(gl.minimum(v_fills, SLOTS)):
         v_slot = gl.where(v_slot == 0, SLOTS - 1, v_slot - 1)
-        meet(7 + SLOTS + v_slot, THREADS)
+        meet(6 + SLOTS + v_slot, THREADS)
     for _ in range(gl.minimum(work_fills, 2)):
         work_slot = gl.where(work_slot == 0, 2 - 1, work_slot - 1)
-        meet(7 + SLOTS + SLOTS + work_slot, THREADS)
+        meet(6 + SLOTS + SLOTS + work_slot, THREADS)
 
 
 @gluon.jit
@@ -305,6 +299,7 @@ def fwd_consumer(
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
+    q_phase = 0
     k_slot, k_phase = 0, 0
     v_slot, v_phase = 0, 0
     work_slot, work_phase = 0, 0
@@ -327,8 +322,8 @@ def fwd_consumer(
         q_start = q_start + COPY * ROWS
         q_idx = q_start + q_off
         qk_scale = LOG2E * scale
-        mbarrier.wait(q_full.index(2 * work_slot + COPY), work_phase)
-        q = q_ring.index(2 * work_slot + COPY).reshape([ROWS, D_QK])
+        mbarrier.wait(q_full.index(COPY), q_phase)
+        q = q_ring.index(COPY).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
@@ -345,7 +340,7 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            arrive_soon(7 + k_slot, THREADS)
+            arrive_soon(6 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             m_new = gl.maximum(m, row_max(s))
             p = gl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
@@ -360,7 +355,7 @@ def fwd_consumer(
             p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            arrive_soon(7 + SLOTS + v_slot, THREADS)
+            arrive_soon(6 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
             m = m_new
         # tiles that the mask or the ends of the tensors cut
@@ -378,7 +373,7 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
-            arrive_soon(7 + k_slot, THREADS)
+            arrive_soon(6 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             s = gl.where(
                 (kv_idx[None, :] >= (q_idx + Nk - 127 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
@@ -399,10 +394,11 @@ def fwd_consumer(
             p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            arrive_soon(7 + SLOTS + v_slot, THREADS)
+            arrive_soon(6 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
             m = m_new
-        arrive(5 + work_slot, THREADS)
+        arrive(5, THREADS)
+        q_phase ^= 1
         # where the tile is, read again: no registers held it
         q_start = told(work_ring.index(7 * work_slot))
         h = told(work_ring.index(7 * work_slot + 1))
@@ -423,11 +419,11 @@ def fwd_consumer(
         lse = (m_all + gl.log2(l_all)) * LN2
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
-        arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+        arrive(6 + SLOTS + SLOTS + work_slot, THREADS)
         work_slot, work_phase = following(work_slot, work_phase, 2)
         mbarrier.wait(work_full.index(work_slot), work_phase)
         q_start = told(work_ring.index(7 * work_slot))
-    arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+    arrive(6 + SLOTS + SLOTS + work_slot, THREADS)
     work_slot, work_phase = following(work_slot, work_phase, 2)
     tma.store_wait(0)
 
@@ -444,8 +440,8 @@ def fwd(
     SLOTS: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, one program per query tile.
-    q_ring = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ring = gl.allocate_shared_memory(K.dtype, [SLOTS, 1, 1, BLOCK_KV, D_QK], K.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_ring = gl.allocate_shared_memory(V.dtype, [SLOTS, 1, 1, BLOCK_KV, D_V], V.layout)
@@ -453,7 +449,7 @@ def fwd(
     work_ring = gl.allocate_shared_memory(gl.int32, [7 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     o_ring = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
-    for slot in gl.static_range(2 * 2):
+    for slot in gl.static_range(2):
         mbarrier.init(q_full.index(slot), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(k_full.index(slot), count=1)

@@ -16,6 +16,7 @@ from attngen.backends.hopper.facts import (
     SHARING,
 )
 from attngen.backends.hopper.widths import is_power_of_two, laid_out
+from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Arg, Gather, Load, Loop, Map, Mask, Op
@@ -114,13 +115,14 @@ def staying(module: Module, row: Row) -> int:
     """The slots of the ring of queries where programs take tile after tile; 0 where there is no room for that beside the other rings.
 
     Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too; so has each copy
-    that takes turns.
+    that takes turns. There is one slot where a consumer has a loop for each class of tiles, and no product before both: ptxas 12.8 and 12.9
+    compute a slot's address at the start of one of the loops alone (see unset.py).
     """
     kernel = module.kernel(KERNEL)
     if kernel.reads_pairs or is_full(module, kernel):
         return 0  # it would spill: what addresses of data depend on lives through all products
-    alone = resident(module, row) > 1 and not may_hide(module, row)
-    for slots in QUERIES[-1:] if alone else QUERIES:
+    apart = resident(module, row) > 1 and len(kernel.loops) > 1 and not may_hide(module, row)
+    for slots in QUERIES[-1:] if apart else QUERIES:
         barriers = slots + 2 * row.num_stages + PLACE_SLOTS + in_turns(module, row)
         if output_columns(module, row, slots) and barriers <= NAMED_BARRIERS - FIRST_BARRIER:
             return slots
@@ -130,11 +132,17 @@ def staying(module: Module, row: Row) -> int:
 def may_hide(module: Module, row: Row) -> bool:
     """Whether a copy of the consumer may pass over tiles that its rows do not see.
 
-    So it is where the rows of all copies but one are at least as many as the keys of a tile, and no mask reads what is loaded for a tile.
+    So it is where the rows of all copies but one are at least as many as the keys of a tile, no mask reads what is loaded for a tile, and
+    the bounds of the loops say which tiles a copy's rows see.
     """
-    loads = (op for op in module.kernel(KERNEL).ops() if isinstance(op, (Gather, Load)))
+    kernel = module.kernel(KERNEL)
+    loads = (op for op in kernel.ops() if isinstance(op, (Gather, Load)))
     of_masks = (op for op in loads if not {"D_QK", "D_V"} & set(op.type.unpadded))
-    return row.block_q - ROWS >= row.block_kv and not any("BLOCK_KV" in op.type.dims for op in of_masks)
+    if row.block_q - ROWS < row.block_kv or any("BLOCK_KV" in op.type.dims for op in of_masks):
+        return False
+    ranges = {loop.cls: loop.ranges for loop in kernel.loops}
+    listed = next((loop.listed for loop in kernel.loops if loop.listed), None)
+    return copy_bounds(kernel, ranges.get("partial", ()), ranges.get("full", ()), listed) is not None
 
 
 def is_full(module: Module, kernel: Kernel) -> bool:

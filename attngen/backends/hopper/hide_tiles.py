@@ -47,13 +47,14 @@ class HideTiles(Pass):
 def _hiding(kernel: Kernel) -> Kernel:
     loops = {role.name: [op for op in role.ops if isinstance(op, (Loop, Pipeline))] for role in kernel.roles}
     whole = {name: _as_pipeline(found) for name, found in loops.items()}
-    bounds = copy_bounds(kernel, whole["consumer"])
+    keys = whole["consumer"]
+    bounds = copy_bounds(kernel, keys.partial, keys.full, keys.listed)
     if bounds is None:
         return kernel
-    step = kernel.block(whole["consumer"].step)
+    step = kernel.block(keys.step)
     hiding = {
         "producer": replace(whole["producer"], backwards=True),
-        "consumer": replace(whole["consumer"], backwards=True, skip="skip", own_partial=(bounds,)),
+        "consumer": replace(keys, backwards=True, skip="skip", own_partial=(bounds,)),
     }
     results = {f"{op.name}.{field}": f"{hiding['consumer'].name}.{field}" for op in loops["consumer"] for field, _ in op.carry}
     blocks = []
