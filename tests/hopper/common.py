@@ -42,8 +42,13 @@ def kernel(name: str) -> Kernel:
 
 
 def edited(name: str, *changes: tuple[str, str]) -> Module:
-    """The module with its text edited from the divided kernel on; not verified."""
-    text = print_module(whole(name))
+    """The module of a spec with its text edited from the divided kernel on; not verified."""
+    return edited_module(whole(name), *changes)
+
+
+def edited_module(module: Module, *changes: tuple[str, str]) -> Module:
+    """The same of any module."""
+    text = print_module(module)
     before, at, rest = text.partition("kernel @fwd backend(hopper)")
     return parse_module(before + at + edit(rest, *changes))
 

@@ -99,7 +99,7 @@ def loops_over_later_tiles(folder: Path, name: str) -> list[str]:
 
 def test_classes_of_tiles_share_a_loop_where_they_differ_in_masks(folder: Path) -> None:
     """Half the code to compile: the masks alone are under a condition, and the tile's place is computed there."""
-    for name in ("causal_mha", "window_gqa", "mla_dims", "causal_d256"):
+    for name in ("causal_mha", "window_gqa", "mla_dims"):
         assert loops_over_later_tiles(folder, name) == ["at in range(1, partial_tiles + full_tiles)"], name
     text = (folder / "window_gqa" / "hopper.py").read_text()
     lines = [line.strip() for line in text.partition("if at < partial_tiles:\n")[2].splitlines()[:5]]

@@ -55,11 +55,11 @@ def test_assign_roles_says_how_many_programs_share() -> None:
     assert "  sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=3 TMA=1 backend=hopper\n" in whole_text
 
 
-def test_issue_products_moves_what_needs_no_product_before_its_await() -> None:
+def test_issue_products_moves_what_needs_no_product_before_the_tile_of_one() -> None:
     before, made = (lines(name, "step", NAME) for name in ("make-rings", "issue-products"))
-    assert [line.split(" = ")[0] for line in before[-5:]] == ["%acc_next", "give %v", "%p_sum", "%l_next", before[-1]]
-    assert [line.split(" = ")[0] for line in made[-7:]] == [
-        *("%p_cast", "%acc_flight", "%p_sum", "%l_next", "%acc_next", "give %v"),
+    assert [line.split(" = ")[0] for line in before[-6:]] == ["%v", "%acc_next", "give %v", "%p_sum", "%l_next", before[-1]]
+    assert [line.split(" = ")[0] for line in made[-8:]] == [
+        *("%p_sum", "%l_next", "%v", "%p_cast", "%acc_flight", "%acc_next", "give %v"),
         "yield values(m=%soft.m, l=%l_next, acc=%acc_next)",
     ]
     overlapped = lines("issue-products", "step", "causal_gqa")  # where a consumer overlaps its own products, awaits stay where they were
@@ -71,15 +71,16 @@ def test_passes_that_overlap_a_consumer_with_itself_leave_it_alone() -> None:
     for one in (OverlapSoftmax(), HalveSoftmax(), ChainSums(), TakeTurns()):
         assert one.run(made).divided[0] is made.divided[0]
     text = print_kernel(kernel(NAME))
-    assert not re.search(r"= (pipeline|halve|chains|defer) |  turn ", text)
-    assert text.index("%l_next_held = hold %l_next") < text.index("%acc_next = await %acc_flight holds(%p_cast_operand)")
+    assert not re.search(r"= (halve|chains|defer|hold) | first\(|  turn ", text)
+    assert text.index("%l_next = map expr(") < text.index("%v = take") < text.index("%acc_next = await %acc_flight holds(%p_cast_operand)")
 
 
 def test_schedule_work_gives_queries_back_after_the_last_loop() -> None:
-    consume = lines("schedule-work", "consume", NAME)
+    apart = "sinks_window_gqa"  # its tiles are in several ranges: no copy passes over any, and each class has a loop
+    consume = lines("schedule-work", "consume", apart)
     at = [line.split(" = ")[0] for line in consume].index("%keys_partial")
     assert consume[at + 1 : at + 3] == ["give %q", "recall %Work_ring"] and consume[at - 1].startswith("%keys_full = loop kv")
-    produce = lines("schedule-work", "produce", NAME)
+    produce = lines("schedule-work", "produce", apart)
     assert [line.split(" = ")[0] for line in produce[1:]] == ["%copy_keys_full", "%copy_keys_partial"]  # in the consumers' order
 
 
@@ -101,8 +102,18 @@ def test_two_programs_share_where_heads_are_narrow_and_registers_last() -> None:
         module = whole(name)
         (made,) = module.rows("fwd", "hopper")
         assert not declined(module) and (made.block_q, made.block_kv, made.num_stages) == (128, 64, 3)
-        assert resident(module, made) == 2 and staying(module, made) == 2
+        assert resident(module, made) == 2
         assert 2 * (sram_bytes(module, kernel(name), made) + 1024) <= 228 * 1024
+
+
+def test_queries_have_one_slot_where_loops_of_both_classes_stand_apart() -> None:
+    """ptxas computes the address of a slot in one of the loops alone; nothing multiplies the queries before both."""
+    slots = {"causal_mqa": 2, "dilated_mha": 2, "padding_mha": 1, "sinks_window_gqa": 1, "temperature_mha": 2}
+    for name, expected in slots.items():
+        module = whole(name)
+        assert staying(module, module.rows("fwd", "hopper")[0]) == expected
+        loops = [line for line in lines("schedule-work", "consume", name) if re.search("= (loop|pipeline) kv", line)]
+        assert len(loops) == 1 or expected == 1, name
 
 
 @pytest.mark.parametrize(
@@ -148,13 +159,7 @@ REFUSED = {
         "num_stages=5 TMA=1 backend",
         "`fits`: .* each of 2 programs on a multiprocessor .* has 115,712",
     ),
-    "an order of tiles": (
-        "    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n"
-        "    %copy_keys_partial = loop kv ranges(kv_full_end .. kv_end) body(@copy) cls(partial)\n",
-        "    %copy_keys_partial = loop kv ranges(kv_full_end .. kv_end) body(@copy) cls(partial)\n"
-        "    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n",
-        "`walks`: .* run over tiles in different orders",
-    ),
+    "an order of tiles": (" step(@copy) backwards(yes)", " step(@copy)", "`walks`: .* run over tiles in different orders"),
     "K given back before S is there": (
         "    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n    give %k\n",
         "    give %k\n    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n",
@@ -252,6 +257,7 @@ def test_a_certificate_asks_for_registers_at_launch_not_for_overlap() -> None:
         "UTMASTG": 2,
         "serialised": [],
         "reused": [],
+        "unset": [],
         "exponentials": 136,
         "under": 0,
     }

@@ -21,10 +21,10 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
     """What tests.versions.compiled finds of kernels, of the forwards of specs (all that can be divided, if none are named).
 
     serialised: those whose products wait for each other. reused: those in which a register of a product in flight is written.
-    bare: those in which fewer exponentials stand under a product than their ops say.
+    unset: those in which a uniform register is read that some path has not written. bare: those in which fewer exponentials stand under a product than their ops say.
     """
     found: dict[str, Any] = {"kernels": 0, "spill": {}, "more": {}, "less": {}, "unfit": {}, "failed": {}}
-    found |= {"serialised": [], "reused": [], "bare": []}
+    found |= {"serialised": [], "reused": [], "unset": [], "bare": []}
     asked = [(whole(name), row) for name in names or DIVIDED for row in whole(name).rows("fwd", NAME)]
     with tempfile.TemporaryDirectory() as made:
         jobs = []
@@ -45,6 +45,6 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
             found[key] |= {module.name: [predicted, read.shared_bytes]} if is_so else {}
         found["spill"] |= {module.name: read.spilled_bytes} if read.spilled_bytes else {}
         bare = code["under"] < under_product(module.divided[0], row)[0] * code["exponentials"]
-        for key, is_so in (("serialised", bool(code["serialised"])), ("reused", bool(code["reused"])), ("bare", bare)):
+        for key, is_so in (*((key, bool(code[key])) for key in ("serialised", "reused", "unset")), ("bare", bare)):
             found[key] += [module.name] if is_so else []
     return found

@@ -1,0 +1,303 @@
+"""Tiles of keys that a copy's own rows do not see: the pass, what is refused, what is computed, and what is printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from attngen.backends.hopper.choice import candidates, may_hide, row
+from attngen.backends.hopper.hide_tiles import HideTiles
+from attngen.emit.render import render
+from attngen.errors import VerifyError
+from attngen.ir.execute_roles import DividedLaunch
+from attngen.ir.graph import Module
+from attngen.ir.roles import Pipeline
+from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.passes.pipeline import divide
+from attngen.verify import verify
+from attngen.verify.machine import Step, broken
+from attngen.verify.protocol import protocol_of
+from tests.hopper.common import DIVIDED, after, edited_module, kernel, whole
+from tests.hopper.test_numerics import hold
+from tests.hopper.test_passes import lines
+from tests.passes.test_equality import Unequal
+
+WIDE, TWICE = "causal_d256", "causal_mqa"  # two copies: of one program on a multiprocessor, and of two
+OWN = "max(0, min(Nk, Nk - Nq + q_start + 1)) // BLOCK_KV .. cdiv(max(0, min(Nk, Nk - Nq + min(Nq, BLOCK_Q + q_start))), BLOCK_KV)"
+
+
+@cache
+def three() -> Module:
+    """A causal kernel of three copies, which take turns."""
+    made = after(TWICE)["dce"]
+    return divide(made, row(made, 192, 64, 2))
+
+
+def module_of(name: str) -> Module:
+    return three() if name == "three copies" else whole(name)
+
+
+# ---------------------------------------------------------------------------------------------- the pass
+
+
+def test_a_pipeline_passes_over_tiles_and_comes_backwards() -> None:
+    before, made = ({block: lines(name, block, WIDE) for block in ("consumer", "producer")} for name in ("chain-sums", "hide-tiles"))
+    at = next(i for i, line in enumerate(before["consumer"]) if line.startswith("%keys = pipeline kv"))
+    assert made["consumer"][at] == f"{before['consumer'][at]} backwards(yes) skip(@skip) own_partial({OWN})"
+    assert made["consumer"][:at] + made["consumer"][at + 1 :] == before["consumer"][:at] + before["consumer"][at + 1 :]
+    assert made["producer"] == [
+        before["producer"][0],
+        "%copy_keys = pipeline kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end) step(@copy) backwards(yes)",
+        *before["producer"][-2:],
+    ]
+    assert lines("hide-tiles", "skip", WIDE) == [
+        "%k_in_skip = take %K_ring : T[BLOCK_KV, D_QK] @sram",
+        "give %k_in_skip",
+        "%v_in_skip = take %V_ring : T[BLOCK_KV, D_V] @sram",
+        "give %v_in_skip",
+    ]
+    for block in ("entry", "first", "step", "last", "copy"):
+        assert lines("hide-tiles", block, WIDE) == lines("chain-sums", block, WIDE)
+
+
+def test_loops_of_both_classes_become_one_pipeline_of_step_alone() -> None:
+    before, made = (lines(name, "consumer", TWICE) for name in ("chain-sums", "hide-tiles"))
+    loops = [line for line in before if "= loop kv" in line]
+    assert [line.split(" = ")[0] for line in loops] == ["%keys_full", "%keys_partial"]
+    at = before.index(loops[0])
+    assert made[at] == (
+        "%keys = pipeline kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end) carry(m=%m_init, l=%l_init, acc=%acc_init) "
+        f"step(@step) backwards(yes) skip(@skip) own_partial({OWN})"
+    )
+    assert made[:at] == before[:at] and made[at + 1 :] == [line.replace("%keys_partial.", "%keys.") for line in before[at + 2 :]]
+
+
+def test_three_copies_take_their_turns_while_they_pass_over_tiles() -> None:
+    ops = re.split("block @skip\n", print_kernel(three().divided[0]))[1].split("\n  block")[0].splitlines()
+    assert [op.strip() for op in ops[1:4]] == ["turn take", "turn pass", "%k_in_skip = take %K_ring : T[BLOCK_KV, D_QK] @sram"]
+
+
+@pytest.mark.parametrize("name", [WIDE, TWICE, "three copies"])
+def test_the_text_prints_as_it_parses(name: str) -> None:
+    text = print_module(module_of(name))
+    assert text.count(" backwards(yes)") == 2 and print_module(verify(parse_module(text))) == text
+
+
+def test_tiles_are_passed_over_where_some_rows_do_not_see_them() -> None:
+    hiding = [name for name in DIVIDED if any(isinstance(op, Pipeline) and op.skip for op in kernel(name).ops())]
+    assert hiding == ["causal_d256", "causal_mqa", "temperature_mha"]
+    assert hiding == [name for name in DIVIDED if may_hide(whole(name), whole(name).rows("fwd", "hopper")[0])]
+    for name in set(DIVIDED) - set(hiding):
+        made = after(name)["chain-sums"]
+        assert HideTiles().run(made).divided == made.divided, name
+    tiles = {(r.block_q, r.block_kv) for r in candidates(whole(TWICE)) if may_hide(whole(TWICE), r)}
+    assert tiles == {(128, 64), (192, 64), (192, 128)}  # the rows of all copies but one are as many as the keys of a tile
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+REFUSED = {
+    "other bounds": (
+        f"own_partial({OWN})",
+        f"own_partial({OWN.replace('q_start + 1)', 'q_start + 2)')})",
+        r"`bodies`: .* %keys: for a copy's own rows, the bounds of the loop are own_partial\(max\(0, min\(Nk, Nk - Nq \+ q_start \+ 1\)\)",
+    ),
+    "the program's bounds": (f"own_partial({OWN})", "own_partial(kv_full_end .. kv_end)", "`bodies`: .* %keys: for a copy's own rows"),
+    "forwards": (" backwards(yes) skip", " skip", "`bodies`: .* %keys passes over tiles; expected backwards, skip and own_partial"),
+    "no bounds": (f" own_partial({OWN})", "", "`bodies`: .* %keys passes over tiles; expected backwards, skip and own_partial"),
+    "a producer that goes forwards": ("step(@copy) backwards(yes)", "step(@copy)", "`walks`: .* run over tiles in different orders"),
+    "a body that is missing": ("skip(@skip)", "skip(@hidden)", "`scopes`: .* %keys runs @hidden, which is no body"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("name", [WIDE, TWICE])
+def test_a_wrong_text_is_refused_with_a_reason(name: str, what: str) -> None:
+    old, new, reason = REFUSED[what]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited_module(whole(name), (old, new)))
+
+
+def test_tiles_in_several_ranges_do_not_come_backwards() -> None:
+    """The printer has no code for that."""
+    made = edited_module(
+        whole("window_gqa"), (" first(@first) step(@step) last(@last)", " first(@first) step(@step) last(@last) backwards(yes)")
+    )
+    with pytest.raises(
+        VerifyError, match="`bodies`: .* %keys has partial tiles that come backwards or are passed over; expected one range"
+    ):
+        verify(made)
+
+
+MISTAKES = {
+    "K is kept": ("    give %k_in_skip\n", "", "can wait for ever"),
+    "V is kept": ("    give %v_in_skip\n", "", "can wait for ever"),
+    "no K": ("    %k_in_skip = take %K_ring : T[BLOCK_KV, D_QK] @sram\n    give %k_in_skip\n", "", "can wait for ever|at the end|%K_ring"),
+    "no V": ("    %v_in_skip = take %V_ring : T[BLOCK_KV, D_V] @sram\n    give %v_in_skip\n", "", "can wait for ever|at the end|%V_ring"),
+    "two tiles in a turn": (
+        "    give %k_in_skip\n",
+        "    give %k_in_skip\n    %k_again = take %K_ring : T[BLOCK_KV, D_QK] @sram\n    give %k_again\n",
+        "can wait for ever|at the end",
+    ),
+    "K twice given": (
+        "    give %k_in_skip\n",
+        "    give %k_in_skip\n    give %k_in_skip\n",
+        "gives back a tile of %K_ring that it has not",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", [WIDE, TWICE, "three copies"])
+def test_a_mistake_in_what_is_passed_over_is_found(name: str, mistake: str) -> None:
+    old, new, reason = MISTAKES[mistake]
+    made = edited_module(module_of(name), (old, new)).divided[0]
+    assert re.search(reason, broken(protocol_of(made, {"num_stages": 2})))
+
+
+@pytest.mark.parametrize("name", [WIDE, TWICE, "three copies"])
+def test_a_tile_that_the_producer_does_not_copy_is_not_passed_over(name: str) -> None:
+    """A consumer passes over a tile before its loop, which is none of the loop's."""
+    made = protocol_of(module_of(name).divided[0], {"num_stages": 2})
+    assert broken(made) == ""
+    programs = (replace(p, before=(*p.before, *p.walk.skip)) if p.name == "consumer" else p for p in made.programs)
+    assert "can wait for ever" in broken(replace(made, programs=tuple(programs)))
+
+
+TURNS = {
+    "no turn": ("    turn take\n    turn pass\n    %k_in_skip", "    %k_in_skip", "can wait for ever"),
+    "no take": ("    turn take\n    turn pass\n    %k_in_skip", "    turn pass\n    %k_in_skip", "passes its turn before .* has taken"),
+    "no pass": ("    turn take\n    turn pass\n    %k_in_skip", "    turn take\n    %k_in_skip", "can wait for ever"),
+}
+
+
+@pytest.mark.parametrize("mistake", TURNS)
+def test_a_mistake_in_turns_is_found(mistake: str) -> None:
+    old, new, reason = TURNS[mistake]
+    with pytest.raises(VerifyError, match=f"rule `protocol`: .*{reason}"):
+        verify(edited_module(three(), (old, new)))
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_all_orders_give_the_same_verdict(mistake: str | None) -> None:
+    """Each copy decides by itself, at any time, how many tiles it passes over."""
+    module = edited_module(whole(WIDE), MISTAKES[mistake][:2]) if mistake else whole(WIDE)
+    made = protocol_of(module.divided[0], {"num_stages": 2})
+    assert any(program.walk.skip for program in made.programs)
+    found, shown = broken(made), broken(made, all_orders=True)
+    assert bool(found) == bool(shown) == bool(mistake)
+
+
+def test_a_protocol_without_the_steps_of_hidden_tiles_does_not_show_their_mistakes() -> None:
+    """The proof follows copies that pass over tiles; without these it would find nothing."""
+    made = protocol_of(edited_module(whole(WIDE), MISTAKES["K is kept"][:2]).divided[0], {"num_stages": 2})
+    assert Step("take", "K_ring") in next(p.walk.skip for p in made.programs if p.name == "consumer")
+    programs = tuple(replace(p, walk=replace(p.walk, skip=())) for p in made.programs)
+    assert broken(made) and not broken(replace(made, programs=programs))
+
+
+# ---------------------------------------------------------------------------------------------- what it computes
+
+
+@pytest.fixture()
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The copies that passed over a tile."""
+    copies: list[int] = []
+    block = DividedLaunch.block
+
+    def counted(self: DividedLaunch, name: str, values: dict[str, Any], cls: str) -> Iterator[Any]:
+        copies.extend([values["copy"]] if name == "skip" else [])
+        return block(self, name, values, cls)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(DividedLaunch, "block", counted)
+    return copies
+
+
+@pytest.mark.parametrize("name", [WIDE, TWICE, "three copies"])
+def test_results_are_those_of_naive_attention(name: str, passed: list[int]) -> None:
+    spec = TWICE if name == "three copies" else name
+    for seed in range(8):
+        hold(module_of(name), spec, seed)
+    copies = max(block.role.copies for block in module_of(name).divided[0].roles if block.role)
+    assert set(range(copies - 1)) <= set(passed)  # all but the last copy, whose rows see the most
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (1, 17), (33, 65), (65, 33), (40, 40), (0, 5), (5, 0), (70, 3)])
+@pytest.mark.parametrize("name", [WIDE, TWICE, "three copies"])
+def test_ragged_sizes_and_empty_rows(name: str, lengths: tuple[int, int]) -> None:
+    """With fewer keys than queries the first rows see nothing: whole copies may pass over all tiles."""
+    for seed in range(3):
+        hold(module_of(name), TWICE if name == "three copies" else name, seed, lengths)
+
+
+def test_a_copy_may_pass_over_all_tiles(passed: list[int]) -> None:
+    """Of 24 queries over 4 keys, the first 20 see nothing. Where a program has 8 of them, and a copy 4, the last program has both kinds."""
+    for seed in range(6):
+        hold(whole(WIDE), WIDE, seed, (24, 4))
+    assert 0 in passed
+
+
+def test_tiles_that_are_passed_over_wrongly_show() -> None:
+    """A copy that passes over one tile more; and one that masks one tile less."""
+    more = (f"own_partial({OWN})", f"own_partial({OWN} - 1)")
+    less = (f"own_partial({OWN})", f"own_partial(1 + {OWN})")
+    for change in (more, less):
+        with pytest.raises((Unequal, IndexError)):
+            for seed in range(12):
+                hold(edited_module(whole(TWICE), change), TWICE, seed, (40, 40))
+
+
+# ---------------------------------------------------------------------------------------------- what is printed
+
+
+def consumer_of(name: str) -> str:
+    return render(module_of(name))["hopper.py"].partition("def fwd_consumer(")[2].partition("@gluon.jit")[0]
+
+
+def test_a_copy_counts_in_its_own_rows() -> None:
+    for name in (WIDE, TWICE, "three copies"):
+        text = consumer_of(name)
+        own = text.partition("own_end = ")[2].partition("    first =")[0]
+        assert "q_start + ROWS" in own and "BLOCK_Q" not in own
+        assert "hidden_tiles = kv_end - own_end\n" in text and "masked_tiles = kv_end - own_full_end\n" in text
+        start = "hidden_tiles" if name == TWICE else "hidden_tiles + 1"  # @first has the first tile that is left
+        assert f"for at in range({start}, partial_tiles + full_tiles):" in text
+
+
+@pytest.mark.parametrize("name", [WIDE, TWICE])
+def test_hidden_tiles_are_taken_and_given_back_in_a_loop(name: str) -> None:
+    text = consumer_of(name)
+    skip = text.partition("# tiles that hide all keys from the copy's rows\n")[2].splitlines()
+    indent = len(skip[0]) - len(skip[0].lstrip())
+    body = [skip[0].strip()]
+    body += [line.strip() for line in skip[1 : next(i for i, s in enumerate(skip) if i and len(s) - len(s.lstrip()) <= indent)]]
+    kinds = [line for line in body if line.startswith(("for ", "mbarrier.wait", "arrive"))]
+    assert kinds[0] == "for _ in range(hidden_tiles):" and "warpgroup_mma" not in "".join(body)
+    assert [line.split("(")[0] for line in kinds[1:]] == ["mbarrier.wait", "arrive", "mbarrier.wait", "arrive"]
+    if name == WIDE:
+        assert "if hidden_tiles < partial_tiles + full_tiles:" in text
+
+
+def test_the_producer_copies_partial_tiles_from_the_last_on() -> None:
+    text = render(whole(TWICE))["hopper.py"].partition("def fwd_producer(")[2].partition("@gluon.jit")[0]
+    assert "for at in range(partial_tiles + full_tiles):" in text
+    assert "kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)\n" in text
+
+
+def test_tiles_that_a_product_reads_are_given_back_without_a_branch() -> None:
+    """ptxas moves arithmetic past that. Queries, places of tiles, and tiles that are passed over are given back with one."""
+    for name in ("causal_gqa", WIDE, TWICE):
+        text = consumer_of(name)
+        skipped, _, rest = text.rpartition("for _ in range(hidden_tiles):")[2].partition("warpgroup_mma(")
+        soon = re.findall(r"arrive_soon\((.*), THREADS\)", rest)
+        assert len([ring for ring in soon if ring.endswith("SLOTS + v_slot")]) == len([r for r in soon if r.endswith("k_slot")]) > 0
+        assert {ring.split()[-1] for ring in soon} == {"k_slot", "v_slot"}
+        assert "arrive_soon" not in skipped
+        assert not re.search(r" arrive\(.*\b[kv]_slot", rest)
+    kernel_text = render(whole(TWICE))["hopper.py"]
+    assert "@p barrier.arrive $1, $2; mov.u32 $0, 0; }" in kernel_text.partition("def arrive_soon(")[2]

@@ -1,0 +1,102 @@
+"""Uniform registers that some path to their reader has not written, in small texts of machine code."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.backends.hopper.instructions import parse
+from attngen.backends.hopper.unset import unset
+from tests.hopper.test_sass import CODE, printed, said_of
+
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
+# Two loops over tiles. The first one may have no turn: then the second one is reached past it.
+LOOPS = f"""
+  ULDC UR8, c[0x0][0x210]
+  UMOV UR7, 0x40000040
+  UMOV UR6, 0x200
+  BSSY B0, `(.L_x_2)
+  @!P0 BRA `(.L_x_2)
+  UIADD3 UR4, UR8, 0x400, URZ
+  UMOV UR5, 0x40000040
+.L_x_1:
+  {PRODUCT}
+  WARPGROUP.DEPBAR.LE gsb0, 0x0
+  @P1 BRA `(.L_x_1)
+.L_x_2:
+  BSYNC B0
+.L_x_3:
+  {PRODUCT}
+  WARPGROUP.DEPBAR.LE gsb0, 0x0
+  @P2 BRA `(.L_x_3)
+  EXIT
+"""
+DESCRIPTOR = "  UIADD3 UR4, UR8, 0x400, URZ\n  UMOV UR5, 0x40000040\n"
+
+
+def found(text: str) -> list[str]:
+    return unset(parse(printed(text)))
+
+
+def test_a_descriptor_of_one_loop_is_not_there_in_another_that_is_reached_past_it() -> None:
+    (said,) = found(LOOPS)
+    assert said == f"instruction 11, {PRODUCT}, reads UR4, which not every path has written"
+
+
+@pytest.mark.parametrize("before", ["  BSSY B0", "  BSYNC B0"])
+def test_a_descriptor_that_each_path_computes_is_there(before: str) -> None:
+    """It is computed before both loops, or again where their paths meet."""
+    assert found(LOOPS.replace(before, DESCRIPTOR + before)) == []
+
+
+def test_a_turn_that_always_comes_first_computes_it_for_both() -> None:
+    """As the product of @first does, in kernels that overlap a consumer with itself."""
+    assert found(LOOPS.replace("  @!P0 BRA `(.L_x_2)\n", "")) == []
+
+
+def test_where_threads_meet_again_is_no_jump() -> None:
+    """BSSY names the place where they do. A jump there would pass over all that lies between."""
+    straight = LOOPS.replace("  @!P0 BRA `(.L_x_2)\n", "")
+    code = parse(printed(straight))
+    at = next(i for i, one in enumerate(code) if one.op == "BSSY")
+    assert code[at].then == (at + 1,)
+    jump = straight.replace("BSSY B0, `(.L_x_2)", "@P0 BRA `(.L_x_2)")
+    assert found(straight) == [] != found(jump)
+
+
+@pytest.mark.parametrize(
+    ("text", "register"),
+    [
+        ("UIADD3 UR4, UR9, 0x400, URZ", 9),
+        ("UIADD3 UR9, UR9, 0x1, URZ", 9),  # it reads what it writes
+        ("UIADD3.X UR4, UP0, UR9, URZ, URZ, UP1, !UPT", 9),
+        ("R2UR UR4, R9\n  UMOV UR5, UR9", 9),
+        ("ULDC.64 UR8, c[0x0][0x210]\n  UIADD3 UR4, UR10, UR9, URZ", 10),  # a pair is two registers, and no third
+        ("UIMAD.WIDE.U32 UR8, UR1, 0x3, URZ", 1),
+        ("LDS R4, [R2+UR9+0x10]", 9),
+        ("UTMALDG.4D [UR9], [R2], desc[R4]", 9),
+        ("UMOV UR4, 0x1\n  UMOV UR5, 0x1\n  UMOV UR6, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0", 7),
+        ("UMOV UR6, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0", 7),  # of the left operand, in registers, it reads none
+    ],
+)
+def test_each_kind_of_instruction_says_what_it_reads(text: str, register: int) -> None:
+    (said,) = found(f"  {text}\n  EXIT")
+    assert said.endswith(f"reads UR{register}, which not every path has written")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ULDC.64 UR8, c[0x0][0x210]\n  UIADD3 UR4, UR8, UR9, URZ",
+        "UISETP.GE.AND UP0, UPT, URZ, 0x1, UPT\n  USEL UR4, URZ, 0x1, UP0\n  UMOV UR5, UR4",
+        "UMOV UR6, 0x1\n  UMOV UR7, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0",
+        "R2UR UR4, R9\n  BAR.SYNC.DEFER_BLOCKING UR4, 0x80",
+    ],
+)
+def test_what_is_written_first_may_be_read(text: str) -> None:
+    assert found(f"  {text}\n  EXIT") == []
+
+
+def test_a_certificate_names_the_first_reader() -> None:
+    (said,) = said_of(CODE.replace("  ULDC.64 UR18, c[0x0][0x218]\n", ""))
+    assert said.startswith("reads a register before it is written (instruction ")
+    assert said.endswith("reads UR18, which not every path has written); expected each path to write it first")
