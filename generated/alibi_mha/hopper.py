@@ -431,7 +431,7 @@ def fwd_consumer(
                 l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
                 l_next_left = hold(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-                arrive_soon(7 + SLOTS + v_slot, THREADS)
+                arrive(7 + SLOTS + v_slot, THREADS)
                 v_slot, v_phase = following(v_slot, v_phase, SLOTS)
                 soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
                 acc = acc_next * soft_alpha_sums[:, None]
@@ -475,7 +475,7 @@ def fwd_consumer(
                 l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
                 l_next_left = hold(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-                arrive_soon(7 + SLOTS + v_slot, THREADS)
+                arrive(7 + SLOTS + v_slot, THREADS)
                 v_slot, v_phase = following(v_slot, v_phase, SLOTS)
                 soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
                 acc = acc_next * soft_alpha_sums[:, None]
@@ -491,7 +491,7 @@ def fwd_consumer(
             weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
             acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            arrive_soon(7 + SLOTS + v_slot, THREADS)
+            arrive(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
         arrive(5 + work_slot, THREADS)
         # where the tile is, read again: no registers held it

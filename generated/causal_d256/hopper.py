@@ -215,11 +215,9 @@ def fwd_consumer(
     # tiles that hide all keys from the copy's rows
     for _ in range(hidden_tiles):
         mbarrier.wait(k_full.index(k_slot), k_phase)
-        k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
         arrive(5 + k_slot, THREADS)
         k_slot, k_phase = following(k_slot, k_phase, SLOTS)
         mbarrier.wait(v_full.index(v_slot), v_phase)
-        v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
         arrive(5 + SLOTS + v_slot, THREADS)
         v_slot, v_phase = following(v_slot, v_phase, SLOTS)
     if hidden_tiles < partial_tiles + full_tiles:

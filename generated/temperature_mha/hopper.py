@@ -323,11 +323,9 @@ def fwd_consumer(
         # tiles that hide all keys from the copy's rows
         for _ in range(hidden_tiles):
             mbarrier.wait(k_full.index(k_slot), k_phase)
-            k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
             arrive(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             mbarrier.wait(v_full.index(v_slot), v_phase)
-            v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
             arrive(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
         # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
@@ -364,7 +362,7 @@ def fwd_consumer(
             p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
             acc_flight = warpgroup_mma(p_cast_operand, v, rescaled, is_async=True)
             acc, p_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand])
-            arrive_soon(7 + SLOTS + v_slot, THREADS)
+            arrive(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
             m = m_new
         arrive(5 + work_slot, THREADS)

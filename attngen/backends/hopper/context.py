@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.backends.hopper.choice import copies_of, is_reused, known_numbers, turns
+from attngen.backends.hopper.choice import PAIR, copies_of, is_reused, known_numbers, turns
 from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, THREADS
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
@@ -52,6 +52,8 @@ class DividedContext(PipelineContext):
         self.stays = any(isinstance(op, Work) for op in divided.ops())
         super().__init__(module, divided)
         self.portable = KernelContext(module, module.kernel(name))
+        # With modifiers, ptxas would move their arithmetic up past the await of P V, if nothing stood there.
+        self.modifies = any(isinstance(op, Map) and set(op.type.dims) == PAIR for op in divided.ops())
 
     # ------------------------------------------------------------------ names
 
@@ -319,7 +321,8 @@ class DividedContext(PipelineContext):
         phase = f"{self._counter(op.ring)}_phase" if is_reused(self.kernel, op.ring) else "0"
         slot = self._slot(op.ring, "COPY")
         first = self._times(ring, slot["index"])
-        tiles = [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(op.name))]
+        read = any(not isinstance(self.kernel.op(reader), Give) for reader in self.kernel.graph.successors(op.name))
+        tiles = [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(op.name))] if read else []
         return {"tiles": tiles, "ring": short, "phase": phase, "shape": self._shape(ring), **slot}
 
     def _tile_vars(self, ref: str) -> list[str]:
@@ -332,7 +335,7 @@ class DividedContext(PipelineContext):
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
         readers = (self.kernel.op(name) for name in self.kernel.graph.successors(take.name))
-        product = any(isinstance(reader, Issue) and reader.b == take.name for reader in readers)
+        product = any(isinstance(reader, Issue) and reader.b == take.name and not (reader.acc and self.modifies) for reader in readers)
         return {"ring": self._short(take.ring), "soon": product, **self._slot(take.ring, "COPY")}
 
     def _drain(self, op: Drain, cls: str) -> dict[str, Any]:
