@@ -95,7 +95,12 @@ def compiled_cell(found: dict[str, Any]) -> str:
         said.append(f"{len(found['spill'])} spill {least}{f' to {most:,}' if most > least else ''} bytes")
     for key, what in (("more", "need more than predicted"), ("less", "need less"), ("unfit", "do not fit"), ("failed", "do not compile")):
         said += [f"{len(found[key])} {what}"] if found[key] else []
-    of_code = {"serialised": "serialised", "reused": "write operands in flight", "unset": "read what is not written", "bare": "overlap little"}
+    of_code = {
+        "serialised": "serialised",
+        "reused": "write operands in flight",
+        "unset": "read what is not written",
+        "bare": "overlap little",
+    }
     for key, what in of_code.items():
         said += [f"{len(found[key])} {what}"] if found.get(key) else []
     return ", ".join(said if len(said) > 1 else [*said, "as predicted"])
@@ -130,8 +135,8 @@ def page(runs: dict[str, dict[str, Any]], kept: dict[str, Any]) -> str:
         "\n## A sample, compiled\n",
         "Kernels of `causal_mqa`, compiled ahead of time, beside what [fit.md](fit.md) predicts of shared memory. Those of `hopper` are\n"
         "forwards whose warps have roles, of `causal_mqa` and `causal_gqa`. Their machine code is read, too: no product is serialised,\n"
-        "exponentials stand under products, nothing writes an operand of a product before its wait, and no path reads a uniform register that\n"
-        "it has not written.\n",
+        "exponentials stand under products, nothing writes an operand of a product before its wait, and no path reads a uniform register\n"
+        "that it has not written.\n",
         *table("target", columns("compiled")),
     ]
     if certified:

@@ -21,7 +21,8 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
     """What tests.versions.compiled finds of kernels, of the forwards of specs (all that can be divided, if none are named).
 
     serialised: those whose products wait for each other. reused: those in which a register of a product in flight is written.
-    unset: those in which a uniform register is read that some path has not written. bare: those in which fewer exponentials stand under a product than their ops say.
+    unset: those in which a uniform register is read that some path has not written.
+    bare: those in which fewer exponentials stand under a product than their ops say.
     """
     found: dict[str, Any] = {"kernels": 0, "spill": {}, "more": {}, "less": {}, "unfit": {}, "failed": {}}
     found |= {"serialised": [], "reused": [], "unset": [], "bare": []}

@@ -115,8 +115,8 @@ def staying(module: Module, row: Row) -> int:
     """The slots of the ring of queries where programs take tile after tile; 0 where there is no room for that beside the other rings.
 
     Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too; so has each copy
-    that takes turns. There is one slot where a consumer has a loop for each class of tiles, and no product before both: ptxas 12.8 and 12.9
-    compute a slot's address at the start of one of the loops alone (see unset.py).
+    that takes turns. There is one slot where a consumer has a loop for each class of tiles, and no product before both: ptxas 12.8
+    computes a slot's address at the start of one of the loops alone (see unset.py).
     """
     kernel = module.kernel(KERNEL)
     if kernel.reads_pairs or is_full(module, kernel):

@@ -1,6 +1,6 @@
 """Reads Hopper's machine code, as nvdisasm prints it: is each uniform register written before it is read, on every path?
 
-Descriptors of tiles are in uniform registers. ptxas 12.8 and 12.9 can compute one at the start of a loop, and read it at the start of
+Descriptors of tiles are in uniform registers. ptxas 12.8 can compute one at the start of a loop, and read it at the start of
 another loop that is also reached past the first one. Then products read whatever tile an old number points to, and nothing says so.
 """
 
