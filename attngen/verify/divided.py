@@ -149,7 +149,7 @@ def _hidden(kernel: Kernel, op: Pipeline) -> Iterator[str]:
     own, skips = copy_bounds(kernel, op.partial, op.full, op.listed), bool(op.skip or op.own_partial)
     if own is None:
         yield f"%{op.name} has partial tiles that come backwards or are passed over; expected one range of them, behind one of full ones"
-    elif skips and not (op.skip and op.own_partial and op.backwards):
+    elif (skips or op.carry) and not (op.skip and op.own_partial and op.backwards):
         yield f"%{op.name} passes over tiles; expected backwards, skip and own_partial"
     elif skips and op.own_partial != (own,):
         yield f"%{op.name}: for a copy's own rows, the bounds of the loop are own_partial({' .. '.join(map(to_text, own))})"

@@ -134,6 +134,15 @@ def test_tiles_in_several_ranges_do_not_come_backwards() -> None:
         verify(made)
 
 
+def test_a_consumer_whose_tiles_come_backwards_passes_over_some() -> None:
+    """The printer counts from the tiles that are hidden."""
+    made = edited_module(
+        whole("causal_gqa"), (" first(@first) step(@step) last(@last)", " first(@first) step(@step) last(@last) backwards(yes)")
+    )
+    with pytest.raises(VerifyError, match="`bodies`: .* %keys passes over tiles; expected backwards, skip and own_partial"):
+        verify(made)
+
+
 MISTAKES = {
     "K is kept": ("    give %k_in_skip\n", "", "can wait for ever"),
     "V is kept": ("    give %v_in_skip\n", "", "can wait for ever"),

@@ -72,6 +72,7 @@ def test_where_threads_meet_again_is_no_jump() -> None:
         ("R2UR UR4, R9\n  UMOV UR5, UR9", 9),
         ("ULDC.64 UR8, c[0x0][0x210]\n  UIADD3 UR4, UR10, UR9, URZ", 10),  # a pair is two registers, and no third
         ("UIMAD.WIDE.U32 UR8, UR1, 0x3, URZ", 1),
+        ("UISETP.GT.AND UP0, UPT, UR9, UR10, UPT", 9),  # it writes predicates alone
         ("LDS R4, [R2+UR9+0x10]", 9),
         ("UTMALDG.4D [UR9], [R2], desc[R4]", 9),
         ("UMOV UR4, 0x1\n  UMOV UR5, 0x1\n  UMOV UR6, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0", 7),

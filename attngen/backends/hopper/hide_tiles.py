@@ -49,8 +49,7 @@ def _hiding(kernel: Kernel) -> Kernel:
     whole = {name: _as_pipeline(found) for name, found in loops.items()}
     keys = whole["consumer"]
     bounds = copy_bounds(kernel, keys.partial, keys.full, keys.listed)
-    if bounds is None:
-        return kernel
+    assert bounds is not None  # as may_hide says
     step = kernel.block(keys.step)
     hiding = {
         "producer": replace(whole["producer"], backwards=True),

@@ -8,6 +8,7 @@ from functools import cached_property
 
 _LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L\w+):")
+_READERS = ("BAR", "BRX", "JMX", "RET", "NANOSLEEP", "WARPSYNC", "CALL", "BMOV")  # which write no register
 _ALWAYS = re.compile(r"(BRX|EXIT|RET|(BRA|JMP)(\.\w+)* `)")  # the line after it is reached by jumps alone
 
 
@@ -33,6 +34,13 @@ class Instruction:
         """What comes after the name, without remarks on the reuse of a register."""
         _, _, after = self.text.partition(" ")
         return tuple(text.strip().removesuffix(".reuse") for text in after.split(",")) if after.strip() else ()
+
+    @cached_property
+    def target(self) -> str:
+        """The operand that it writes, but for predicates; empty text where it writes none."""
+        if self.name.startswith(_READERS):
+            return ""
+        return next((text for text in self.operands[:2] if not re.fullmatch(r"U?P[0-9T]", text)), "")  # predicates come before it
 
     @property
     def is_product(self) -> bool:

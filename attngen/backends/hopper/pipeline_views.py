@@ -131,19 +131,28 @@ class PipelineContext(SoftmaxContext):
     def _loop_backwards(self, op: Pipeline) -> Node:
         """One loop over the tiles of both classes, of which the partial ones come backwards."""
         begin = ("hidden_tiles + 1" if op.first else "hidden_tiles") if op.skip else "0"
-        body, own, at = self._differing(op)
-        tile, where = f"{op.var}_tile", {f"{op.var}_start", f"{op.var}_idx"}
-        always = where & names_in([node for node in body if node not in own])
-        places = [
-            f"{tile} = {self._backwards(op, 'at', 'partial_tiles' if always else '')}",
-            f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}",
-        ]
+        body, own, _ = parts = self._differing(op)
+        always = bool(self._where(op) & names_in([node for node in body if node not in own]))
+        places = [f"{op.var}_tile = {self._backwards(op, 'at', 'partial_tiles' if always else '')}"]
+        return self._loop_of_both(op, parts, places, "at < masked_tiles", begin, always)
+
+    def _loop_of_both(
+        self, op: Pipeline, parts: tuple[list[Node], list[Node], int], tile: list[str], condition: str, begin: str, always: bool = False
+    ) -> Node:
+        """One loop over tiles of both classes. Masks are under a condition, and so is the tile's place, unless turns need it `always`."""
+        body, own, at = parts
+        places = [*tile, f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         places += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(body) else []
-        cut = [Node("cut", gluon({"condition": "at < masked_tiles", "lines": [] if always else places}), own)] if own else []
+        cut = [Node("cut", gluon({"condition": condition, "lines": [] if always else places}), own)] if own else []
         end = "partial_tiles + full_tiles"
         header = {"before": [], "steps": places if always else [], "var": "at", "comment": BOTH_CLASSES}
         header["range"] = end if begin == "0" else f"{begin}, {end}"
         return Node("loop", gluon(header), [*body[:at], *cut, *body[at + len(own) :]])
+
+    @staticmethod
+    def _where(op: Pipeline) -> set[str]:
+        """The names of a tile's place."""
+        return {f"{op.var}_start", f"{op.var}_idx"}
 
     def _differing(self, op: Pipeline) -> tuple[list[Node], list[Node], int]:
         """The views of @step in partial tiles, those of them that only partial tiles need, and where these start."""
@@ -177,18 +186,12 @@ class PipelineContext(SoftmaxContext):
         """
         if op.listed or not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial):
             return None
-        body, own, at = self._differing(op)
-        where = {f"{op.var}_start", f"{op.var}_idx"}
-        if not own or where & names_in(self.block(op.step, "full")):
+        _, own, _ = parts = self._differing(op)
+        if not own or self._where(op) & names_in(self.block(op.step, "full")):
             return None
-        lo = self._term(op.partial[0][0])
-        tile = f"{op.var}_tile"
-        lines = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
-        lines += [f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}"]
-        lines += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(own) else []
-        cut = Node("cut", gluon({"condition": "at < partial_tiles", "lines": lines}), own)
-        header = {"before": [], "steps": [], "var": "at", "range": "1, partial_tiles + full_tiles", "comment": BOTH_CLASSES}
-        return Node("loop", header, [*body[:at], cut, *body[at + len(own) :]])
+        lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"
+        places = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
+        return self._loop_of_both(op, parts, places, "at < partial_tiles", "1")
 
     def _tile(self, op: Pipeline, at: str) -> str:
         if not op.listed:

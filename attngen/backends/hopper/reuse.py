@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from attngen.backends.hopper.instructions import Instruction
 
-_READERS = ("BAR", "BRX", "JMX", "RET", "NANOSLEEP", "WARPSYNC", "CALL", "BMOV")  # which write no register
 _MOST_GROUPS = 8  # in flight that are told apart
 
 
@@ -47,10 +46,7 @@ def reused(code: list[Instruction]) -> list[str]:
 
 def _written(one: Instruction) -> frozenset[int]:
     """The registers that it writes, but for a product's sum."""
-    if one.is_product or one.name.startswith(_READERS):
-        return frozenset()
-    first = next((text for text in one.operands[:2] if not re.fullmatch(r"U?P[0-9T]", text)), "")  # predicates come before it
-    found = re.fullmatch(r"R(\d+)", first)
+    found = None if one.is_product else re.fullmatch(r"R(\d+)", one.target)
     return _span(int(found[1]), _width(one.name)) if found else frozenset()
 
 

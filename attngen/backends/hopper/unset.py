@@ -10,7 +10,6 @@ import re
 
 from attngen.backends.hopper.instructions import Instruction
 
-_NONE_READ = ("BAR", "WARPSYNC", "NANOSLEEP")
 _PAIRS = (".64", ".WIDE")  # in the names of instructions that write two
 
 
@@ -36,9 +35,8 @@ def unset(code: list[Instruction]) -> list[str]:
 
 
 def _written(one: Instruction) -> frozenset[int]:
-    first = next((text for text in one.operands[:3] if not re.fullmatch(r"U?P[0-9T]", text)), "")  # predicates come before it
-    match = re.fullmatch(r"UR(\d+)", first)
-    if not match or one.op.startswith(_NONE_READ):
+    match = re.fullmatch(r"UR(\d+)", one.target)
+    if not match:
         return frozenset()
     start = int(match[1])
     return frozenset(range(start, start + (2 if any(pair in one.name for pair in _PAIRS) else 1)))
