@@ -36,7 +36,7 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
         "hbm_bytes": to_text(hbm_bytes(kernel)),
         "schedules": [
             *(_row(module, kernel, row) for row in module.rows(kernel.name)),
-            *(_row(module, k, row) for k in module.divided if k.name == kernel.name for row in module.rows(k.name, k.backend)),
+            *(_row(module, k, row) | ({"kernel": k.name} if k.of else {}) for k, row in module.stand_ins(kernel.name)),
             *({"device": u.device, "elem_bytes": u.elem_bytes, "none": u.reason} for u in module.unfit(kernel.name)),
         ],
     }

@@ -38,13 +38,14 @@ def record(module: Module, files: dict[str, str], found: Found) -> dict[str, str
     """The files of a module with readings put into their rows of report.json."""
     report = json.loads(files["report.json"])
     for (kernel, row), reading in found.items():
-        _entry(report, kernel, row)["reading"] = plain(module, kernel_of(module, kernel, row), row, reading, files)
+        compiled = kernel_of(module, kernel, row)
+        _entry(report, compiled, row)["reading"] = plain(module, compiled, row, reading, files)
     return {**files, "report.json": json.dumps(report, indent=2) + "\n"}
 
 
-def _entry(report: dict[str, Any], kernel: str, row: Row) -> dict[str, Any]:
+def _entry(report: dict[str, Any], kernel: Kernel, row: Row) -> dict[str, Any]:
     """The entry of a schedule row in report.json."""
-    return next(entry for entry in report["kernels"][kernel]["schedules"] if schedule(row).items() <= entry.items())
+    return next(entry for entry in report["kernels"][kernel.stands_for]["schedules"] if schedule(row).items() <= entry.items())
 
 
 def plain(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def keep(module: Module, files: dict[str, str], folder: Path) -> dict[str, str]:
         report = json.loads(files["report.json"])
         for name, kernel in report["kernels"].items():
             for entry in kernel["schedules"]:
-                digest = _source_digest(files, name, entry.get("backend", module.backend))
+                digest = _source_digest(files, entry.get("kernel", name), entry.get("backend", module.backend))
                 for before in old[name]["schedules"] if name in old else ():
                     kept = before.get("reading")
                     if kept and kept["source"] == digest and {**before, "reading": None} == {**entry, "reading": None}:
@@ -80,7 +81,7 @@ def keep(module: Module, files: dict[str, str], folder: Path) -> dict[str, str]:
 
 def recorded(module: Module, kernel: Kernel, row: Row, job: Job, files: dict[str, str]) -> Reading | None:
     """The reading that report.json has for a row; None unless its digest shows that it is of this job, by this Triton, and not edited."""
-    entry = _entry(json.loads(files["report.json"]), kernel.name, row)["reading"]
+    entry = _entry(json.loads(files["report.json"]), kernel, row)["reading"]
     try:
         reading = Reading(**{key: entry[key] for key in NUMBERS}, job=job.digest, seconds=0.0, machine=entry.get("machine"))
         return reading if (reading.digest, reading.triton) == (entry["digest"], maker_of(row).compiler.version()) else None
@@ -161,7 +162,7 @@ def _faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Itera
 
 def stale(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dict[str, str]) -> Iterator[str]:
     """A sentence if report.json has no reading for a row, or has a different one by the same version of Triton."""
-    before = _entry(json.loads(files["report.json"]), kernel.name, row)["reading"]
+    before = _entry(json.loads(files["report.json"]), kernel, row)["reading"]
     if before is None:
         yield f"{_where(module, kernel, row)} has no reading in report.json; run `attngen verify --write`"
     elif before.get("triton") == reading.triton:

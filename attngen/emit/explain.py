@@ -84,8 +84,9 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
                 continue
             tile = f"{row['block_q']}x{row['block_kv']}x{row['num_warps']}x{row['num_stages']}"
             tile += " measured" * row.get("measured", False) + f" {row.get('backend', '')}".rstrip()
-            few = f">{row['min_rows']}" if row.get("min_rows") else "any"
-            rows, reading = few if row["max_rows"] is None else f"<={row['max_rows']}", row["reading"] or {}
+            few, most = row.get("min_rows", 0), row["max_rows"]
+            rows = (f">{few}" if few else "any") if most is None else f"<={most}"
+            reading = row["reading"] or {}
             read = (reading.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
             verified |= bool(reading)
             cells = ("" if n is None else f"{n:,}" for n in read)

@@ -91,7 +91,7 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
 
 def _code(module: Module) -> list[str]:
     """The generated files that are shown."""
-    return ["__init__.py", "kernels.py", *(DIVIDERS[kernel.backend].file for kernel in module.divided), "schedule.ir"]
+    return ["__init__.py", "kernels.py", *dict.fromkeys(DIVIDERS[kernel.backend].file for kernel in module.divided), "schedule.ir"]
 
 
 # ---------------------------------------------------------------------------------------------- formulas

@@ -74,6 +74,7 @@ class Kernel:
     about: a sentence about the kernel, printed above it.
     backend: of a divided kernel, the backend whose it is (see Module.divided).
     resident: of a divided kernel, the programs that share a multiprocessor.
+    of: of a divided kernel that has a name of its own, the kernel that it stands in for.
 
     Its arguments say what it reads (`in`), writes (`out`) and rewrites (`inout`).
     """
@@ -86,6 +87,12 @@ class Kernel:
     about: str = ""
     backend: str = ""
     resident: int = 1
+    of: str = ""
+
+    @property
+    def stands_for(self) -> str:
+        """The kernel of the module that a divided one stands in for; of others, its own name."""
+        return self.of or self.name
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
@@ -428,8 +435,8 @@ class Unfit:
 class Module:
     """Everything from which a generated module is made. The templates see nothing else.
 
-    divided: kernels that stand in for those of the same name in `kernels`, under schedule rows that name their backend. They are divided
-    into roles (ir/roles.py).
+    divided: kernels that stand in for some of `kernels`, under schedule rows that name their backend. They are divided into roles
+    (ir/roles.py). One has the name of the kernel that it stands in for. Each other, for rows of its own, has a name and a schedule.
     """
 
     name: str
@@ -481,6 +488,11 @@ class Module:
         """The rows of a kernel's schedule for the module's own backend, or for another one."""
         rows = dict(self.schedules).get(kernel, ())
         return tuple(r for r in rows if isinstance(r, Row) and r.backend == (backend or self.backend))
+
+    def stand_ins(self, kernel: str) -> list[tuple[Kernel, Row]]:
+        """The divided kernels that stand in for a kernel, each with a row of its schedule; those for fewer rows come first."""
+        pairs = [(k, row) for k in self.divided if k.stands_for == kernel for row in self.rows(k.name, k.backend)]
+        return sorted(pairs, key=lambda pair: pair[1].min_rows)
 
     def unfit(self, kernel: str) -> tuple[Unfit, ...]:
         return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Unfit))

@@ -138,16 +138,18 @@ def print_kernel(kernel: Kernel) -> str:
     own = f" own({kernel.own})" if kernel.own else ""
     backend = f" backend({kernel.backend})" if kernel.backend else ""
     resident = f" resident({kernel.resident})" if kernel.resident > 1 else ""
-    header = f"kernel @{kernel.name}{backend}{resident}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
+    of = f" of(@{kernel.of})" if kernel.of else ""
+    header = f"kernel @{kernel.name}{of}{backend}{resident}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
 
 
 def _print_row(row: Row | Unfit, backend: str) -> str:
     if isinstance(row, Unfit):
         return f"  {row.device} bytes={row.elem_bytes} none : {row.reason}"
-    rows = f"rows>{row.min_rows}" if row.min_rows else f"rows<={'inf' if row.max_rows is None else row.max_rows}"
+    more = [f"rows>{row.min_rows}"] if row.min_rows else []
+    most = [] if more and row.max_rows is None else [f"rows<={'inf' if row.max_rows is None else row.max_rows}"]
     return (
-        f"  {row.device} bytes={row.elem_bytes} {rows} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
+        f"  {row.device} bytes={row.elem_bytes} {' '.join(more + most)} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
         f" num_warps={row.num_warps} num_stages={row.num_stages}{' TMA=1' * row.tma}{' measured' * row.measured}"
         f"{f' backend={row.backend}' if row.backend != backend else ''}"
     )
@@ -259,8 +261,8 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
 
 _N = "([0-9]{1,9})"
 _ROW = re.compile(
-    rf"(\w+) bytes={_N} rows(?:<=([0-9]{{1,9}}|inf)|>{_N}) : BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?"
-    r"( measured)?(?: backend=(\w+))?"
+    rf"(\w+) bytes={_N} (?:rows>{_N} ?)?(?:rows<=([0-9]{{1,9}}|inf))?(?<! ) : "
+    rf"BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?( measured)?(?: backend=(\w+))?"
 )
 
 
@@ -271,9 +273,9 @@ def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
     if unfit := _UNFIT.fullmatch(line):
         return Unfit(unfit[1], int(unfit[2]), unfit[3])
     match = _ROW.fullmatch(line)
-    if not match:
+    if not match or not (match[3] or match[4]):
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
-    most, above = None if match[3] in ("inf", None) else int(match[3]), int(match[4] or 0)
+    above, most = int(match[3] or 0), None if match[4] in ("inf", None) else int(match[4])
     block_q, block_kv, num_warps, num_stages = (int(match[i]) for i in range(5, 9))
     tma, measured = bool(match[9]), bool(match[10])
     return Row(match[1], int(match[2]), most, block_q, block_kv, num_warps, num_stages, tma, measured, match[11] or backend, above)
@@ -399,11 +401,12 @@ def _parse_role(text: str, where: str) -> _Lines:
 
 
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
-    match = re.fullmatch(r"@(\w+)(?: backend\((\w+)\)(?: resident\(([1-9][0-9]{0,2})\))?)?(?: own\((q|kv)\))?( packs)? grid\((.*)\)", text)
+    divided = r"(?: of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: resident\((?P<resident>[1-9][0-9]{0,2})\))?"
+    match = re.fullmatch(rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*)\)", text)
     if not match:
         raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
-    fields = {"name": match[1], "grid": _parse_grid(match[6], where), "own": match[4] or "", "packs": bool(match[5])}
-    return {**fields, "backend": match[2] or "", "resident": int(match[3] or 1)}
+    said = {name: word or "" for name, word in match.groupdict().items()}
+    return {**said, "grid": _parse_grid(said["grid"], where), "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
 
 
 def _parse_input(text: str, where: str) -> Input:

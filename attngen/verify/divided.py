@@ -50,8 +50,8 @@ TURNS = ("start", "take", "pass", "end")
 
 def roles(module: Module, kernel: Kernel) -> Iterator[str]:
     """After @entry come one role that fills rings and one that takes from them; the copies of this one share the rows of a tile."""
-    if kernel.name not in {k.name for k in module.kernels}:
-        yield f"no kernel of the module is @{kernel.name}, for which it could stand in"
+    if kernel.stands_for not in {k.name for k in module.kernels}:
+        yield f"no kernel of the module is @{kernel.stands_for}, for which it could stand in"
         return
     found = {block.name: block.role for block in kernel.blocks if block.role}
     fills, takes = ({r for r in found for op in kernel.within(r) if isinstance(op, kind)} for kind in (Fill, Take))
@@ -166,7 +166,7 @@ def _yielded(kernel: Kernel, body: str) -> dict[str, Any]:
 
 def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     """All roles run over the same tiles in the same order: those of the kernel for which this one stands in, full and partial."""
-    portable = module.kernel(kernel.name)
+    portable = module.kernel(kernel.stands_for)
     wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed) for loop in portable.loops}
     scalars = dict(portable.named)
     for name, expr in kernel.named:
@@ -178,7 +178,7 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
         orders[role.name] = [run for run in runs if run[1]]
         for cls, ranges, listed, _ in runs:
             if (ranges, listed) != wanted.get(cls, ((), listed)) and ranges:
-                yield f"@{role.name} runs over other tiles of class {cls} than @{kernel.name} as it is portable"
+                yield f"@{role.name} runs over other tiles of class {cls} than @{portable.name} as it is portable"
         if runs and {run[0] for run in runs if run[1]} != wanted.keys():
             yield f"@{role.name} runs over tiles of class {', '.join(run[0] for run in runs if run[1])}; expected {', '.join(wanted)}"
     if len({repr(order) for order in orders.values() if order}) > 1:

@@ -24,7 +24,7 @@ def verify_interface(module: Module) -> Module:
 def _reasons(module: Module) -> Iterator[str]:
     if module.order not in ORDERS:
         yield f"`order {module.order}`; expected {' or '.join(ORDERS)}"
-    if [name for name, _ in module.schedules] != [kernel.name for kernel in module.kernels]:
+    if [name for name, _ in module.schedules] != [kernel.name for kernel in (*module.kernels, *(k for k in module.divided if k.of))]:
         have = ", ".join(name for name, _ in module.schedules) or "nothing"
         yield f"there are schedules for {have}; expected one for each kernel, in order"
     if "forward" not in {host.name for host in module.hosts}:

@@ -61,7 +61,8 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from _unlike(module)
     if module.blocks and (module.blocks.size & (module.blocks.size - 1) or not 16 <= module.blocks.size <= 4096):
         yield f"`blocks {module.blocks.size}`; expected a power of two from 16 to 4096"
-    for what, values in (("dtype", module.dtypes), ("kernel", tuple(k.name for k in module.kernels))):
+    names = (*module.kernels, *(k for k in module.divided if k.of))
+    for what, values in (("dtype", module.dtypes), ("kernel", tuple(k.name for k in names))):
         if not values or len(set(values)) < len(values):
             yield f"{what} `{' '.join(values)}`; expected one or more, each once"
     for text in (module.name, *(i.name for i in module.inputs)):

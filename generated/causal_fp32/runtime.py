@@ -677,16 +677,17 @@ class Launch:
     """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
 
     def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device) -> None:
-        self.config, self.file, self.name = config, file, kernel.name
+        self.config = {name: value for name, value in config.items() if name != "KERNEL"}
+        self.file, self.name = file, config.get("KERNEL", kernel.name)  # a divided kernel for rows of its own has a name of its own
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         self.described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
         self.describe: Callable[[torch.Tensor, int, int], Any] = descriptor
         self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
         if file is not kernel.kernels:
-            self.described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[kernel.name]]
+            self.described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
             self.describe = functools.partial(descriptor, gluon=True)
-            self.most_programs = file.STAYING.get(kernel.name, 0) * processors(device)
+            self.most_programs = file.STAYING.get(self.name, 0) * processors(device)
         self.parts: tuple[Any, ...] | None = None
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:

@@ -51,7 +51,7 @@ class DividedContext(PipelineContext):
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
         self.stays = any(isinstance(op, Work) for op in divided.ops())
         super().__init__(module, divided)
-        self.portable = KernelContext(module, module.kernel(name))
+        self.portable = KernelContext(module, module.kernel(divided.stands_for))
         # With modifiers, ptxas would move their arithmetic up past the await of P V, if nothing stood there.
         self.modifies = any(isinstance(op, Map) and set(op.type.dims) == PAIR for op in divided.ops())
 

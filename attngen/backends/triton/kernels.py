@@ -52,31 +52,35 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
 
 def _interpreted(module: Module, elem_bytes: int) -> str:
     """The device class whose schedules the interpreter takes: what other NVIDIA GPUs take, or else one that every kernel has."""
-    tables = [rows for name, rows in module.schedules if not module.kernel(name).prepares]
+    portable = {kernel.name for kernel in module.kernels}
+    tables = [rows for name, rows in module.schedules if name in portable and not module.kernel(name).prepares]
     has = [{(r.device, r.elem_bytes) for r in rows if not isinstance(r, Unfit)} for rows in tables]
     return next((c for c in (FALLBACK_CUDA, *CLASSES) if all((c, elem_bytes) in rows for rows in has)), FALLBACK_CUDA)
 
 
 def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
     out = []
-    for kernel, rows in module.schedules:
+    for kernel in (k.name for k in module.kernels):
+        rows = dict(module.schedules)[kernel]
         classes: dict[str, Any] = {}  # rows, or the sentence on why there are none
         for row in rows:
             if isinstance(row, Unfit):
                 classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
                 continue
             if row.backend != module.backend:
-                divided = next(k for k in module.divided if (k.name, k.backend) == (kernel, row.backend))
-                tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, **launch_options(divided, row)}
-                fewer = [(row.min_rows, "None")] if row.min_rows else []  # the portable kernel's
-                key = f'("{row.device}", {row.elem_bytes}, "{row.backend}")'
-                classes.setdefault(key, []).extend([*fewer, (row.max_rows, _config(tiles))])
                 continue
             blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
             config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
             config |= {"TMA": row.tma} if views[kernel].tma else {}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
             entry.append((row.max_rows, _config(config)))
+        for divided, row in module.stand_ins(kernel):
+            tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, **launch_options(divided, row)}
+            named = {"KERNEL": json.dumps(divided.name)} if divided.of else {}
+            entry = classes.setdefault(f'("{row.device}", {row.elem_bytes}, "{row.backend}")', [])
+            if row.min_rows and not entry:
+                entry.append((row.min_rows, "None"))  # the portable kernel's
+            entry.append((row.max_rows, _config(tiles | named)))
         out.append((kernel, list(classes.items())))
     return out
 
