@@ -17,7 +17,8 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.base import Pass
 
 Rule = Callable[[Module, Kernel], Iterator[str]]  # of the verifier: a reason for each thing that breaks it
-Choose = Callable[[Module], Row | str]  # the schedule row of a divided kernel; or why it has none, as the end of a sentence
+# The schedule rows of divided kernels, of each one, those for fewer rows first; or why there are none, as the end of a sentence.
+Choose = Callable[[Module], tuple[Row, ...] | str]
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Divider:
     kernel: str  # that it divides
     passes: Callable[[Choose], tuple[Pass, ...]]
     row: Callable[[Module, int | None, int | None, int | None], Row]  # its own choice, with a spec's block_q, block_kv and stages in place
+    long: Callable[[Module], Row | None]  # a row that is faster than that one from some number of rows on, if there is one
     candidates: Callable[[Module], tuple[Row, ...]]  # rows that are worth measuring, for any number of rows; none if it cannot divide
     declined: Callable[[Module], str]  # why it leaves the kernel portable if nobody asks; empty text where it expects to be faster
     rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have

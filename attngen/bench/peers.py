@@ -157,8 +157,16 @@ def _reason(said: list[str]) -> str:
 EAGER_SCORES = 2**30  # up to so many, FlexAttention's block mask is made without compiling what makes it, which can take minutes
 
 
-def _flex(problem: Problem) -> Call:
+def _flex_flash_cannot(cell: Cell) -> str:
+    if not _importable("flash_attn.cute"):
+        return "FlashAttention-4 is not installed"
+    return "no gradient of a learned bias" if cell.spec.learned() else cannot(cell.spec)
+
+
+def _flex(problem: Problem, backend: str = "") -> Call:
     """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is made before.
+
+    backend: `FLASH` for its backend that writes kernels by FlashAttention-4; its own Triton kernels without one.
 
     With a learned bias its backward gets two stages: its default of three needs more shared memory than an H200 has.
     """
@@ -169,7 +177,9 @@ def _flex(problem: Problem) -> Call:
     torch._functorch.config.donated_buffer = False  # else no backward can run twice on one graph
     made, c = problem.mods, problem.cell
     options: dict[str, Any] = {"score_mod": made.score, "enable_gqa": c.heads != c.kv_heads}
-    if c.spec.learned():
+    if backend:
+        options["kernel_options"] = {"BACKEND": backend}
+    elif c.spec.learned():
         options["kernel_options"] = {"bwd_num_stages": 2}
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     if made.mask is None:
@@ -271,6 +281,7 @@ PEERS = {  # ours first: the others' results are held against the first's
     "efficient": Peer("SDPA EFFICIENT", partial(_sdpa_cannot, single=True), partial(_sdpa, "efficient")),
     "math": Peer("SDPA MATH", partial(_sdpa_cannot, single=True), partial(_sdpa, "math")),
     "flex": Peer("FlexAttention", partial(_undropped, lambda cell: cannot(cell.spec)), _flex, compiles=True),
+    "flex_flash": Peer("FlexAttention by FlashAttention-4", partial(_undropped, _flex_flash_cannot), partial(_flex, backend="FLASH"), True),
     "fa4": Peer("FlashAttention-4", partial(_undropped, _fa4_cannot), _fa4, compiles=True),
     "naive": Peer("naive", partial(_undropped, lambda cell: ""), _naive),
 }

@@ -51,8 +51,8 @@ def bench(
     Forward, backward and both, of each cell (a spec and its sizes) in a process of its own, the peers in turn: milliseconds (medians of
     rounds, the L2 flushed), TFLOP/s, the fraction of the roof that this run measured, the spread; peak memory of a forward and backward,
     host time of a forward call, seconds to the first result with empty caches. Peers: ours, flash, cudnn, efficient, math (SDPA's
-    backends), flex (FlexAttention, written from the spec), fa4 (FlashAttention-4, where it is installed), naive. Dropout is off, masks
-    and plans are made before. A peer that fails or hangs loses its own figures alone.
+    backends), flex (FlexAttention, written from the spec), flex_flash (its backend of FlashAttention-4), fa4 (FlashAttention-4; both where
+    that is installed), naive. Dropout is off, masks and plans are made before. A peer that fails or hangs loses its own figures alone.
 
     Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and variants (what dropout
     costs, and what block sparsity saves). The last two have tables of their own, as Markdown.

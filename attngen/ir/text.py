@@ -261,7 +261,7 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
 
 _N = "([0-9]{1,9})"
 _ROW = re.compile(
-    rf"(\w+) bytes={_N} (?:rows>{_N} ?)?(?:rows<=([0-9]{{1,9}}|inf))?(?<! ) : "
+    rf"(\w+) bytes={_N} (?:rows>{_N}(?= :| rows) ?)?(?:rows<=([0-9]{{1,9}}|inf))?(?<! ) : "
     rf"BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?( measured)?(?: backend=(\w+))?"
 )
 

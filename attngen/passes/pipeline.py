@@ -79,7 +79,7 @@ def undivided(spec: Spec, module: Module, tables: Mapping[str, Table] | None = N
 
 def divide(module: Module, row: Row) -> Module:
     """The target module of one that is as after the pass dce, with its kernel divided under a row of the row's backend."""
-    steps = (*DIVIDERS[row.backend].passes(lambda _: row), *backend_of(module).legalize)
+    steps = (*DIVIDERS[row.backend].passes(lambda _: (row,)), *backend_of(module).legalize)
     *_, (_, made) = _run(module, steps)
     return made
 

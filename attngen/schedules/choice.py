@@ -1,4 +1,4 @@
-"""Which schedule row a kernel has that a backend divides into roles, or why it has none.
+"""Which schedule rows a kernel has that a backend divides into roles, or why it has none.
 
 The spec's word comes first, then what was measured, then what the backend expects to be faster.
 """
@@ -15,16 +15,18 @@ from attngen.schedules.table import Table, schedule_of
 from attngen.spec.model import Schedule
 
 
-def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], module: Module) -> Row | str:
-    """The row of a module's divided kernel; or why the kernel has none, as the end of a sentence.
+def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], module: Module) -> tuple[Row, ...] | str:
+    """The rows of a module's divided kernels, one for each; or why there are none, as the end of a sentence.
 
     A spec that asks for the backend has its kernel divided for any number of rows, others for more than SHORT_ROWS at least.
     """
     table = tables.get(divider.device)
     if asked.backend == divider.name:
         tiles = asked.block_q, asked.block_kv, asked.stages
-        measured = None if any(tiles) else _faster(divider, table, module, None)
-        return next(iter(measured)) if measured else divider.row(module, *tiles)
+        if any(tiles):
+            return (divider.row(module, *tiles),)
+        measured = _faster(divider, table, module, None)
+        return (next(iter(measured)),) if measured else _expected(divider, module)
     if asked.backend != "auto":
         return f"the spec says `schedule: {{backend: {asked.backend}}}`"
     if given := sorted(asked.model_dump(exclude_defaults=True)):
@@ -32,11 +34,18 @@ def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], modul
     return _automatic(divider, table, module)
 
 
-def _automatic(divider: Divider, table: Table | None, module: Module) -> Row | str:
-    """The row of a kernel of a spec that leaves the choice to attngen.
+def _expected(divider: Divider, module: Module) -> tuple[Row, ...]:
+    """The rows that the backend expects to be the fastest."""
+    usual, long = divider.row(module, None, None, None), divider.long(module)
+    return (replace(usual, max_rows=long.min_rows), long) if long else (usual,)
+
+
+def _automatic(divider: Divider, table: Table | None, module: Module) -> tuple[Row, ...] | str:
+    """The rows of kernels of a spec that leaves the choice to attngen.
 
     It is the row that is the fastest in the range of the most rows; of several that are as fast, the one that is faster than the portable
-    kernel in the most ranges below. Where nothing was measured, the backend's own expectation stands.
+    kernel in the most ranges below. Where it is not and another one is, that has a kernel for fewer rows. Where nothing was measured, the
+    backend's own expectation stands.
     """
     declined = divider.declined(module)
     best = _faster(divider, table, module, None)
@@ -44,16 +53,23 @@ def _automatic(divider: Divider, table: Table | None, module: Module) -> Row | s
         return f"the portable kernel was measured to be as fast (attngen/schedules, {table.device if table else ''})"
     if best is None and declined:
         return declined
-    alike = [row for row, ms in best.items() if (1 - NOISE) * ms <= min(best.values())] if best else [divider.row(module, None, None, None)]
     below = {most: _faster(divider, table, module, most) for most, _ in reversed(RANGES) if most and most > SHORT_ROWS}
 
-    def from_where_on(row: Row) -> int:
-        for most, faster in below.items():
+    def bounded(row: Row) -> Row:
+        """It, for the rows from which on it is faster than the portable kernel."""
+        for most in (most for most in below if row.max_rows is None or most < row.max_rows):
+            faster = below[most]
             if declined if faster is None else schedule_of(row) not in map(schedule_of, faster):
-                return most
-        return SHORT_ROWS
+                return replace(row, min_rows=most)
+        return replace(row, min_rows=SHORT_ROWS)
 
-    return min((replace(row, min_rows=from_where_on(row)) for row in alike), key=lambda row: row.min_rows)
+    if best is None:
+        usual, *long = _expected(divider, module)
+        return (bounded(usual), *long)
+    alike = [row for row, ms in best.items() if (1 - NOISE) * ms <= min(best.values())]
+    chosen = min(map(bounded, alike), key=lambda row: row.min_rows)
+    others = below.get(chosen.min_rows)
+    return (bounded(replace(next(iter(others)), max_rows=chosen.min_rows)), chosen) if others else (chosen,)
 
 
 def _faster(divider: Divider, table: Table | None, module: Module, max_rows: int | None) -> dict[Row, float] | None:

@@ -53,6 +53,8 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
     if kernel.stands_for not in {k.name for k in module.kernels}:
         yield f"no kernel of the module is @{kernel.stands_for}, for which it could stand in"
         return
+    if kernel.args != module.kernel(kernel.stands_for).args:
+        yield f"it has other arguments than @{kernel.stands_for}, for which it stands in"
     found = {block.name: block.role for block in kernel.blocks if block.role}
     fills, takes = ({r for r in found for op in kernel.within(r) if isinstance(op, kind)} for kind in (Fill, Take))
     if kernel.blocks[0].name != "entry" or kernel.blocks[0].role:

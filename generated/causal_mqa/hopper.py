@@ -90,6 +90,20 @@ def row_max(x):
     return gl.convert_layout(gl.max(chains, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
+CHAINS = gl.constexpr(8)  # sums of each row
+
+
+@gluon.constexpr_function
+def chained_layout():
+    # How these are spread: two to each of the four threads that have the row.
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
+
+
+@gluon.jit
+def chains(x, LAYOUT: gl.constexpr):
+    # The sums of each row, of every eighth column each. A thread adds up its own columns alone.
+    return gl.convert_layout(gl.sum(x.reshape([ROWS, x.shape[1] // CHAINS, CHAINS]), 1), LAYOUT, assert_trivial=True)
 @gluon.jit
 def row_sum(x):
     # The sum of each row, by four chains in each thread.
@@ -121,10 +135,35 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    # The left and the right half of the columns. Each number stays in its thread.
+    return x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
 def following(slot, phase, SLOTS: gl.constexpr):
     # The slot after this one, and the phase of its barrier.
     last = slot + 1 == SLOTS
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def defer(x):
+    # x itself, of which the compiler knows nothing before this place: what depends on it is computed after the wait before it.
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def joined(left, right, LAYOUT: gl.constexpr):
+    # The tile that has these halves.
+    x = gl.join(left, right).permute(0, 2, 1).reshape([ROWS, 2 * left.shape[1]])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def rows_of(x, tile):
+    # One number for each row of a tile, where the tile has the row.
+    return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -178,9 +217,10 @@ def told(slot):
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles)
 DESCRIBED = {
     "fwd": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, 64)),
+    "fwd_long": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
-STAYING = {"fwd": 2}
+STAYING = {"fwd": 2, "fwd_long": 1}
 
 
 @gluon.jit
@@ -446,4 +486,335 @@ def fwd(
         ],
         [4, 1],
         [104, 24],
+    )
+
+
+@gluon.jit
+def fwd_long_producer(
+    Q, K, V, Hq, Nq, Nk, q_ring, q_full, k_ring, k_full, v_ring, v_full, work_ring, work_full,
+    COUNTER, TILES,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    q_slot, q_fills = 0, 0
+    k_slot, k_fills = 0, 0
+    v_slot, v_fills = 0, 0
+    work_slot, work_fills = 0, 0
+    Hq = anew(Hq)
+    Nq = anew(Nq)
+    Nk = anew(Nk)
+    pid = gl.program_id(0)
+    while pid >= 0:
+        Hq = anew(Hq)
+        Nq = anew(Nq)
+        Nk = anew(Nk)
+        q_tiles = gl.cdiv(Nq, BLOCK_Q)
+        first_head = pid // (8 * q_tiles) * 8
+        heads_abreast = gl.minimum(8, TILES // q_tiles - first_head)  # which take turns
+        turn = pid - first_head * q_tiles
+        own_head = first_head + turn % heads_abreast
+        q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+        h = own_head % Hq
+        b = own_head // Hq
+        kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
+        kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
+        if work_fills >= 2:
+            meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+        tell(q_start, work_ring.index(5 * work_slot))
+        tell(h, work_ring.index(5 * work_slot + 1))
+        tell(b, work_ring.index(5 * work_slot + 2))
+        tell(kv_end, work_ring.index(5 * work_slot + 3))
+        tell(kv_full_end, work_ring.index(5 * work_slot + 4))
+        mbarrier.arrive(work_full.index(work_slot), count=1)
+        work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
+        ticket = draw(COUNTER)  # of the next tile: asked for now, read when this one is copied
+        if q_fills >= 2:
+            meet(5 + q_slot, THREADS)  # the slot is free
+        for copy in gl.static_range(3):
+            mbarrier.expect(q_full.index(3 * q_slot + copy), ROWS * D_QK * 2)
+            copy_in(
+                Q,
+                [b, h, q_start + copy * 64, 0],
+                q_full.index(3 * q_slot + copy),
+                q_ring.index(3 * q_slot + copy),
+            )
+        q_slot, q_fills = gl.where(q_slot + 1 == 2, 0, q_slot + 1), q_fills + 1
+        partial_tiles = kv_end - kv_full_end
+        full_tiles = kv_full_end
+        # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+        for at in range(partial_tiles + full_tiles):
+            kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)
+            kv_start = kv_tile * BLOCK_KV
+            if k_fills >= SLOTS:
+                meet(7 + k_slot, THREADS)  # the slot is free
+            mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
+            copy_in(K, [b, 0, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
+            k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
+            if v_fills >= SLOTS:
+                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
+            mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
+            copy_in(V, [b, 0, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
+            v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
+        pid = drawn(ticket) + gl.num_programs(0)
+        pid = gl.where(pid < TILES, pid, -1)
+    if work_fills >= 2:
+        meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+    tell(-1, work_ring.index(5 * work_slot))
+    mbarrier.arrive(work_full.index(work_slot), count=1)
+    work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
+    reset(COUNTER)
+    for _ in range(gl.minimum(q_fills, 2)):
+        q_slot = gl.where(q_slot == 0, 2 - 1, q_slot - 1)
+        meet(5 + q_slot, THREADS)
+    for _ in range(gl.minimum(k_fills, SLOTS)):
+        k_slot = gl.where(k_slot == 0, SLOTS - 1, k_slot - 1)
+        meet(7 + k_slot, THREADS)
+    for _ in range(gl.minimum(v_fills, SLOTS)):
+        v_slot = gl.where(v_slot == 0, SLOTS - 1, v_slot - 1)
+        meet(7 + SLOTS + v_slot, THREADS)
+    for _ in range(gl.minimum(work_fills, 2)):
+        work_slot = gl.where(work_slot == 0, 2 - 1, work_slot - 1)
+        meet(7 + SLOTS + SLOTS + work_slot, THREADS)
+
+
+@gluon.jit
+def fwd_long_consumer(
+    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_ring, q_full, k_ring, k_full, v_ring,
+    v_full, work_ring, work_full, o_ring,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    SCORES: gl.constexpr = layout_of(BLOCK_KV)
+    SUMS: gl.constexpr = layout_of(D_V)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    CHAINED: gl.constexpr = chained_layout()
+    q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
+    dtype = O.dtype
+    k_slot, k_phase = 0, 0
+    v_slot, v_phase = 0, 0
+    work_slot, work_phase = 0, 0
+    if COPY == 2:
+        arrive(13, 256)  # the first copy's turn comes first
+    Nq = anew(Nq)
+    Nk = anew(Nk)
+    stride_lse_b = anew(stride_lse_b)
+    stride_lse_h = anew(stride_lse_h)
+    mbarrier.wait(work_full.index(work_slot), work_phase)
+    q_start = told(work_ring.index(5 * work_slot))
+    while q_start >= 0:
+        Nq = anew(Nq)
+        Nk = anew(Nk)
+        stride_lse_b = anew(stride_lse_b)
+        stride_lse_h = anew(stride_lse_h)
+        kv_end = told(work_ring.index(5 * work_slot + 3))
+        kv_full_end = told(work_ring.index(5 * work_slot + 4))
+        q_start = q_start + COPY * ROWS
+        q_idx = q_start + q_off
+        qk_scale = LOG2E * scale
+        mbarrier.wait(q_full.index(3 * work_slot + COPY), work_phase)
+        q = q_ring.index(3 * work_slot + COPY).reshape([ROWS, D_QK])
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.full([ROWS, CHAINS], 0.0, gl.float32, CHAINED)
+        acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
+        partial_tiles = kv_end - kv_full_end
+        full_tiles = kv_full_end
+        own_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + ROWS) - Nq)), BLOCK_KV)
+        own_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
+        hidden_tiles = kv_end - own_end
+        masked_tiles = kv_end - own_full_end
+        # tiles that hide all keys from the copy's rows
+        for _ in range(hidden_tiles):
+            meet(13 + COPY, 256)  # this copy's turn
+            arrive(13 + (COPY + 1) % 3, 256)  # the next copy's turn
+            mbarrier.wait(k_full.index(k_slot), k_phase)
+            arrive(7 + k_slot, THREADS)
+            k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+            mbarrier.wait(v_full.index(v_slot), v_phase)
+            arrive(7 + SLOTS + v_slot, THREADS)
+            v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+        if hidden_tiles < partial_tiles + full_tiles:
+            first = gl.where(hidden_tiles < partial_tiles, kv_end - 1 - hidden_tiles, hidden_tiles - partial_tiles)
+            kv_tile = first
+            kv_start = kv_tile * BLOCK_KV
+            kv_idx = kv_start + kv_off
+            mbarrier.wait(k_full.index(k_slot), k_phase)
+            k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+            meet(13 + COPY, 256)  # this copy's turn
+            s_flight = warpgroup_mma(
+                q,
+                k.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
+                use_acc=False,
+                is_async=True,
+            )
+            arrive(13 + (COPY + 1) % 3, 256)  # the next copy's turn
+            s = warpgroup_mma_wait(0, deps=[s_flight])
+            arrive_soon(7 + k_slot, THREADS)
+            k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+            s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
+            m_new = gl.maximum(m, row_max(s))
+            m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
+            p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
+            alpha = gl.exp2((m - m_seen) * qk_scale)
+            weights = pack(p, dtype)
+            p_sum = chains(p, CHAINED)
+            soft_alpha_chains = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+            l = p_sum + l * soft_alpha_chains[:, None]
+            soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
+            acc = acc * soft_alpha_sums[:, None]
+            m = m_new
+            # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+            for at in range(hidden_tiles + 1, partial_tiles + full_tiles):
+                mbarrier.wait(k_full.index(k_slot), k_phase)
+                k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+                meet(13 + COPY, 256)  # this copy's turn
+                s_flight = warpgroup_mma(
+                    q,
+                    k.permute((1, 0)),
+                    gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
+                    use_acc=False,
+                    is_async=True,
+                )
+                mbarrier.wait(v_full.index(v_slot), v_phase)
+                v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
+                weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+                acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
+                arrive(13 + (COPY + 1) % 3, 256)  # the next copy's turn
+                s = warpgroup_mma_wait(1, deps=[s_flight])
+                arrive_soon(7 + k_slot, THREADS)
+                k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+                if at < masked_tiles:
+                    kv_tile = kv_end - 1 - at
+                    kv_start = kv_tile * BLOCK_KV
+                    kv_idx = kv_start + kv_off
+                    s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
+                m_new = gl.maximum(m, row_max(s))
+                m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
+                soft_base = m_seen * qk_scale
+                alpha = gl.exp2((m - m_seen) * qk_scale)
+                soft_halves_left, soft_halves_right = halves(s)
+                soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
+                p_sum_left = chains(soft_left, CHAINED)
+                soft_alpha_chains = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+                l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
+                l_next_left = hold(l_next_left, 4)
+                acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
+                arrive_soon(7 + SLOTS + v_slot, THREADS)
+                v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+                soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
+                acc = acc_next * soft_alpha_sums[:, None]
+                soft_base_deferred = defer(soft_base)
+                soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
+                p_sum_right = chains(soft_right, CHAINED)
+                l = l_next_left + p_sum_right
+                soft_joined = joined(soft_left, soft_right, SCORES)
+                weights = pack(soft_joined, dtype)
+                m = m_new
+            mbarrier.wait(v_full.index(v_slot), v_phase)
+            v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
+            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
+            acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
+            arrive_soon(7 + SLOTS + v_slot, THREADS)
+            v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+        arrive(5 + work_slot, THREADS)
+        # where the tile is, read again: no registers held it
+        q_start = told(work_ring.index(5 * work_slot))
+        h = told(work_ring.index(5 * work_slot + 1))
+        b = told(work_ring.index(5 * work_slot + 2))
+        q_start = q_start + COPY * ROWS
+        q_idx = q_start + q_off
+        keys_l = beside(gl.sum(l, 1), SCORES)
+        inv_l = gl.where(keys_l > 0, 1.0 / keys_l, 0)
+        inv_l_sums = gl.convert_layout(inv_l, gl.SliceLayout(1, SUMS))
+        o = (acc * inv_l_sums[:, None]).to(dtype)
+        tma.store_wait(0)  # the outputs of the tile before have left
+        o_ring.index(COPY).reshape([ROWS, D_V]).store(o)
+        fence_async_shared()
+        copy_out(O, [b, h, q_start, 0], o_ring.index(COPY))
+        lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
+        LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
+        gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
+        arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+        work_slot, work_phase = following(work_slot, work_phase, 2)
+        mbarrier.wait(work_full.index(work_slot), work_phase)
+        q_start = told(work_ring.index(5 * work_slot))
+    arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+    work_slot, work_phase = following(work_slot, work_phase, 2)
+    if COPY == 0:
+        meet(13, 256)  # the last pass
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["Nq", "Nk", "TILES"])
+def fwd_long(
+    Q, K, V, O, LSE, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_n,
+    stride_v_b, stride_v_n, stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
+    COUNTER,
+    TILES,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    # Forward: online softmax over key tiles, one program per query tile. For long sequences.
+    q_ring = gl.allocate_shared_memory(Q.dtype, [3 * 2, 1, 1, ROWS, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [3 * 2, 1], mbarrier.MBarrierLayout())
+    k_ring = gl.allocate_shared_memory(K.dtype, [SLOTS, 1, 1, BLOCK_KV, D_QK], K.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    v_ring = gl.allocate_shared_memory(V.dtype, [SLOTS, 1, 1, BLOCK_KV, D_V], V.layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    work_ring = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    o_ring = gl.allocate_shared_memory(O.dtype, [3, 1, 1, ROWS, D_V], O.layout)
+    for slot in gl.static_range(3 * 2):
+        mbarrier.init(q_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(k_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(v_full.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(work_full.index(slot), count=1)
+    fence_async_shared()
+    THREADS: gl.constexpr = 416  # that meet at a named barrier: consumers, and the producer
+    gl.warp_specialize(
+        [
+            (
+                fwd_long_consumer,
+                (
+                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_ring, q_full, k_ring,
+                    k_full, v_ring, v_full, work_ring, work_full, o_ring, BLOCK_KV, SLOTS, THREADS,
+                    0,
+                ),
+            ),
+            (
+                fwd_long_consumer,
+                (
+                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_ring, q_full, k_ring,
+                    k_full, v_ring, v_full, work_ring, work_full, o_ring, BLOCK_KV, SLOTS, THREADS,
+                    1,
+                ),
+            ),
+            (
+                fwd_long_consumer,
+                (
+                    O, LSE, scale, Nq, Nk, stride_lse_b, stride_lse_h, q_ring, q_full, k_ring,
+                    k_full, v_ring, v_full, work_ring, work_full, o_ring, BLOCK_KV, SLOTS, THREADS,
+                    2,
+                ),
+            ),
+            (
+                fwd_long_producer,
+                (
+                    Q, K, V, Hq, Nq, Nk, q_ring, q_full, k_ring, k_full, v_ring, v_full, work_ring,
+                    work_full, COUNTER, TILES, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                ),
+            ),
+        ],
+        [4, 4, 1],
+        [160, 160, 32],
     )

@@ -49,7 +49,8 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (512, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 80}),
+            (3072, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 80}),
+            (None, {"BLOCK_Q": 192, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4, "KERNEL": "fwd_long"}),
         ),
     },
     "dq": {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bench.catalog import fa3, find_grid, paper
+from attngen.bench.catalog import fa3, find_grid, flex, paper
 from attngen.bench.grids import cell, only, read_grid
 from attngen.bench.peers import PEERS
 from attngen.bench.run import Setup
@@ -53,6 +53,11 @@ def test_a_spec_of_both_grids_is_one() -> None:
     work = select([], ["paper", "fa3"], None, None, None, SIZES)
     assert len(work) == 60
     assert set(work.values()) == {("ours", "flash", "naive"), ("ours", "flash", "cudnn", "flex", "fa4")}
+
+
+def test_what_needs_flash_attention_4_says_so_where_it_is_not_installed() -> None:
+    cells = {c.spec.name: c for c in flex().cells}
+    assert PEERS["flex_flash"].cannot(cells["flex_alibi"]) == "FlashAttention-4 is not installed"
 
 
 def test_a_grid_from_a_file(tmp_path: Path) -> None:

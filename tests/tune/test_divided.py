@@ -246,9 +246,9 @@ def tables(faster: Mapping[int | None, tuple[dict[str, int], ...] | None], data:
 def rows_of(
     faster: Mapping[int | None, tuple[dict[str, int], ...] | None], data: Mapping[str, Any] = TEXT, **schedule: Any
 ) -> tuple[Row, ...]:
-    """The rows of the divided forward of a spec, with a table."""
+    """The rows of the divided forwards of a spec, with a table."""
     made = make_spec({**data, **({"schedule": schedule} if schedule else {})})
-    return lower(made, tables=tables(faster, data)).rows("fwd", "hopper")
+    return tuple(row for _, row in lower(made, tables=tables(faster, data)).stand_ins("fwd"))
 
 
 EVERYWHERE = {2048: (TILES,), 8192: (OTHER, TILES), None: (TILES, OTHER)}
@@ -273,7 +273,6 @@ def test_a_winner_of_the_table_divides_the_kernel_with_its_row(tmp_path: Path) -
     [
         (EVERYWHERE, 512),
         ({**EVERYWHERE, 2048: ()}, 2048),
-        ({**EVERYWHERE, 2048: (OTHER,)}, 2048),  # of another tile: a kernel has one
         ({**EVERYWHERE, 8192: ()}, 8192),
         ({8192: (TILES,), None: (TILES,)}, 2048),  # nothing is known of fewer rows, and heads are narrow
         ({**EVERYWHERE, None: ()}, None),
@@ -284,6 +283,19 @@ def test_a_winner_of_the_table_divides_the_kernel_with_its_row(tmp_path: Path) -
 )
 def test_the_portable_row_stays_where_it_won(faster: Any, above: int | None) -> None:
     assert [row.min_rows for row in rows_of(faster)] == ([] if above is None else [above])
+
+
+def test_another_tile_that_wins_for_fewer_rows_has_a_kernel_of_its_own() -> None:
+    made = {**EVERYWHERE, 2048: (OTHER,), 8192: (TILES,)}
+    assert [(r.block_q, r.min_rows, r.max_rows) for r in rows_of(made)] == [(64, 512, 2048), (192, 2048, None)]
+    module = lower(make_spec(TEXT), tables=tables(made))
+    assert [(k.name, k.stands_for) for k in module.divided] == [("fwd", "fwd"), ("fwd_long", "fwd")]
+    configs = render(module)["kernels.py"].partition('("sm90", 2, "hopper"): (\n')[2].splitlines()[:3]
+    assert [line.strip() for line in configs] == [
+        "(512, None),",
+        '(2048, {"BLOCK_Q": 64, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4}),',
+        '(None, {"BLOCK_Q": 192, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4, "KERNEL": "fwd_long"}),',
+    ]
 
 
 def test_where_nothing_was_measured_the_expectation_stands() -> None:
@@ -297,11 +309,11 @@ def test_where_nothing_was_measured_the_expectation_stands() -> None:
 
 def test_of_rows_that_are_as_fast_the_one_with_the_most_ranges_is_taken() -> None:
     made = tables({**EVERYWHERE, 2048: (OTHER,)})["sm90"]
-    for ms, expected in ((0.505, (64, 512)), (0.52, (192, 2048))):
+    for ms, expected in ((0.505, [(64, 512)]), (0.52, [(64, 512), (192, 2048)])):
         rivals = (Divided("hopper", TILES, 0.5), Divided("hopper", OTHER, ms))
         entries = {k: replace(e, divided=rivals) if k.max_rows is None else e for k, e in made.entries.items()}
-        (row,) = lower(make_spec(TEXT), tables={"sm90": replace(made, entries=entries)}).rows("fwd", "hopper")
-        assert (row.block_q, row.min_rows) == expected
+        rows = lower(make_spec(TEXT), tables={"sm90": replace(made, entries=entries)}).stand_ins("fwd")
+        assert [(row.block_q, row.min_rows) for _, row in rows] == expected
 
 
 def test_the_spec_comes_before_the_table() -> None:

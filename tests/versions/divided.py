@@ -26,26 +26,27 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
     """
     found: dict[str, Any] = {"kernels": 0, "spill": {}, "more": {}, "less": {}, "unfit": {}, "failed": {}}
     found |= {"serialised": [], "reused": [], "unset": [], "bare": []}
-    asked = [(whole(name), row) for name in names or DIVIDED for row in whole(name).rows("fwd", NAME)]
+    asked = [(whole(name), kernel, row) for name in names or DIVIDED for kernel, row in whole(name).stand_ins("fwd")]
     with tempfile.TemporaryDirectory() as made:
         jobs = []
-        for module, row in asked:
+        for module, kernel, row in asked:
             folder = Path(made) / module.name
             write_module(render(module), folder)
-            jobs.append(HOPPER.compiler.job(module, module.divided[0], row, folder / HOPPER.file))
+            jobs.append(HOPPER.compiler.job(module, kernel, row, folder / HOPPER.file))
         readings = list(HOPPER.compiler.compile_all(jobs, workers))
-    for (module, row), read in zip(asked, readings):
+    for (module, kernel, row), read in zip(asked, readings):
+        name = f"{module.name}{' @' + kernel.name if kernel.of else ''}"
         found["kernels"] += 1
         if isinstance(read, str):
-            found["failed"][module.name] = read
+            found["failed"][name] = read
             continue
-        predicted, code = HOPPER.footprint.sram_bytes(module, module.divided[0], row), read.machine or {}
+        predicted, code = HOPPER.footprint.sram_bytes(module, kernel, row), read.machine or {}
         sizes = {"more": read.shared_bytes > predicted, "less": read.shared_bytes < predicted}
         sizes["unfit"] = read.shared_bytes > CLASSES[row.device].smem_per_block
         for key, is_so in sizes.items():
-            found[key] |= {module.name: [predicted, read.shared_bytes]} if is_so else {}
-        found["spill"] |= {module.name: read.spilled_bytes} if read.spilled_bytes else {}
-        bare = code["under"] < under_product(module.divided[0], row)[0] * code["exponentials"]
+            found[key] |= {name: [predicted, read.shared_bytes]} if is_so else {}
+        found["spill"] |= {name: read.spilled_bytes} if read.spilled_bytes else {}
+        bare = code["under"] < under_product(kernel, row)[0] * code["exponentials"]
         for key, is_so in (*((key, bool(code[key])) for key in ("serialised", "reused", "unset")), ("bare", bare)):
-            found[key] += [module.name] if is_so else []
+            found[key] += [name] if is_so else []
     return found

@@ -34,6 +34,7 @@ HOPPER = Divider(
         LegalizeGluon(),
     ),
     row=choice.row,
+    long=choice.long_row,
     candidates=choice.candidates,
     declined=choice.declined,
     rules={"fits": rules.fits},

@@ -11,6 +11,8 @@ after:   (the same), and
          schedule @fwd
            sm90 bytes=2 rows>512 : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
 
+Where another row is chosen for long sequences, it has a kernel of its own, @fwd_long, that stands in for @fwd, too.
+
 A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before the roles start,
 as all of them need it. The producer has nothing to do yet.
 
@@ -24,10 +26,10 @@ from typing import ClassVar
 
 from attngen.backends.base import Choose
 from attngen.backends.hopper.choice import is_shared, obstacle, resident, row
-from attngen.backends.hopper.facts import KERNEL, NAME, REGISTERS, ROWS, SHARED_REGISTERS
+from attngen.backends.hopper.facts import KERNEL, LONG_KERNEL, NAME, REGISTERS, ROWS, SHARED_REGISTERS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Block, Role
 from attngen.passes.base import Pass, padded
 
@@ -36,7 +38,7 @@ from attngen.passes.base import Pass, padded
 class AssignRoles(Pass):
     name: ClassVar[str] = "assign-roles"
     phase: ClassVar[str] = "scheduled"
-    choose: Choose = field(default=row)
+    choose: Choose = field(default=lambda module: (row(module),))
 
     def run(self, module: Module) -> Module:
         kernel, chosen = module.kernel(KERNEL), self.choose(module)
@@ -44,13 +46,22 @@ class AssignRoles(Pass):
             return module
         if why := obstacle(module, kernel):
             raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @fwd cannot be divided into roles: {why}")
-        copies, rest = divmod(chosen.block_q, ROWS)
-        if rest or copies not in REGISTERS:
-            expected = " or ".join(str(ROWS * n) for n in REGISTERS)
-            size = f"{chosen.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
-            raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
-        schedules = tuple((name, (*has, chosen) if name == kernel.name else has) for name, has in module.schedules)
-        return replace(module, divided=(_divided(_padded(module, kernel), copies, resident(module, chosen)),), schedules=schedules)
+        padded_kernel = _padded(module, kernel)
+        divided = [_divided(padded_kernel, _copies(module, row), resident(module, row)) for row in chosen]
+        own = [replace(k, name=LONG_KERNEL, of=KERNEL, about=f"{k.about} For long sequences.") for k in divided[1:]]
+        schedules = [(name, (*has, chosen[0]) if name == kernel.name else has) for name, has in module.schedules]
+        schedules += [(k.name, (row,)) for k, row in zip(own, chosen[1:], strict=True)]
+        return replace(module, divided=(divided[0], *own), schedules=tuple(schedules))
+
+
+def _copies(module: Module, row: Row) -> int:
+    """The copies of the consumer that a row asks for."""
+    copies, rest = divmod(row.block_q, ROWS)
+    if rest or copies not in REGISTERS:
+        expected = " or ".join(str(ROWS * n) for n in REGISTERS)
+        size = f"{row.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
+        raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
+    return copies
 
 
 def _padded(module: Module, kernel: Kernel) -> Kernel:

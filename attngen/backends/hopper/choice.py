@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from attngen.backends.hopper.facts import (
@@ -21,6 +22,7 @@ from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Arg, Gather, Load, Loop, Map, Mask, Op
 from attngen.ir.roles import Give, Ring, Take, Turn, Work
+from attngen.schedules.classes import mask_class
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
@@ -31,6 +33,7 @@ NARROW = 64  # columns of heads whose softmax takes as long as their products
 THREE = (192, 128, 2)  # tiles of narrow heads: of three consumers, two compute while the products of the third run
 SHARED_ROWS = 128  # of the queries of programs of which two share a multiprocessor
 TWICE = (SHARED_ROWS, 64, 3)  # tiles of other narrow heads: of two programs that share a multiprocessor
+LONG = 3072  # rows, beyond which three consumers are faster than two programs under a causal mask, too (docs/perf-log.md, section 26)
 KEYS, SLOTS = (64, 128), (2, 3)  # rows of keys and slots that are worth measuring
 SPARE_REGISTERS, SPARE_SHARED = 32, 24  # of a consumer's, beside its tiles: for addresses and for maxima and sums of rows
 PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
@@ -91,18 +94,25 @@ def is_narrow(module: Module) -> bool:
 def takes_three(module: Module, kernel: Kernel) -> bool:
     """Whether a third of the registers is enough for a consumer, and its program's 192 queries are fast.
 
+    Under a mask that lets some tiles visit fewer keys, as a causal one does, wider tiles compute more that is hidden.
+    """
+    return _is_even(kernel) and _is_light(module, kernel)
+
+
+def _is_light(module: Module, kernel: Kernel) -> bool:
+    """Whether a third of the registers is enough for a consumer.
+
     Kernels at hand spill if their loop runs over several ranges, if they draw random words, load a number for each key or score, or have a
-    modifier of positions. And under a mask that lets some tiles visit fewer keys, as a causal one does, wider tiles compute more that is
-    hidden.
+    modifier of positions.
     """
     if module.dropout or module.blocks or kernel.reads_pairs or _work(kernel) > MOST_OF_THREE:
         return False
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
-    uneven = any(len(loop.ranges) > 1 or loop.listed for loop in loops) or not _is_even(kernel)
+    apart = any(len(loop.ranges) > 1 or loop.listed for loop in loops)
     of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",) for op in kernel.ops())
     maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == PAIR)
     placed = any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
-    return not (uneven or of_keys or placed)
+    return not (apart or of_keys or placed)
 
 
 def _work(kernel: Kernel) -> int:
@@ -235,6 +245,17 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     kv = kv if block_kv else min(kv, _most_keys(module))
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
+
+
+def long_row(module: Module) -> Row | None:
+    """A row of three consumers where two programs are the usual choice; None where it is not known to be faster for long sequences.
+
+    So it is where more keys are visited, the more there are, as under a causal mask: then few of them are in tiles that the mask cuts.
+    """
+    kernel, chosen = module.kernel(KERNEL), row(module, *THREE)
+    two = resident(module, row(module)) > 1
+    able = two and _is_light(module, kernel) and not module.blocks and may_hide(module, chosen)
+    return replace(chosen, min_rows=LONG) if able and mask_class(module, kernel, 2 * LONG).startswith("causal") else None
 
 
 def candidates(module: Module) -> tuple[Row, ...]:

@@ -18,6 +18,7 @@ TEMPLATE = "hopper/kernels.py.jinja"
 def context(module: Module) -> dict[str, Any]:
     """What the template of hopper.py sees."""
     views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
+    chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in module.divided]
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
@@ -26,7 +27,8 @@ def context(module: Module) -> dict[str, Any]:
         "constants": constants,
         "rows": ROWS,
         "first_barrier": FIRST_BARRIER,
-        "chains": any(isinstance(op, Chains) for kernel in module.divided for op in kernel.ops()),
+        "chains": any(chained),
+        "sums": not all(chained),
         "weighs_halves": any(isinstance(op, Halve) for kernel in module.divided for op in kernel.ops()),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),

@@ -1,0 +1,151 @@
+"""A forward that is divided twice: one kernel for rows up to a number, and one of its own name for more."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.backends.base import Reading
+from attngen.backends.hopper.choice import LONG, long_row
+from attngen.certify.certificate import chosen, keep, record
+from attngen.emit.render import render
+from attngen.errors import IRError, VerifyError
+from attngen.ir.graph import Module
+from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.passes.pipeline import lower
+from attngen.runtime import launch
+from attngen.spec import make_spec
+from attngen.verify import verify
+from attngen.verify.inputs import verify_interface
+from tests.helpers import SPECS, edit, target
+from tests.hopper.common import DIVIDED, whole
+from tests.hopper.test_numerics import hold
+
+TWICE = ["causal_mqa", "temperature_mha"]
+NAME = TWICE[0]
+CODE = {
+    "roles": {},
+    "HGMMA": 1,
+    "HMMA": 0,
+    "UTMALDG": 1,
+    "UTMASTG": 1,
+    "serialised": [],
+    "reused": [],
+    "unset": [],
+    "exponentials": 0,
+    "under": 0,
+}
+
+
+def only(module: Module, name: str) -> Module:
+    """The module with one of its divided kernels, in place of all."""
+    (one,) = (kernel for kernel in module.divided if kernel.name == name)
+    return replace(module, divided=(replace(one, name="fwd", of=""),))
+
+
+def test_long_sequences_have_a_kernel_where_keys_grow_with_queries() -> None:
+    assert [name for name in DIVIDED if len(whole(name).divided) > 1] == TWICE
+    assert [name for name in SPECS if len(target(name).divided) > 1] == TWICE
+    for name in TWICE:
+        (few, usual), (long, row) = target(name).stand_ins("fwd")
+        assert (few.name, usual.block_q, few.resident, usual.min_rows, usual.max_rows) == ("fwd", 128, 2, 512, LONG)
+        assert (long.name, row.block_q, long.resident, row.min_rows, row.max_rows) == ("fwd_long", 192, 1, LONG, None)
+        assert "  turn " in print_kernel(long) and "  turn " not in print_kernel(few)
+        assert [(r.min_rows, r.max_rows) for _, r in whole(name).stand_ins("fwd")] == [(0, LONG), (LONG, None)]  # a spec that asks
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"head_dim": 128},  # no two programs
+        {"mask": "none"},  # three consumers for any number of rows
+        {"mask": {"sliding_window": {"left": 1023, "right": 0}}},  # no more keys for a query, the more there are
+        {"mask": {"all_of": ["causal", "document"]}},  # numbers of keys: registers do not last
+        {"score": ["alibi"]},  # a modifier of positions
+    ],
+)
+def test_others_have_one_kernel(data: dict[str, Any]) -> None:
+    made = make_spec({"name": "one", "head_dim": 64, "mask": "causal", "backward": False, "schedule": {"backend": "hopper"}, **data})
+    module = lower(made)
+    assert long_row(module) is None and [kernel.name for kernel in module.divided] == ["fwd"]
+
+
+def test_tiles_of_a_spec_are_for_any_number_of_rows() -> None:
+    asked = {"backend": "hopper", "block_q": 128, "block_kv": 64}
+    module = lower(make_spec({"name": "one", "head_dim": 64, "mask": "causal", "backward": False, "schedule": asked}))
+    assert [(r.block_q, r.max_rows) for _, r in module.stand_ins("fwd")] == [(128, None)]
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_both_give_what_naive_attention_does(name: str) -> None:
+    for kernel in ("fwd", "fwd_long"):
+        for seed in range(3):
+            hold(only(whole(name), kernel), name, seed)
+
+
+# ---------------------------------------------------------------------------------------------- text and rules
+
+
+def test_the_text_names_what_a_kernel_stands_in_for() -> None:
+    text = print_module(whole(NAME))
+    assert "kernel @fwd_long of(@fwd) backend(hopper) own(q) grid(" in text and "kernel @fwd backend(hopper) resident(2) own(q)" in text
+    assert "\nschedule @fwd_long\n  sm90 bytes=2 rows>3072 : BLOCK_Q=192" in text
+    assert print_module(verify(parse_module(text))) == text
+    both = text.replace("rows<=3072", "rows>512 rows<=3072")
+    assert "rows>512 rows<=3072 : BLOCK_Q=128" in both and print_module(parse_module(both)) == both
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("@fwd_long of(@fwd)", "@fwd_long of(@nothing)", "no kernel of the module is @nothing, for which it could stand in"),
+        ("@fwd_long of(@fwd)", "@dq of(@fwd)", "expected one or more, each once"),
+        ("@fwd_long of(@fwd)", "@fwd_long of(@dq)", "it has other arguments than @dq, for which it stands in"),
+    ],
+)
+def test_what_stands_in_for_nothing_is_refused(old: str, new: str, reason: str) -> None:
+    with pytest.raises(VerifyError) as caught:
+        verify(parse_module(edit(print_module(whole(NAME)), (old, new))))
+    assert reason in str(caught.value)
+
+
+def test_a_kernel_of_its_own_name_has_a_schedule() -> None:
+    text = print_module(whole(NAME)).partition("\nschedule @fwd_long")[0]
+    with pytest.raises(VerifyError, match="there are schedules for .*; expected one for each kernel, in order"):
+        verify_interface(parse_module(text))
+
+
+@pytest.mark.parametrize("rows", ["rows>3072 ", "rows", "rows>3072rows<=4096", "rows<=4096 rows>3072"])
+def test_a_row_that_says_its_range_in_another_way_is_refused(rows: str) -> None:
+    with pytest.raises(IRError, match="not a schedule row"):
+        parse_module(edit(print_module(whole(NAME)), ("rows>3072", rows)))
+
+
+# ---------------------------------------------------------------------------------------------- launches and readings
+
+
+def test_a_launch_takes_the_kernel_that_the_row_names() -> None:
+    config = {"BLOCK_Q": 192, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}
+    file: Any = SimpleNamespace(DESCRIBED={"fwd": (), "fwd_long": ((0, 64),)}, STAYING={"fwd": 2, "fwd_long": 1})
+    handle = launch.Kernel(SimpleNamespace(), "fwd", "BLOCK_Q")  # type: ignore[arg-type]
+    made = launch.Launch(handle, file, None, {**config, "KERNEL": "fwd_long"}, torch.device("cpu"))
+    assert (made.name, made.config, made.described, made.most_programs) == ("fwd_long", config, [(0, 64, 0)], 1)
+    assert launch.Launch(handle, file, 3072, config, torch.device("cpu")).name == "fwd"
+
+
+def test_each_has_its_reading_in_the_report(tmp_path: Any) -> None:
+    module = target(NAME)
+    pairs = [(kernel, row) for kernel, row in chosen(module, ["sm90"], False) if kernel.backend]
+    assert [kernel.name for kernel, _ in pairs] == ["fwd", "fwd_long"]
+    readings = {(k.name, row): Reading(1000 + i, 128, 0, 1, "3.6.0", 0.0, machine=CODE) for i, (k, row) in enumerate(pairs)}
+    bare = render(module)
+    files = record(module, bare, readings)
+    found = [row for row in json.loads(files["report.json"])["kernels"]["fwd"]["schedules"] if row.get("backend") == "hopper"]
+    assert [(row.get("kernel"), row["reading"]["shared_bytes"]) for row in found] == [(None, 1000), ("fwd_long", 1001)]
+    (tmp_path / "report.json").write_text(files["report.json"])
+    assert keep(module, bare, tmp_path) == files
