@@ -66,6 +66,7 @@ FLEX = {
     "data": Variant(f"documents of {DOCUMENT}, as an expression", {"all_of": ["causal", _SAME]}),
     "softcap": Variant("softcap 30", "causal", ({"softcap": 30.0},)),
     "alibi": Variant("ALiBi", "causal", ("alibi",)),
+    "temperature": Variant("learned temperature", "causal", ({"temperature": {"learnable": True}},)),
     "prefix": Variant("prefix-LM 1024", {"prefix_lm": {"length": 1024}}),
     "streaming": Variant("streaming 4 + 1024", {"all_of": ["causal", _STREAM]}),
     "dilated": Variant("dilated 4, 2048 away at most", {"dilated": {"step": 4, "reach": 2048}}),

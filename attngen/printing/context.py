@@ -14,7 +14,7 @@ import sympy
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.names import SIZES, stride_names
+from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -129,6 +129,9 @@ class KernelContext:
         numbers, sizes = [s for s in scalars if s not in SIZES], [s for s in scalars if s in SIZES]
         tensors = [a for a in args if a.role != "scalar"]
         strides = [s for a in tensors for s in stride_names(a.name, a.type.dims) if s in used]
+        # Statistics are stored row by row, and their strides are lengths: other lengths need no other machine code.
+        stored = [a for a in tensors if a.role == "out" and a.name in STATISTICS]
+        lengths = [s for a in stored for s in stride_names(a.name, a.type.dims) if s in strides]
         prologue = self._prologue(used)
         words = used | set(re.findall(r"\w+", " ".join(prologue)))
         return KernelView(
@@ -139,7 +142,7 @@ class KernelContext:
             dropout=kernel.draws,
             tma=any(isinstance(op, Load) and op.via for op in kernel.ops()),
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
-            not_specialized=[s for s in (*numbers, *sizes) if s in ("Nq", "Nk", "Nlse", "dropout_threshold")],
+            not_specialized=[s for s in (*numbers, *sizes) if s in ("Nq", "Nk", "Nlse", "dropout_threshold")] + lengths,
             prologue=prologue,
             nodes=nodes,
             words=words,

@@ -569,7 +569,7 @@ def fwd_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Nq", "Nk", "TILES"])
+@gluon.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h", "TILES"])
 def fwd(
     Q, K, V, KV_RANK, KV_LIST, O, LSE, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
     stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_kv_rank_b,

@@ -187,7 +187,7 @@ def keep_mask(SEED, KEEP, threshold, Hq, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV
     )
 
 
-@triton.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk"])
+@triton.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk", "stride_lse_b", "stride_lse_h"])
 def fwd(
     Q, K, V, SEED, O, LSE, scale, dropout_threshold, keep_scale, Hq, Nq, Nk, stride_q_b, stride_q_h,
     stride_q_n, stride_k_b, stride_k_n, stride_v_b, stride_v_n, stride_o_b, stride_o_h, stride_o_n,
@@ -310,7 +310,18 @@ def fwd(
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk", "Nlse"])
+@triton.jit(
+    do_not_specialize=[
+        "dropout_threshold",
+        "Nq",
+        "Nk",
+        "Nlse",
+        "stride_delta_b",
+        "stride_delta_h",
+        "stride_lse2_b",
+        "stride_lse2_h",
+    ],
+)
 def dq(
     Q, K, V, O, dO, LSE, dLSE, SEED, dQ, DELTA, LSE2, scale, dropout_threshold, keep_scale, Hq, Nq,
     Nk, Nlse, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_n, stride_v_b, stride_v_n,
@@ -449,7 +460,7 @@ def dq(
     )
 
 
-@triton.jit(do_not_specialize=["Nq", "Nlse"])
+@triton.jit(do_not_specialize=["Nq", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
 def delta(
     O, dO, LSE, dLSE, DELTA, LSE2, keep_scale, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n,
     stride_do_b, stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,

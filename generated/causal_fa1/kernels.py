@@ -233,7 +233,7 @@ def fwd(
             )
 
 
-@triton.jit(do_not_specialize=["Nq"])
+@triton.jit(do_not_specialize=["Nq", "stride_lse_b", "stride_lse_h"])
 def fwd_end(
     O_ACC, ROW_MAX, ROW_SUM, O, LSE, scale, Hq, Nq, stride_o_acc_b, stride_o_acc_h, stride_o_acc_n,
     stride_row_max_b, stride_row_max_h, stride_row_sum_b, stride_row_sum_h, stride_o_b, stride_o_h,
@@ -275,7 +275,7 @@ def fwd_end(
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nlse"])
+@triton.jit(do_not_specialize=["Nq", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
 def delta(
     O, dO, LSE, dLSE, DELTA, LSE2, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n, stride_do_b,
     stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,

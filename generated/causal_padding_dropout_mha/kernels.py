@@ -186,7 +186,7 @@ def keep_mask(SEED, KEEP, threshold, Hq, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV
     )
 
 
-@triton.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk"])
+@triton.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk", "stride_lse_b", "stride_lse_h"])
 def fwd(
     Q, K, V, KEY_PADDING, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, SEED, O, LSE, scale,
     dropout_threshold, keep_scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
@@ -331,7 +331,18 @@ def fwd(
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk", "Nlse"])
+@triton.jit(
+    do_not_specialize=[
+        "dropout_threshold",
+        "Nq",
+        "Nk",
+        "Nlse",
+        "stride_delta_b",
+        "stride_delta_h",
+        "stride_lse2_b",
+        "stride_lse2_h",
+    ],
+)
 def dq(
     Q, K, V, O, dO, LSE, dLSE, KEY_PADDING, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END,
     SEED, dQ, DELTA, LSE2, scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse, stride_q_b,
@@ -492,7 +503,7 @@ def dq(
     )
 
 
-@triton.jit(do_not_specialize=["Nq", "Nlse"])
+@triton.jit(do_not_specialize=["Nq", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
 def delta(
     O, dO, LSE, dLSE, DELTA, LSE2, keep_scale, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n,
     stride_do_b, stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,

@@ -380,7 +380,7 @@ def fwd_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Nq", "Nk"])
+@gluon.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
 def fwd(
     Q, K, V, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END, DOCUMENT_FULL_FIRST,
     DOCUMENT_FULL_END, O, LSE, scale, Hq, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,

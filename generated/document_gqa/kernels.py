@@ -147,7 +147,7 @@ def running_max(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk"])
+@triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
 def fwd(
     Q, K, V, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END, DOCUMENT_FULL_FIRST,
     DOCUMENT_FULL_END, O, LSE, scale, Hq, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
@@ -301,7 +301,7 @@ def fwd(
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "Nlse"])
+@triton.jit(do_not_specialize=["Nq", "Nk", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
 def dq(
     Q, K, V, O, dO, LSE, dLSE, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END,
     DOCUMENT_FULL_FIRST, DOCUMENT_FULL_END, dQ, DELTA, LSE2, scale, Hq, group, Nq, Nk, Nlse,
@@ -472,7 +472,7 @@ def dq(
     )
 
 
-@triton.jit(do_not_specialize=["Nq", "Nlse"])
+@triton.jit(do_not_specialize=["Nq", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
 def delta(
     O, dO, LSE, dLSE, DELTA, LSE2, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n, stride_do_b,
     stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,

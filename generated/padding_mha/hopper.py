@@ -430,7 +430,7 @@ def fwd_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Nq", "Nk", "TILES"])
+@gluon.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h", "TILES"])
 def fwd(
     Q, K, V, KEY_PADDING, KEY_PADDING_FIRST, KEY_PADDING_RUN, KEY_PADDING_END, O, LSE, scale, Hq,
     Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b,

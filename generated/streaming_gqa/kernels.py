@@ -136,7 +136,7 @@ OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk"])
+@triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
 def fwd(
     Q, K, V, O, LSE, scale, Hq, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
     stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b, stride_o_h, stride_o_n,
@@ -269,7 +269,7 @@ def fwd(
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "Nlse"])
+@triton.jit(do_not_specialize=["Nq", "Nk", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
 def dq(
     Q, K, V, O, dO, LSE, dLSE, dQ, DELTA, LSE2, scale, Hq, group, Nq, Nk, Nlse, stride_q_b,
     stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
@@ -419,7 +419,7 @@ def dq(
     )
 
 
-@triton.jit(do_not_specialize=["Nq", "Nlse"])
+@triton.jit(do_not_specialize=["Nq", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
 def delta(
     O, dO, LSE, dLSE, DELTA, LSE2, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n, stride_do_b,
     stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
@@ -643,7 +643,7 @@ def dkdv(
     )
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk"])
+@triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
 def packed(
     Q, K, V, O, LSE, scale, Hkv, queries, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
     stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b, stride_o_h, stride_o_n,

@@ -62,7 +62,7 @@ def test_scores_of_flex_are_those_by_hand(name: str) -> None:
 
 
 def test_cells() -> None:
-    assert len(BY_NAME) == 12 and {(c.batch, c.heads, c.kv_heads, c.n_q, c.dtype) for c in BY_NAME.values()} == {(2, 16, 4, 8192, "bf16")}
+    assert len(BY_NAME) == 13 and {(c.batch, c.heads, c.kv_heads, c.n_q, c.dtype) for c in BY_NAME.values()} == {(2, 16, 4, 8192, "bf16")}
     assert {name for name, c in BY_NAME.items() if c.asked("document") == 1000} == {"documents", "unsorted", "data"}
     assert [str(c) for c in flex().cells if c.n_q == MEMORY_ROWS] == ["flex_documents bf16 B1 H16/4 N131072 document=1000"]
     assert [str(c) for c in variants().cells][:3] == [

@@ -127,7 +127,7 @@ def _source(j: Job) -> Any:
             signature[p.name], constants[p.name] = "constexpr", tiles.get(p.name, True)
             continue
         signature[p.name] = types.get(p.name, "i32")
-        if signature[p.name].startswith("*") or p.name.startswith("stride_"):
+        if signature[p.name].startswith("*") or (p.name.startswith("stride_") and not p.do_not_specialize):
             divisible[(i,)] = [["tt.divisibility", 16]]
     return GluonASTSource(function, signature, constants, divisible)
 

@@ -119,7 +119,7 @@ def _compile(j: Job) -> Reading | str:
         if p.is_constexpr:
             signature[p.name], constants[(i,)] = "constexpr", tiles.get(p.name, True)  # a flag is on: that is the heavier kernel
             continue
-        stride = p.name not in types
+        stride = p.name not in types and not p.do_not_specialize
         signature[p.name] = types.get(p.name, "i32")
         if signature[p.name].startswith("*") or (stride and (j.aligned_rows or p.name not in j.row_strides)):
             divisible[(i,)] = [["tt.divisibility", 16]]
