@@ -112,9 +112,10 @@ def _threshold(p: float) -> int:
 def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Which weights dropout keeps, score by score: bool (B, Hq, Nq, Nk).
 
-    Score (b, h, q, kv) takes a byte of philox(counter=(q without bits 0 and 3, kv likewise, h, b), key=the halves of the seed): bit 3
-    of q and of kv choose the word, bit 0 of kv and of q the byte. It is kept where the byte is at least the threshold, 65536 p / 256,
-    which query q rounds up if (q // 16 * 157 + first half of the seed) % 256 is large enough, and down otherwise.
+    Score (b, h, q, kv) takes two bytes of philox(counter=(h, q without bits 0 and 3, b, kv likewise), key=the halves of the seed). Bit 0
+    of q chooses the first or the last two words, and bit 0 of kv of these the second (even) or the first. With n = 2 * (bit 3 of q) +
+    (bit 3 of kv), the number drawn is 256 * byte n + byte n - 1 of that word, or byte 3 for n = 0. It is kept where this is at least
+    65536 p.
     """
     batch, heads, n_q, n_kv = shape
     threshold = _threshold(p)
@@ -126,11 +127,11 @@ def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: 
     rows = max(1, 2**26 // max(1, n_kv))  # at a time: the words take 32 bytes a score
     for b, h, start in product(range(batch), range(heads), range(0, n_q, rows)):
         q = torch.arange(start, min(start + rows, n_q), device=device)[:, None]
-        first = (threshold + (q // 16 * 157 + key[0]) % 256) // 256
-        word, shift = q // 8 % 2 * 2 + kv // 8 % 2, kv % 2 * 16 + q % 2 * 8
-        words = philox((q & ~9, kv & ~9, torch.full_like(q, h), torch.full_like(q, b)), key)
+        word, byte = q % 2 * 2 + 1 - kv % 2, q // 8 % 2 * 2 + kv // 8 % 2
+        words = philox((torch.full_like(q, h), q & ~9, torch.full_like(q, b), kv & ~9), key)
         chosen = torch.stack([w.expand(len(q), n_kv) for w in words]).gather(0, word[None])[0]
-        keep[b, h, start : start + rows] = (chosen >> shift) & 255 >= first
+        high, low = (chosen >> 8 * byte) & 255, (chosen >> 8 * ((byte - 1) % 4)) & 255
+        keep[b, h, start : start + rows] = 256 * high + low >= threshold
     return keep
 
 

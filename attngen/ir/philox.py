@@ -22,16 +22,19 @@ def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.nda
 def keep_scores(seed: int, b: int, h: int, q: np.ndarray, kv: np.ndarray, threshold: int) -> np.ndarray:
     """Bool, of the shape that positions `q` and `kv` broadcast to: which scores of a sequence and a query head are kept.
 
-    16 scores, whose q and kv differ in bits 0 and 3 alone, share a call of Philox. Bit 3 of q and of kv say which word a score takes,
-    bit 0 which byte of it. It is kept where its byte reaches the threshold, in 256ths: `threshold` / 256, rounded down or up by the
-    query's group of 16.
+    16 scores, whose q and kv differ in bits 0 and 3 alone, share a call of Philox. Bit 0 of q and of kv say which word a score takes:
+    the second or first one if q is even, the fourth or third one if it is odd. Bit 3 of q and of kv say by how many bytes the word is
+    rotated to the left. Its upper half is the score's draw. The score is kept where this reaches `threshold`, in 65536ths.
+
+    The four scores of a word share its four bytes: the low byte of a draw is the high byte of another. So (q, kv) and (q, kv ^ 8), or
+    (q ^ 8, kv ^ 8), are correlated, by at most 1 / 256. All others are independent.
     """
     q, kv = np.broadcast_arrays(q, kv)
     low, high = seed % 2**32, (seed >> 32) % 2**32
     shared = [np.uint64(1) * (x & ~9).astype(np.uint64) for x in (q, kv)]
-    words = philox((*shared, np.full(q.shape, h, np.uint64), np.full(q.shape, b, np.uint64)), (low, high))
-    word = np.choose(2 * (q >> 3 & 1) + (kv >> 3 & 1), words)
-    byte = word >> (16 * (kv & 1) + 8 * (q & 1)).astype(np.uint64) & np.uint64(255)
-    least = (threshold + (q // 16 * 157 + low) % 256) // 256
-    kept: np.ndarray = byte.astype(np.int64) >= least
+    c0, c1, c2, c3 = philox((np.uint64(h), shared[0], np.uint64(b), shared[1]), (low, high))
+    word = np.choose(2 * (q & 1) + (kv & 1), [c1, c0, c3, c2])
+    left = (24 - 16 * (q >> 3 & 1) - 8 * (kv >> 3 & 1)).astype(np.uint64)
+    drawn = (word << left | word >> (np.uint64(32) - left)) >> np.uint64(16) & np.uint64(0xFFFF)
+    kept: np.ndarray = drawn.astype(np.int64) >= threshold
     return kept

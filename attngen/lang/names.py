@@ -38,8 +38,8 @@ MEANT |= {"ceil": "floor", "trunc": "int"}
 RESERVED: dict[str, frozenset[str]] = {
     "an argument or a variable of generated functions": frozenset(WRAPPER),
     "a function or a module that kernels use": frozenset(FUNCTIONS) | {
-        *("at", "dropout_keep", "floor_div", "floor_mod", "keep_mask", "math", "mod", "philox", "position", "running_max"),
-        *("store_distances", "tile_at"),
+        *("at", "dropout_keep", "dropout_words", "dropped", "floor_div", "floor_mod", "keep_mask", "math", "mod", "philox_round"),
+        *("position", "running_max", "store_distances", "tile_at"),
         *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
     },
     "a variable of kernels": frozenset(("d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn"))
@@ -49,7 +49,7 @@ TAKEN = frozenset().union(*RESERVED.values())
 # Values of the kernels, and how those made of them are named.
 _VALUES = "acc alpha count d[koqpsv] delta dlse dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p product q qk "
 _VALUES += "queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible"
-_MADE = "all at batch cast end first full head init kept list new next out partial rank row rows scale scale2 seen step sum"
+_MADE = "all at batch cast end first full head init kept list new next out partial rank row rows scale scale2 seen step sum words"
 VALUE = f"({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*"
 
 

@@ -268,22 +268,26 @@ class KernelContext:
         return {"var": self.var(op.name), "src": op.src}
 
     def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
-        transposed = op.type.dims[0] == "BLOCK_KV"
-        args = [
-            self.var(op.seed),
-            "b",
-            self.scalar(op.head),
-            "q_start",
-            "kv_start",
-            self.var(op.threshold),
-            "BLOCK_Q",
-            "BLOCK_KV",
-            str(transposed),
-        ]
-        return {"var": self.var(op.name), "args": args}
+        """Random words. Which scores they keep is found where these are dropped: until then the four scores of a word take one register."""
+        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", str(_transposed(op))]
+        return {"var": self._words(op.name), "args": args}
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value), "keep": self.var(op.keep)}
+        draw = self.kernel.op(op.keep)
+        assert isinstance(draw, Keep)
+        zero = "0.0 * keep_scale" if self._cast_alone(op) and "keep_scale" in self.kernel.graph else "0.0"
+        args = [self.var(op.value), self._words(op.keep), self.var(draw.threshold), zero, str(_transposed(op))]
+        return {"var": self.var(op.name), "value": self.var(op.value), "args": args}
+
+    def _words(self, keep: str) -> str:
+        """The variable of the random words of a tile."""
+        return f"{self.var(keep)}_words"
+
+    def _cast_alone(self, op: Op) -> bool:
+        """Whether a value is only read to be cast to the element type, where a compiler may exchange what makes it and the cast."""
+        readers = [self.kernel.op(name) for name in self.kernel.graph.successors(op.name)]
+        casts = [r for r in readers if isinstance(r, Map) and r.type.dtype == "T" and [str(r.expr)] == [symbol for symbol, _ in r.uses]]
+        return len(readers) == len(casts) == 1
 
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
         tensor = self.kernel.op(op.src.tensor)
@@ -448,6 +452,11 @@ class KernelContext:
     def _yield(self, op: Yield, cls: str) -> dict[str, Any]:
         pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
+
+
+def _transposed(op: Keep | Dropout) -> bool:
+    """Whether a tile of scores has keys as rows."""
+    return op.type.dims[0] == "BLOCK_KV"
 
 
 def _as_tile(access: Access, tile: tuple[str, ...]) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ SCHEDULES = {
         ),
         ("gfx942", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -113,61 +113,70 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def philox(c0, c1, c2, c3, k0, k1):
-    # Philox4x32 of seven rounds (Salmon et al. 2011): four random words from a counter and a key of two.
-    for _ in tl.static_range(7):
-        a = c0.to(tl.uint64) * 0xD2511F53
-        b = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
-        c1 = b.to(tl.uint32)
-        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
-        c3 = a.to(tl.uint32)
-        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-    return c0, c1, c2, c3
+def philox_round(c0, c1, c2, c3, k0, k1):
+    # A round of Philox4x32 (Salmon et al. 2011), which makes four random words from a counter and a key of two. Here it has seven.
+    a = c0.to(tl.uint64) * 0xD2511F53
+    b = c2.to(tl.uint64) * 0xCD9E8D57
+    return (b >> 32).to(tl.uint32) ^ c1 ^ k0, b.to(tl.uint32), (a >> 32).to(tl.uint32) ^ c3 ^ k1, a.to(tl.uint32)
 
 
 @triton.jit
-def dropout_keep(
-    seed, b, h, q_start, kv_start, threshold,
+def dropout_words(
+    seed, b, h, q_start, kv_start,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    # Which scores dropout keeps: [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q]. They depend on (seed, b, h, q, kv) alone.
-    # The 16 scores whose q and kv differ in bits 0 and 3 share a call of Philox, one byte each: bit 3 of q and of kv say
-    # which word, bit 0 which byte. In the layouts of matrix products a thread has half of them: no byte changes threads.
+    # The random word of each score: [BLOCK_Q, BLOCK_KV], or [BLOCK_KV, BLOCK_Q]. It depends on (seed, b, h, q, kv) alone.
+    # The 16 scores whose q and kv differ in bits 0 and 3 share a call of Philox: bit 0 of q and of kv say which word a score has.
+    # In the layouts of matrix products a thread has a word's four scores, and two of the words: none changes threads.
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     rows: tl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
     cols: tl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
     i, j = tl.arange(0, rows // 2), tl.arange(0, cols // 4)
     row = i // 8 * 16 + i % 8 // 2 * 2
     col = j // 4 * 16 + j % 4 * 2
-    b, h = tl.cast(b, tl.uint32), tl.cast(h, tl.uint32)
     if TRANSPOSED:
         q, kv = (q_start + col).to(tl.uint32)[None, :], (kv_start + row).to(tl.uint32)[:, None]
-        w00, w01, w10, w11 = philox(q, kv, h, b, k0, k1)
-        low, high = ((w00, w10), (w01, w11))
     else:
         q, kv = (q_start + row).to(tl.uint32)[:, None], (kv_start + col).to(tl.uint32)[None, :]
-        w00, w01, w10, w11 = philox(q, kv, h, b, k0, k1)
-        low, high = ((w00, w01), (w10, w11))
-    # the byte of an odd row and column is the first of its word; it is moved there for the others
-    row_byte: tl.constexpr = 16 if TRANSPOSED else 8
-    shift = (row_byte - row_byte * (i % 2)).to(tl.uint32)[:, None]
-    l0, l1 = low[0] << shift, low[1] << shift
-    h0, h1 = high[0] << shift, high[1] << shift
-    col_byte: tl.constexpr = 24 - row_byte
-    l0, l1 = tl.join(l0 << col_byte, l0), tl.join(l1 << col_byte, l1)
-    h0, h1 = tl.join(h0 << col_byte, h0), tl.join(h1 << col_byte, h1)
-    words = tl.join(tl.join(l0, l1), tl.join(h0, h1))  # [rows / 2, cols / 4, bit 0 of column, bit 3 of column, bit 3 of row]
-    words = words.reshape(rows // 16, 8, cols // 16, 4, 2, 2, 2).permute(0, 6, 1, 2, 5, 3, 4).reshape(rows, cols)
-    # A byte says 256 thresholds apart. Each 16 queries round theirs up or down, so that all together drop threshold / 65536.
-    group = ((q_start + tl.arange(0, BLOCK_Q)) // 16).to(tl.uint32)
-    up = (group * 157 + k0) % 256
-    first = (threshold + up.to(tl.int32)) // 256
-    first = tl.where(first > 255, 0xFFFFFFFF, first.to(tl.uint32) << 24).to(tl.uint32)
-    return words >= (first[None, :] if TRANSPOSED else first[:, None])
+    c0, c1, c2, c3 = tl.cast(h, tl.uint32), q, tl.cast(b, tl.uint32), kv  # the first round multiplies scalars, the second vectors
+    for _ in tl.static_range(6):
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    # the last round: words of even queries are c1 and c0, by bit 0 of kv, and those of odd queries c3 and c2
+    odd = (i % 2 == 1)[:, None]
+    if TRANSPOSED:
+        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
+        even_col, odd_col = tl.where(odd, c0, c1), tl.where(odd, c2, c3)
+    else:  # both words of a query come of one product: each thread multiplies for its own queries
+        product = tl.where(odd, c0, c2).to(tl.uint64) * tl.where(odd, 0xD2511F53, 0xCD9E8D57).to(tl.uint64)
+        even_col = product.to(tl.uint32)
+        odd_col = (product >> 32).to(tl.uint32) ^ tl.where(odd, c3, c1) ^ tl.where(odd, k1, k0)
+    words = tl.join(even_col, odd_col)
+    words = tl.join(words, words)
+    words = tl.join(words, words)  # [rows / 2, cols / 4, bit 0 of column, bit 3 of column, bit 3 of row]
+    return words.reshape(rows // 16, 8, cols // 16, 4, 2, 2, 2).permute(0, 6, 1, 2, 5, 3, 4).reshape(rows, cols)
+
+
+@triton.jit
+def dropout_keep(words, threshold, TRANSPOSED: tl.constexpr):
+    # Which scores dropout keeps, by their words. A score draws two bytes of its word, a number of 65536ths: the first one is byte
+    # 2 * (bit 3 of q) + (bit 3 of kv), and the second one is the byte below, which for byte 0 is byte 3.
+    row, col = tl.arange(0, words.shape[0]) // 8 % 2, tl.arange(0, words.shape[1]) // 8 % 2
+    first = (row[:, None] + 2 * col[None, :]) if TRANSPOSED else (2 * row[:, None] + col[None, :])
+    # moved to the top of the word; what is left below them does not change the comparison
+    drawn = tl.where(first == 0, (words << 24) | (words >> 8), words << (24 - 8 * first).to(tl.uint32))
+    return drawn >= (threshold.to(tl.uint32) << 16)
+
+
+@triton.jit
+def dropped(x, words, threshold, zero, TRANSPOSED: tl.constexpr):
+    # x where dropout keeps it, and zero elsewhere. A kernel that then only casts x to 16 bits has 0.0 * keep_scale for zero, which the
+    # compiler does not know to be 0.0. Otherwise it would cast first and choose then, when two numbers of x share a register: each
+    # register would be taken apart and put together again.
+    return tl.where(dropout_keep(words, threshold, TRANSPOSED), x, zero)
 
 
 @triton.jit
@@ -175,13 +184,11 @@ def keep_mask(SEED, KEEP, threshold, Hq, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV
     # Writes which scores dropout keeps, for `attention.dropout_mask`.
     q_start, kv_start = tl.program_id(0) * BLOCK_Q, tl.program_id(1) * BLOCK_KV
     head = tl.program_id(2)
-    keep = dropout_keep(
-        tl.load(SEED), head // Hq, head % Hq, q_start, kv_start, threshold, BLOCK_Q, BLOCK_KV, False
-    )
+    words = dropout_words(tl.load(SEED), head // Hq, head % Hq, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
     q_idx, kv_idx = q_start + tl.arange(0, BLOCK_Q), kv_start + tl.arange(0, BLOCK_KV)
     tl.store(
         KEEP + tl.cast(head, tl.int64) * Nq * Nk + tl.cast(q_idx, tl.int64)[:, None] * Nk + kv_idx[None, :],
-        keep,
+        dropout_keep(words, threshold, False),
         mask=(q_idx < Nq)[:, None] & (kv_idx < Nk)[None, :],
     )
 
@@ -260,7 +267,7 @@ def fwd(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
             )
         if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s * qk_scale - (m_new * qk_scale)[:, None])
@@ -272,7 +279,7 @@ def fwd(
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
             )
-        p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -297,7 +304,7 @@ def fwd(
                 other=0.0,
             )
         if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
         s = tl.dot(q, tl.trans(k))
         s = tl.where(key_padding[None, :] & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -313,7 +320,7 @@ def fwd(
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
-        p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
         p_kept_cast = p_kept.to(dtype)
         acc = tl.dot(p_kept_cast, v, rescaled)
         p_sum = tl.sum(p, 1)
@@ -454,8 +461,8 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
-        p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         ds = dp * p_kept - p * delta[:, None]
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
@@ -490,8 +497,8 @@ def dq(
             )
         dp = tl.dot(do, tl.trans(v))
         if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, False)
-        p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
         ds = dp * p_kept - p * delta[:, None]
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
@@ -669,11 +676,11 @@ def dkdv(
         lse2 = tl.load(LSE2_head + q_start + q_off)
         delta = tl.load(DELTA_head + q_start + q_off)
         if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, True)
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
         dp = tl.dot(v, tl.trans(do))
         s = tl.dot(k, tl.trans(q))
         p = tl.exp2(s * qk_scale - lse2[None, :])
-        p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
         ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)
@@ -703,12 +710,12 @@ def dkdv(
         lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
         delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         if DROPOUT:
-            keep = dropout_keep(seed, b, h, q_start, kv_start, dropout_threshold, BLOCK_Q, BLOCK_KV, True)
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, True)
         dp = tl.dot(v, tl.trans(do))
         s = tl.dot(k, tl.trans(q))
         s = tl.where(key_padding[:, None] & (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]), s, float("-inf"))
         p = tl.exp2(s * qk_scale - lse2[None, :])
-        p_kept = tl.where(keep, p, 0.0) if DROPOUT else p
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, True) if DROPOUT else p
         ds = dp * p_kept - p * delta[None, :]
         p_kept_cast = p_kept.to(dtype)
         dv = tl.dot(p_kept_cast, do, dv)

@@ -185,5 +185,5 @@ def _backward(
 
 OPERANDS = "Tensor bias, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_9d95825a3b59", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_db63305bea48", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -50,14 +50,14 @@ def test_what_is_compiled_is_what_is_predicted(tmp_path):
 
 
 def test_what_dropout_draws_for_tiles_of_32_keys_is_predicted(tmp_path):
-    """On sm90 one byte a score changes layout there, and none in other tiles; dK/dV, whose scores are transposed, has none."""
+    """On sm90 no random word changes layout, there or in other tiles; nor in dK/dV, whose scores are transposed."""
     warps = {"num_warps": 4, "num_stages": 2, "tma": False}
-    tiles = (("fwd", 64, 32), ("dq", 64, 64), ("dkdv", 64, 64))
+    tiles = (("fwd", 64, 32), ("dq", 64, 32), ("dq", 64, 64), ("dkdv", 64, 64))
     asked = [("causal_dropout_mqa", name, "sm90", None, {"block_q": q, "block_kv": kv, **warps}) for name, q, kv in tiles]
     for module, kernel, row, reading in compiled(tmp_path, *asked):
         assert isinstance(reading, Reading), reading
         assert reading.shared_bytes == sram_bytes(module, kernel, row)
-        assert random_bytes(kernel, row) == (kernel.name == "fwd")
+        assert random_bytes(kernel, row) == 0
 
 
 def test_products_in_tf32_fit_as_predicted(tmp_path):

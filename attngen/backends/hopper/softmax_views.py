@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.ir.ops import Keep, Reduce, SoftmaxStep
+from attngen.ir.ops import Dropout, Keep, Reduce, SoftmaxStep
 from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, SoftmaxRows, Weigh
 from attngen.printing.context import KernelContext
 
@@ -50,8 +50,12 @@ class SoftmaxContext(KernelContext):
     _defer = _hold
 
     def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
-        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", self.var(op.threshold), "BLOCK_KV", "SCORES"]
-        return {"var": self.var(op.name), "args": args, "flag": "DROPOUT"}
+        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", "BLOCK_KV", "SCORES"]
+        return {"var": self._words(op.name), "args": args, "flag": "DROPOUT"}
+
+    def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
+        text = super()._dropout(op, cls)
+        return {**text, "args": text["args"][:3]}  # nothing passes `pack`, and rows are queries
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())

@@ -36,7 +36,7 @@ ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared me
 WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
-JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined bytes
+JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 _max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
@@ -280,10 +280,8 @@ def _ready_scores(kernel: Kernel) -> int:
 
 
 def random_bytes(kernel: Kernel, row: Row) -> int:
-    """Bytes of each score by which what dropout draws changes layout: its random words; or which are kept, in tiles of 32 keys."""
-    if not kernel.draws:
-        return 0
-    return 4 if CLASSES[row.device].moves_random else int(kernel.own_axis == "q" and row.block_kv == 32)
+    """Bytes of each score by which what dropout draws, its random words, changes layout."""
+    return 4 if kernel.draws and CLASSES[row.device].moves_random else 0
 
 
 def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
@@ -347,7 +345,7 @@ def miscounts(module: Module, kernel: Kernel, row: Row) -> str | None:
     """One sentence where Triton would count some scores twice; or None.
 
     On its way to a product of warps, an operand that is made on chip is spread over threads by the narrowest elements that were loaded
-    for it: each of four threads has as many of them as fill 32 bits side by side, and twice as many where dropout joins its bytes. A
+    for it: each of four threads has as many of them as fill 32 bits side by side, and twice as many where dropout joins its words. A
     product over fewer rows than four threads then have sums some of them twice. Triton 3.6.0 to 3.7.1 do so; 3.8.0 does not
     (triton-lang/triton#11691). Instructions of four warps, which read operands from shared memory, spread them by their own width.
     """
