@@ -17,7 +17,7 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.base import Pass
 
 Rule = Callable[[Module, Kernel], Iterator[str]]  # of the verifier: a reason for each thing that breaks it
-# The schedule rows of divided kernels, of each one, those for fewer rows first; or why there are none, as the end of a sentence.
+# A schedule row for each divided kernel that a kernel gets, the one for fewer rows first; or why it gets none, as the end of a sentence.
 Choose = Callable[[Module], tuple[Row, ...] | str]
 
 

@@ -84,13 +84,12 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
                 continue
             tile = f"{row['block_q']}x{row['block_kv']}x{row['num_warps']}x{row['num_stages']}"
             tile += " measured" * row.get("measured", False) + f" {row.get('backend', '')}".rstrip()
-            few, most = row.get("min_rows", 0), row["max_rows"]
-            rows = (f">{few}" if few else "any") if most is None else f"<={most}"
-            reading = row["reading"] or {}
+            limits = ((">", row.get("min_rows")), ("<=", row["max_rows"]))
+            rows, reading = " ".join(f"{sign}{limit}" for sign, limit in limits if limit), row["reading"] or {}
             read = (reading.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
             verified |= bool(reading)
             cells = ("" if n is None else f"{n:,}" for n in read)
-            table.add_row(name, row["device"], f"{row['elem_bytes']}", rows, tile, f"{row['sram_bytes']:,}", *cells)
+            table.add_row(name, row["device"], f"{row['elem_bytes']}", rows or "any", tile, f"{row['sram_bytes']:,}", *cells)
             if row.get("backend") and reading.get("states"):
                 none.append(f"On {row['device']} the kernel @{name} with {tile} gets no certificate: it {reading['states']}.")
     yield table

@@ -261,7 +261,7 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
 
 _N = "([0-9]{1,9})"
 _ROW = re.compile(
-    rf"(\w+) bytes={_N} (?:rows>{_N}(?= :| rows) ?)?(?:rows<=([0-9]{{1,9}}|inf))?(?<! ) : "
+    rf"(\w+) bytes={_N} (?=rows)(?:rows>{_N} )?(?:rows<=([0-9]{{1,9}}|inf) )?: "
     rf"BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?( measured)?(?: backend=(\w+))?"
 )
 
@@ -273,7 +273,7 @@ def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
     if unfit := _UNFIT.fullmatch(line):
         return Unfit(unfit[1], int(unfit[2]), unfit[3])
     match = _ROW.fullmatch(line)
-    if not match or not (match[3] or match[4]):
+    if not match:
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
     above, most = int(match[3] or 0), None if match[4] in ("inf", None) else int(match[4])
     block_q, block_kv, num_warps, num_stages = (int(match[i]) for i in range(5, 9))

@@ -104,6 +104,8 @@ def chained_layout():
 def chains(x, LAYOUT: gl.constexpr):
     # The sums of each row, of every eighth column each. A thread adds up its own columns alone.
     return gl.convert_layout(gl.sum(x.reshape([ROWS, x.shape[1] // CHAINS, CHAINS]), 1), LAYOUT, assert_trivial=True)
+
+
 @gluon.jit
 def row_sum(x):
     # The sum of each row, by four chains in each thread.

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.analysis.report import report
 from attngen.backends.base import Reading
 from attngen.backends.hopper.choice import LONG, long_row
 from attngen.certify.certificate import chosen, keep, record
+from attngen.emit.explain import fit_table
 from attngen.emit.render import render
 from attngen.errors import IRError, VerifyError
 from attngen.ir.graph import Module
@@ -136,6 +138,20 @@ def test_a_launch_takes_the_kernel_that_the_row_names() -> None:
     made = launch.Launch(handle, file, None, {**config, "KERNEL": "fwd_long"}, torch.device("cpu"))
     assert (made.name, made.config, made.described, made.most_programs) == ("fwd_long", config, [(0, 64, 0)], 1)
     assert launch.Launch(handle, file, 3072, config, torch.device("cpu")).name == "fwd"
+
+
+def test_what_is_printed_for_either_kernel_stands_apart() -> None:
+    """One has its sums in chains, and the other has not: both functions are there, with two blank lines before each."""
+    lines = render(target(NAME))["hopper.py"].splitlines()
+    for name in ("def row_sum(", "def chains(", "def fwd(", "def fwd_long("):
+        (at,) = (i for i, line in enumerate(lines) if line.startswith(name))
+        assert lines[at - 1].startswith("@gluon.jit") and lines[at - 3 : at - 1] == ["", ""], name
+
+
+def test_the_table_of_fits_says_which_rows_each_is_for() -> None:
+    table = next(fit_table(report(target(NAME))))
+    shown = [cell for column in table.columns if column.header == "rows" for cell in column.cells]  # type: ignore[union-attr]
+    assert {">512 <=3072", ">3072", "<=64", "any"} <= set(shown)
 
 
 def test_each_has_its_reading_in_the_report(tmp_path: Any) -> None:

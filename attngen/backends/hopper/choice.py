@@ -253,8 +253,7 @@ def long_row(module: Module) -> Row | None:
     So it is where more keys are visited, the more there are, as under a causal mask: then few of them are in tiles that the mask cuts.
     """
     kernel, chosen = module.kernel(KERNEL), row(module, *THREE)
-    two = resident(module, row(module)) > 1
-    able = two and _is_light(module, kernel) and not module.blocks and may_hide(module, chosen)
+    able = resident(module, row(module)) > 1 and _is_light(module, kernel) and may_hide(module, chosen)
     return replace(chosen, min_rows=LONG) if able and mask_class(module, kernel, 2 * LONG).startswith("causal") else None
 
 

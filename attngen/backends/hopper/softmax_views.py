@@ -55,7 +55,8 @@ class SoftmaxContext(KernelContext):
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
         text = super()._dropout(op, cls)
-        return {**text, "args": text["args"][:3]}  # nothing passes `pack`, and rows are queries
+        value, words, threshold, *_ = text["args"]  # no zero, as `pack` hides the cast; and rows are always queries
+        return {**text, "args": [value, words, threshold]}
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())
