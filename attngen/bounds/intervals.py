@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, clamp, floordiv, mod, select, symbol
+from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, apart, clamp, floordiv, mod, select, symbol
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 from attngen.ir.prove import excess, prove_le
 
@@ -104,6 +104,8 @@ def _union(e: Bool, scene: Scene) -> list[Literals]:
         while math.prod(map(len, parts)) > MOST_TERMS:  # the largest union gives way to the whole condition, unsolved
             parts[max(range(len(parts)), key=lambda i: len(parts[i]))] = [(e,)]
         return [tuple(x for literals in choice for x in literals) for choice in product(*parts)]
+    if (parts := apart(e)) != e:
+        return _union(parts, scene)
     if isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
         solved = solve(e, scene)
         if solved is not None:

@@ -408,8 +408,19 @@ def _rebuilt(e: Expr) -> Expr:
 
 
 def conjuncts(e: Bool) -> list[Bool]:
-    """The parts of a conjunction, in an order that does not depend on hashes; none for `true`."""
-    return sorted(sympy.And.make_args(e), key=sympy.default_sort_key) if e != sympy.true else []
+    """The parts of a conjunction, in an order that does not depend on hashes; none for `true`. Minima and maxima are taken apart."""
+    whole = apart(e)
+    return sorted(sympy.And.make_args(whole), key=sympy.default_sort_key) if whole != sympy.true else []
+
+
+def apart(e: Bool) -> Bool:
+    """Comparisons with a minimum or maximum on their right as comparisons with each number: `x <= Min(a, b)` is `x <= a and x <= b`."""
+    if isinstance(e, (sympy.And, sympy.Or)):
+        return e.func(*map(apart, e.args))
+    if not isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) or not isinstance(e.rhs, (sympy.Min, sympy.Max)):
+        return e
+    every = isinstance(e, (sympy.Le, sympy.Lt)) == isinstance(e.rhs, sympy.Min)
+    return (sympy.And if every else sympy.Or)(*(apart(e.func(e.lhs, bound)) for bound in e.rhs.args))
 
 
 def span(e: Expr) -> tuple[Expr, Expr]:

@@ -399,7 +399,7 @@ def fwd_consumer(
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             s = gl.where(
-                (kv_idx[None, :] >= document_first[:, None]) & (kv_idx < Nk)[None, :] & (kv_idx[None, :] < document_end[:, None]),
+                (kv_idx[None, :] >= document_first[:, None]) & (kv_idx[None, :] < gl.minimum(Nk, document_end)[:, None]),
                 s,
                 float("-inf"),
             )
@@ -438,7 +438,7 @@ def fwd_consumer(
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
                     s = gl.where(
-                        (kv_idx[None, :] >= document_first[:, None]) & (kv_idx < Nk)[None, :] & (kv_idx[None, :] < document_end[:, None]),
+                        (kv_idx[None, :] >= document_first[:, None]) & (kv_idx[None, :] < gl.minimum(Nk, document_end)[:, None]),
                         s,
                         float("-inf"),
                     )

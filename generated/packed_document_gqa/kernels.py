@@ -212,7 +212,7 @@ def fwd(
             )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            (kv_idx[None, :] >= document_first[:, None]) & (kv_idx < Nk)[None, :] & (kv_idx[None, :] < document_end[:, None]),
+            (kv_idx[None, :] >= document_first[:, None]) & (kv_idx[None, :] < tl.minimum(Nk, document_end)[:, None]),
             s,
             float("-inf"),
         )
@@ -368,7 +368,7 @@ def dq(
             )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            (kv_idx[None, :] >= document_first[:, None]) & (kv_idx < Nk)[None, :] & (kv_idx[None, :] < document_end[:, None]),
+            (kv_idx[None, :] >= document_first[:, None]) & (kv_idx[None, :] < tl.minimum(Nk, document_end)[:, None]),
             s,
             float("-inf"),
         )

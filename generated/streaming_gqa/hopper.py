@@ -406,7 +406,7 @@ def fwd_consumer(
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             s = gl.where(
                 (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) & (
-                    ((q_idx + Nk - Nq)[:, None] - kv_idx[None, :] <= 1023) | (kv_idx < 4)[None, :]
+                    (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :]
                 ),
                 s,
                 float("-inf"),
@@ -448,7 +448,7 @@ def fwd_consumer(
                     kv_idx = kv_start + kv_off
                     s = gl.where(
                         (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) & (
-                            ((q_idx + Nk - Nq)[:, None] - kv_idx[None, :] <= 1023) | (kv_idx < 4)[None, :]
+                            (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :]
                         ),
                         s,
                         float("-inf"),

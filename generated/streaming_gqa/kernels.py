@@ -235,7 +235,7 @@ def fwd(
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) & (
-                ((q_idx + Nk - Nq)[:, None] - kv_idx[None, :] <= 1023) | (kv_idx < 4)[None, :]
+                (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :]
             ),
             s,
             float("-inf"),
@@ -393,7 +393,7 @@ def dq(
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) & (
-                ((q_idx + Nk - Nq)[:, None] - kv_idx[None, :] <= 1023) | (kv_idx < 4)[None, :]
+                (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :]
             ),
             s,
             float("-inf"),
