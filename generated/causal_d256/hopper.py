@@ -200,6 +200,8 @@ def fwd_consumer(
     v_slot, v_phase = 0, 0
     q_start = q_start + COPY * ROWS
     q_idx = q_start + q_off
+    if COPY == 1:
+        arrive(14, 256)  # the first copy's turn comes first
     qk_scale = LOG2E * scale
     mbarrier.wait(q_full.index(COPY), 0)
     q = q_ring.index(COPY).reshape([ROWS, D_QK])
@@ -214,6 +216,8 @@ def fwd_consumer(
     masked_tiles = kv_end - own_full_end
     # tiles that hide all keys from the copy's rows
     for _ in range(hidden_tiles):
+        meet(14 + COPY, 256)  # this copy's turn
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
         mbarrier.wait(k_full.index(k_slot), k_phase)
         arrive(5 + k_slot, THREADS)
         k_slot, k_phase = following(k_slot, k_phase, SLOTS)
@@ -227,6 +231,7 @@ def fwd_consumer(
         kv_idx = kv_start + kv_off
         mbarrier.wait(k_full.index(k_slot), k_phase)
         k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+        meet(14 + COPY, 256)  # this copy's turn
         s_flight = warpgroup_mma(
             q,
             k.permute((1, 0)),
@@ -234,6 +239,7 @@ def fwd_consumer(
             use_acc=False,
             is_async=True,
         )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
         s = warpgroup_mma_wait(0, deps=[s_flight])
         arrive_soon(5 + k_slot, THREADS)
         k_slot, k_phase = following(k_slot, k_phase, SLOTS)
@@ -253,6 +259,7 @@ def fwd_consumer(
         for at in range(hidden_tiles + 1, partial_tiles + full_tiles):
             mbarrier.wait(k_full.index(k_slot), k_phase)
             k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+            meet(14 + COPY, 256)  # this copy's turn
             s_flight = warpgroup_mma(
                 q,
                 k.permute((1, 0)),
@@ -264,6 +271,7 @@ def fwd_consumer(
             v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
             weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
             s = warpgroup_mma_wait(1, deps=[s_flight])
             arrive_soon(5 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
@@ -304,6 +312,8 @@ def fwd_consumer(
     lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
     LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
     gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
+    if COPY == 0:
+        meet(14, 256)  # the last pass
     tma.store_wait(0)
 
 

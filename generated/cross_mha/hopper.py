@@ -332,6 +332,8 @@ def fwd_consumer(
     k_slot, k_phase = 0, 0
     v_slot, v_phase = 0, 0
     work_slot, work_phase = 0, 0
+    if COPY == 1:
+        arrive(14, 256)  # the first copy's turn comes first
     Nq = anew(Nq)
     Nk = anew(Nk)
     stride_lse_b = anew(stride_lse_b)
@@ -364,6 +366,7 @@ def fwd_consumer(
             kv_idx = kv_start + kv_off
             mbarrier.wait(k_full.index(k_slot), k_phase)
             k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+            meet(14 + COPY, 256)  # this copy's turn
             s_flight = warpgroup_mma(
                 q,
                 k.permute((1, 0)),
@@ -371,6 +374,7 @@ def fwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
             s = warpgroup_mma_wait(0, deps=[s_flight])
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
@@ -390,6 +394,7 @@ def fwd_consumer(
             for _ in range(gl.where(partial_tiles > 0, 0, 1), kv_full_end):
                 mbarrier.wait(k_full.index(k_slot), k_phase)
                 k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+                meet(14 + COPY, 256)  # this copy's turn
                 s_flight = warpgroup_mma(
                     q,
                     k.permute((1, 0)),
@@ -401,6 +406,7 @@ def fwd_consumer(
                 v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
                 weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
                 acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
+                arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
                 s = warpgroup_mma_wait(1, deps=[s_flight])
                 arrive_soon(7 + k_slot, THREADS)
                 k_slot, k_phase = following(k_slot, k_phase, SLOTS)
@@ -456,6 +462,8 @@ def fwd_consumer(
         q_start = told(work_ring.index(5 * work_slot))
     arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
     work_slot, work_phase = following(work_slot, work_phase, 2)
+    if COPY == 0:
+        meet(14, 256)  # the last pass
     tma.store_wait(0)
 
 

@@ -98,6 +98,22 @@ def test_graphs_and_two_streams(name: str, module: ModuleType) -> None:
     assert all(torch.equal(x, expected) for x in results)
 
 
+@pytest.mark.parametrize("name", ["causal_mqa", "causal_d256"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls(name: str, dynamic: bool, module: ModuleType) -> None:
+    """Under torch.compile, as one graph for all lengths or one for each: the same bits, forward and backward, by divided kernels."""
+    spec = asking(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(module.attention, fullgraph=True, dynamic=dynamic)
+    for n in (640, 1000, 4000) if dynamic else (1000,):
+        q, k, v, inputs = make_inputs(spec, Case(1, *heads_for(spec), n, n), torch_dtype(spec.dtype[0]), "cuda", 1)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        results = [f(q, k, v, **inputs) for f in (module.attention, compiled)]
+        found = [(out, *torch.autograd.grad(out, leaves, torch.ones_like(out))) for out in results]
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert launched(module) == {"hopper"}
+
+
 @pytest.mark.parametrize("name", ["full_mha"])
 def test_the_environment_may_ask_for_portable_kernels(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_BACKEND", "triton")

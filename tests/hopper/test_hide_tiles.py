@@ -287,7 +287,8 @@ def test_hidden_tiles_are_taken_and_given_back_in_a_loop(name: str) -> None:
     body += [line.strip() for line in skip[1 : next(i for i, s in enumerate(skip) if i and len(s) - len(s.lstrip()) <= indent)]]
     kinds = [line for line in body if line.startswith(("for ", "mbarrier.wait", "arrive"))]
     assert kinds[0] == "for _ in range(hidden_tiles):" and "warpgroup_mma" not in "".join(body)
-    assert [line.split("(")[0] for line in kinds[1:]] == ["mbarrier.wait", "arrive", "mbarrier.wait", "arrive"]
+    turn = ["arrive"] if name == WIDE else []  # which the copy passes on
+    assert [line.split("(")[0] for line in kinds[1:]] == [*turn, "mbarrier.wait", "arrive", "mbarrier.wait", "arrive"]
     if name == WIDE:
         assert "if hidden_tiles < partial_tiles + full_tiles:" in text
 

@@ -10,6 +10,7 @@ from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
 from attngen.backends.hopper.choice import row as chosen_row
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
+from attngen.emit.render import render
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.graph import Row
 from attngen.ir.roles import Turn
@@ -223,10 +224,19 @@ def test_take_turns_brackets_the_products_of_each_body() -> None:
     assert all(before.block(name) == made.block(name) for name in unchanged)
 
 
-def test_turns_are_for_three_consumers_of_narrow_heads() -> None:
+def test_who_takes_turns() -> None:
+    """Three consumers of narrow heads; two of wider ones, if all tiles of queries visit as many keys, or beyond 128 columns."""
     taking = [name for name in DIVIDED if any(isinstance(op, Turn) for op in whole(name).divided[0].ops())]
-    assert taking == ["full_mha"]
-    assert [name for name in DIVIDED if whole(name).rows("fwd", "hopper")[0].block_q == 192] == taking
+    assert taking == ["causal_d256", "cross_mha", "full_mha"]
+    assert [name for name in DIVIDED if whole(name).rows("fwd", "hopper")[0].block_q == 192] == ["full_mha"]
+    assert {"causal_gqa", "mla_dims", "padding_mha"} <= set(DIVIDED) - set(taking)
+
+
+def test_two_consumers_in_turns_have_one_loop_for_both_classes() -> None:
+    """Three have a loop for each class, as ptxas spills without."""
+    for name, loops in (("cross_mha", 1), ("full_mha", 2)):
+        text = render(whole(name))["hopper.py"].partition("def fwd_consumer(")[2].partition("@gluon.jit")[0]
+        assert text.count("# this copy's turn") == loops + 1 and text.count("            for ") == loops
 
 
 def test_rings_that_leave_no_room_keep_a_program_for_each_tile() -> None:

@@ -37,6 +37,7 @@ LONG = 3072  # rows, beyond which three consumers are faster than two programs u
 KEYS, SLOTS = (64, 128), (2, 3)  # rows of keys and slots that are worth measuring
 SPARE_REGISTERS, SPARE_SHARED = 32, 24  # of a consumer's, beside its tiles: for addresses and for maxima and sums of rows
 PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
+STEADY = 128  # columns of values, beyond which two consumers issue their products in turns under any mask
 MOST_OF_THREE = 4  # operations for each score, where three consumers share the registers
 MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
 QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
@@ -168,11 +169,15 @@ def _loads_both(kernel: Kernel) -> bool:
 def in_turns(module: Module, row: Row) -> int:
     """The copies of the consumer, where they issue their products in turns; 0 where they do not.
 
-    Two copies are slower in turns: products of narrow heads end before the other's softmax does.
+    Three copies of narrow heads do. Two are slower in turns there: their products end before the other's softmax does. Two copies of wider
+    heads are faster if all tiles of queries visit as many keys, or if heads have more than 128 columns (docs/perf-log.md, section 27):
+    programs that keep in step read the same keys at the same time, and the L2 serves fewer reads.
     """
-    copies = row.block_q // ROWS
+    kernel, copies = module.kernel(KERNEL), row.block_q // ROWS
+    steady = _is_even(kernel) or module.head_dim_v > STEADY
+    wanted = copies > 2 if is_narrow(module) else copies > 1 and steady and _is_light(module, kernel)
     barriers = 2 * row.num_stages + copies  # at least: of rings of keys and values, and of turns
-    return copies if is_narrow(module) and copies > 2 and barriers <= NAMED_BARRIERS - FIRST_BARRIER else 0
+    return copies if wanted and barriers <= NAMED_BARRIERS - FIRST_BARRIER else 0
 
 
 def output_columns(module: Module, row: Row, slots: int) -> int:

@@ -15,7 +15,7 @@ before:  role @consumer copies(3) ...                after:  role @consumer copi
 
 A turn is from the first product that a body issues to the last. @first and @step have one each, and @skip has one without products, so
 all copies have as many turns as tiles. @last has none: after it no softmax runs that another's products could cover. Turns are for three
-consumers of narrow heads, where the softmax takes as long as the products: see `in_turns`.
+consumers of narrow heads, where the softmax takes as long as the products, and for two of some wider heads: see `in_turns`.
 """
 
 from __future__ import annotations
