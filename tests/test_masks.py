@@ -28,6 +28,10 @@ WRITTEN_MASK = {
     "expr": "abs(q_idx - kv_idx) <= reach[h] or kv_idx % step == 0 and kv_idx <= q_idx",
     "params": {"reach": {"tensor": ["H"], "dtype": "int32"}, "step": {"scalar": "int", "min": 1}},
 }
+WRITTEN_BOUNDS = {  # several bounds a side, of data and of positions
+    "expr": "kv_idx < limit[b, q_idx] and kv_idx <= q_idx + 9 and kv_idx > first[b, q_idx] and kv_idx >= q_idx - 20",
+    "params": {name: {"tensor": ["B", "Nq"], "dtype": "int32"} for name in ("limit", "first")},
+}
 WRITTEN_ROWS = {
     "expr": "first[b, q_idx] <= kv_idx and not hidden[kv_idx]",
     "params": {"first": {"tensor": ["B", "Nq"], "dtype": "int32"}, "hidden": {"tensor": ["Nk"], "dtype": "bool"}},
@@ -57,6 +61,7 @@ SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "temperature": ({"mask": "causal", "score": "temperature"}, [(40, 40)]),
     "written_mask": ({**GQA, "mask": WRITTEN_MASK}, [(65, 40)]),
     "written_rows": ({"mask": WRITTEN_ROWS}, [(40, 65)]),
+    "written_bounds": ({"mask": WRITTEN_BOUNDS}, [(40, 65)]),
     "beyond_32_bits": (
         {
             "mask": {
@@ -172,6 +177,11 @@ ODD: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     "a prefix beyond the end": ("prefix_argument", (20, 33), {"prefix_length": 2**30 - 1}),
     "no reach": ("written_mask", (20, 33), {"reach": ints(-1, 0, 1000, 7), "step": 2**20}),
     "a first key beyond the end": ("written_rows", (40, 50), {"first": torch.arange(80, dtype=torch.int32).view(2, 40) - 3}),
+    "bounds that are the least and greatest integers": (
+        "written_bounds",
+        (40, 50),
+        {name: ints(-(2**31), 2**31 - 1, far, 30, 0).repeat(16).view(2, 40) for name, far in (("limit", 100), ("first", -100))},
+    ),
     "one bias for all": ("dense", (20, 33), {"bias": torch.linspace(-2, 2, 660).half().view(1, 1, 20, 33)}),
     "a bias for each sequence": ("dense", (20, 33), {"bias": torch.linspace(-2, 2, 1320).half().view(2, 1, 20, 33)}),
     "buckets from the end, and outside": (

@@ -408,19 +408,21 @@ def _rebuilt(e: Expr) -> Expr:
 
 
 def conjuncts(e: Bool) -> list[Bool]:
-    """The parts of a conjunction, in an order that does not depend on hashes; none for `true`. Minima and maxima are taken apart."""
-    whole = apart(e)
-    return sorted(sympy.And.make_args(whole), key=sympy.default_sort_key) if whole != sympy.true else []
+    """The parts of a conjunction, in an order that does not depend on hashes; none for `true`. See `apart`."""
+    parts = sympy.And.make_args(sympy.And(*map(apart, sympy.And.make_args(e))))
+    return sorted((part for part in parts if part != sympy.true), key=sympy.default_sort_key)
 
 
 def apart(e: Bool) -> Bool:
-    """Comparisons with a minimum or maximum on their right as comparisons with each number: `x <= Min(a, b)` is `x <= a and x <= b`."""
-    if isinstance(e, (sympy.And, sympy.Or)):
-        return e.func(*map(apart, e.args))
-    if not isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) or not isinstance(e.rhs, (sympy.Min, sympy.Max)):
+    """What is below the least of some numbers, or above the greatest, compared with each: `x <= Min(a, b)` is `x <= a and x <= b`."""
+    if not isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
         return e
-    every = isinstance(e, (sympy.Le, sympy.Lt)) == isinstance(e.rhs, sympy.Min)
-    return (sympy.And if every else sympy.Or)(*(apart(e.func(e.lhs, bound)) for bound in e.rhs.args))
+    below = e if isinstance(e, (sympy.Le, sympy.Lt)) else e.reversed
+    if isinstance(below.rhs, sympy.Min):
+        return sympy.And(*(below.func(below.lhs, bound) for bound in below.rhs.args))
+    if isinstance(below.lhs, sympy.Max):
+        return sympy.And(*(below.func(bound, below.rhs).reversed for bound in below.lhs.args))
+    return e
 
 
 def span(e: Expr) -> tuple[Expr, Expr]:

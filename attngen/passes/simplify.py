@@ -7,7 +7,7 @@ Each linear condition gets the loop's index alone on one side. The other side is
 several upper bounds of the index only the least is compared, and of lower ones the greatest: one comparison for each score in place of two.
 
 before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < document_end)
-after:   mask %s where(kv_idx <= Min(document_end - 1, Nk - Nq + q_idx))
+after:   mask %s where(kv_idx < min(document_end, Nk - Nq + q_idx + 1))
 
 If no full loop runs a body, what is marked `if partial` in it becomes unconditional.
 """
@@ -22,7 +22,7 @@ import sympy
 from attngen.bounds.intervals import implies, linear_parts
 from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Load, Mask, Op, SoftmaxStep
+from attngen.ir.ops import AXIS_DIM, Gather, Load, Mask, Op, SoftmaxStep
 from attngen.passes.base import Pass
 
 
@@ -39,13 +39,14 @@ def _simplify(kernel: Kernel) -> Kernel:
     own = kernel.own_axis
     loop = "kv" if own == "q" else "q"
     reals = frozenset(op.name for op in kernel.ops() for t in [op.results().get("")] if t and t.dtype == "f32")
+    loaded = frozenset(op.name for op in kernel.ops() if isinstance(op, (Gather, Load)))
     moving = frozenset(op.name for op in kernel.ops() for t in [op.results().get("")] if t and AXIS_DIM[loop] in t.dims)
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
 
     def change(block: str, op: Op) -> list[Op]:
         always = block != "entry" and block not in with_full
         if isinstance(op, Mask):
-            where = simplify_condition(op.where, own, loop, reals, moving)
+            where = simplify_condition(op.where, own, loop, reals, loaded, moving)
             if where == sympy.true:
                 return []
             used = {str(s) for s in where.free_symbols}
@@ -60,24 +61,38 @@ def _simplify(kernel: Kernel) -> Kernel:
     return kernel.rewrite(change)
 
 
-def simplify_condition(where: Bool, own: str, loop: str, reals: frozenset[str] = frozenset(), moving: frozenset[str] = frozenset()) -> Bool:
+def simplify_condition(
+    where: Bool,
+    own: str,
+    loop: str,
+    reals: frozenset[str] = frozenset(),
+    loaded: frozenset[str] = frozenset(),
+    moving: frozenset[str] = frozenset(),
+) -> Bool:
     """The conjunction without parts that the others imply for valid rows. Comparisons of integers are solved for the loop's index.
 
-    reals: values that are no integers; moving: those that change along the loop's axis.
+    reals: values that are no integers; loaded: those that are data, which may be the least or greatest integer; moving: those that change
+    along the loop's axis.
     """
-    fixed = [p for p in conjuncts(where) if not reals.isdisjoint(str(s) for s in p.free_symbols)]
+    fixed = [p for p in conjuncts(where) if _names(p, reals)]
     parts = [p for p in conjuncts(where) if p not in fixed]
     kept = list(parts)
     for part in parts:
         others = [p for p in kept if p is not part]
         if any(implies(p, part, own, loop) for p in others):
             kept = others
-    return sympy.And(*fixed, _one_bound_a_side(sympy.And(*(_solved(p, own, loop) for p in kept)), symbol(f"{loop}_idx"), moving))
+    solved = [_solved(p, own, loop, loaded) for p in kept]
+    return sympy.And(*fixed, *_one_bound_a_side(solved, symbol(f"{loop}_idx"), loaded, moving))
 
 
-def _solved(p: Bool, own: str, loop: str) -> Bool:
-    if isinstance(p, (sympy.And, sympy.Or)) and own == "q":  # of keys, the vectors would take registers beside the sums of dK and dV
-        return p.func(*(_solved(part, own, loop) for part in p.args))
+def _names(e: sympy.Basic, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(str(s) for s in e.free_symbols)
+
+
+def _solved(p: Bool, own: str, loop: str, loaded: frozenset[str]) -> Bool:
+    if isinstance(p, (sympy.And, sympy.Or)):
+        # Vectors of keys would take registers beside the sums of dK and dV. Of data, a sum may be too large.
+        return p if own != "q" or _names(p, loaded) else p.func(*(_solved(part, own, loop, loaded) for part in p.args))
     linear = linear_parts(p, own, loop)
     if linear is None or linear[1] not in (1, -1):
         return p
@@ -95,20 +110,24 @@ def _simpler(a: sympy.Expr, b: sympy.Expr, even: bool) -> bool:
     return terms > 0 or (terms == 0 and even)
 
 
-def _one_bound_a_side(p: Bool, index: sympy.Symbol, moving: frozenset[str]) -> Bool:
-    """The condition with one upper and one lower bound of the index in each conjunction and disjunction, of bounds that do not change."""
-    if not isinstance(p, (sympy.And, sympy.Or)):
-        return p
-    parts = [_one_bound_a_side(part, index, moving) for part in p.args]
-    both = isinstance(p, sympy.And)
-    for strict, weak, upper in ((sympy.Lt, sympy.Le, True), (sympy.Gt, sympy.Ge, False)):
-        alike = [
-            x for x in parts if isinstance(x, (strict, weak)) and x.lhs == index and moving.isdisjoint(str(s) for s in x.rhs.free_symbols)
-        ]
+def _one_bound_a_side(parts: list[Bool], index: sympy.Symbol, loaded: frozenset[str], moving: frozenset[str]) -> list[Bool]:
+    """The parts with one upper and one lower bound of the index, of those that are plain sums and do not change along the loop.
+
+    Data is compared as it is: one more or less than the least or greatest integer is another one.
+    """
+    for strict, weak, nearest, step in ((sympy.Lt, sympy.Le, sympy.Min, 1), (sympy.Gt, sympy.Ge, sympy.Max, -1)):
+        alike = [p for p in parts if isinstance(p, (strict, weak)) and p.lhs == index and _is_plain(p.rhs) and not _names(p, moving)]
+        of_data = [p.func for p in alike if _names(p, loaded)]
+        kind = of_data[0] if of_data else strict if all(isinstance(p, strict) for p in alike) else weak
+        alike = [p for p in alike if isinstance(p, kind) or not _names(p, loaded)]
         if len(alike) > 1:
-            nearest = sympy.Min if upper == both else sympy.Max
-            kind = strict if all(isinstance(x, strict) for x in alike) else weak
-            step = -1 if upper else 1
-            bound = nearest(*(x.rhs + step if isinstance(x, strict) and kind is weak else x.rhs for x in alike))
-            parts = [*(x for x in parts if x not in alike), kind(index, bound)]
-    return p.func(*parts)
+            shift = step if kind is strict else -step
+            bound = nearest(*(p.rhs if isinstance(p, kind) else p.rhs + shift for p in alike))
+            parts = [*(p for p in parts if p not in alike), kind(index, bound)]
+    return parts
+
+
+def _is_plain(e: sympy.Expr) -> bool:
+    """Whether it is a sum of integers, each once: others may need 64 bits, which the comparison would then have for every score."""
+    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(e) if not term.is_Integer]
+    return all(abs(factor) == 1 and term.is_Symbol for factor, term in terms)

@@ -386,7 +386,7 @@ def fwd_consumer(
             s = warpgroup_mma_wait(0, deps=[s_flight])
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-            s = gl.where(kv_idx[None, :] <= gl.minimum(kv_lengths - 1, q_idx + Nk - Nq)[:, None], s, float("-inf"))
+            s = gl.where(kv_idx[None, :] < gl.minimum(kv_lengths, q_idx + 1 + Nk - Nq)[:, None], s, float("-inf"))
             m_new = gl.maximum(m, row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
@@ -420,7 +420,7 @@ def fwd_consumer(
                     kv_tile = kv_full_end + at
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
-                    s = gl.where(kv_idx[None, :] <= gl.minimum(kv_lengths - 1, q_idx + Nk - Nq)[:, None], s, float("-inf"))
+                    s = gl.where(kv_idx[None, :] < gl.minimum(kv_lengths, q_idx + 1 + Nk - Nq)[:, None], s, float("-inf"))
                 m_new = gl.maximum(m, row_max(s))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
                 soft_base = m_seen * qk_scale

@@ -226,7 +226,7 @@ def fwd(
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
-        s = tl.where(kv_idx[None, :] <= tl.minimum(kv_lengths - 1, q_idx + Nk - Nq)[:, None], s, float("-inf"))
+        s = tl.where(kv_idx[None, :] < tl.minimum(kv_lengths, q_idx + 1 + Nk - Nq)[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
@@ -369,7 +369,7 @@ def dq(
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
-        s = tl.where(kv_idx[None, :] <= tl.minimum(kv_lengths - 1, q_idx + Nk - Nq)[:, None], s, float("-inf"))
+        s = tl.where(kv_idx[None, :] < tl.minimum(kv_lengths, q_idx + 1 + Nk - Nq)[:, None], s, float("-inf"))
         p = tl.exp2(s * qk_scale - lse2[:, None])
         if TMA:
             v = V.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_V)

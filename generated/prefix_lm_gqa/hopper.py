@@ -387,7 +387,7 @@ def fwd_consumer(
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             s = gl.where(
-                kv_idx[None, :] <= gl.minimum(Nk - 1, gl.maximum(prefix_length - 1, q_idx + Nk - Nq))[:, None],
+                ((kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) | (kv_idx < prefix_length)[None, :]) & (kv_idx < Nk)[None, :],
                 s,
                 float("-inf"),
             )
@@ -425,7 +425,7 @@ def fwd_consumer(
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
                     s = gl.where(
-                        kv_idx[None, :] <= gl.minimum(Nk - 1, gl.maximum(prefix_length - 1, q_idx + Nk - Nq))[:, None],
+                        ((kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) | (kv_idx < prefix_length)[None, :]) & (kv_idx < Nk)[None, :],
                         s,
                         float("-inf"),
                     )

@@ -223,7 +223,7 @@ def fwd(
             )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            kv_idx[None, :] <= tl.minimum(Nk - 1, tl.maximum(prefix_length - 1, q_idx + Nk - Nq))[:, None],
+            ((kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) | (kv_idx < prefix_length)[None, :]) & (kv_idx < Nk)[None, :],
             s,
             float("-inf"),
         )
@@ -368,7 +368,7 @@ def dq(
             )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            kv_idx[None, :] <= tl.minimum(Nk - 1, tl.maximum(prefix_length - 1, q_idx + Nk - Nq))[:, None],
+            ((kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) | (kv_idx < prefix_length)[None, :]) & (kv_idx < Nk)[None, :],
             s,
             float("-inf"),
         )

@@ -6,8 +6,11 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import conjuncts, parse, symbol
+from attngen.ir.expr import conjuncts, parse, symbol, to_text
+from attngen.ir.ops import Mask
+from attngen.passes.pipeline import lower
 from attngen.passes.simplify import Simplify, simplify_condition
+from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
 
@@ -29,8 +32,12 @@ def loops(where, full="0", end="cdiv(Nk, BLOCK_KV)"):
         ("kv_idx < Nk and q_idx - kv_idx <= 3", "kv_idx >= q_idx - 3 and kv_idx < Nk"),
         ("kv_idx < Nk and kv_idx - q_idx < 1", "kv_idx <= min(q_idx, Nk - 1)"),
         ("kv_idx < Nk and kv_idx - 5 < q_idx", "kv_idx < min(Nk, q_idx + 5)"),
-        ("kv_idx < Nk and (kv_idx <= q_idx or kv_idx < 9)", "kv_idx <= min(Nk - 1, max(8, q_idx))"),
-        ("kv_idx < Nk and (kv_idx >= q_idx or kv_idx < 9)", "(kv_idx >= q_idx or kv_idx < 9) and kv_idx < Nk"),
+        ("kv_idx < Nk and (q_idx - kv_idx <= 3 or kv_idx < 9)", "(kv_idx >= q_idx - 3 or kv_idx < 9) and kv_idx < Nk"),
+        (
+            "kv_idx < Nk and kv_idx < 20.5 and kv_idx < q_idx/2 and kv_idx <= q_idx",
+            "kv_idx <= min(q_idx, Nk - 1) and kv_idx < 20.5 and kv_idx < q_idx/2",
+        ),
+        ("kv_idx < Nk and kv_idx <= max(5, q_idx)", "kv_idx <= max(5, q_idx) and kv_idx < Nk"),  # as it was said
         ("kv_idx < Nk and kv_idx >= q_idx and kv_idx > 4", "kv_idx >= max(5, q_idx) and kv_idx < Nk"),
         ("kv_idx < Nk and 1 - 2*kv_idx <= q_idx", "1 - 2*kv_idx <= q_idx and kv_idx < Nk"),  # not solved: it would take a division
     ],
@@ -41,24 +48,42 @@ def test_conditions_are_said_once_and_solved_for_the_loops_index(where, simple):
     assert f"where({simple})" in after
 
 
-def test_bounds_that_change_along_the_loop_stay_apart():
-    """Another vector in the bound would be loaded and compared for each turn."""
-    q, kv, limit = symbol("q_idx"), symbol("kv_idx"), symbol("limit")
-    where = (kv <= q) & (kv < limit)
-    assert simplify_condition(where, "q", "kv", moving=frozenset({"limit"})) == where
-    assert simplify_condition(where, "q", "kv") == (kv <= sympy.Min(q, limit - 1))
+def test_data_is_compared_as_it_is():
+    """It may be the least or greatest integer, of which one less or more is another one. Bounds of positions take its form."""
+    q, kv, low, high = (symbol(name) for name in ("q_idx", "kv_idx", "low", "high"))
+
+    def simple(where):
+        return simplify_condition(where, "q", "kv", loaded=frozenset({"low", "high"}))
+
+    assert simple((kv <= q) & (kv < high)) == (kv < sympy.Min(high, q + 1))
+    assert simple((kv >= q) & (kv > low)) == (kv > sympy.Max(low, q - 1))
+    assert simple((kv < high) & (kv <= low)) == (kv < high) & (kv <= low)
+    assert simple((kv < high * low) & (kv <= q) & (kv < 33)) == (kv < high * low) & (kv <= sympy.Min(q, 32))  # the first takes 64 bits
+    assert simple((q - kv <= low) | (kv < 9)) == (q - kv <= low) | (kv < 9)  # the sum could be too large
+
+
+@pytest.mark.parametrize("mask", ["kv_idx <= q_idx and kv_idx < last[b, kv_idx]"])
+def test_bounds_that_change_along_the_loop_stay_apart(mask):
+    """Another vector in the bound would be compared for each turn."""
+    made = lower(
+        make_spec({"name": "t", "head_dim": 16, "mask": {"expr": mask, "params": {"last": {"tensor": ["B", "Nk"], "dtype": "int32"}}}})
+    )
+    masks = {k.name: [to_text(op.where) for op in k.ops() if isinstance(op, Mask)] for k in made.kernels}
+    assert masks["fwd"] == ["kv_idx <= min(q_idx, Nk - 1) and kv_idx < last"]
+    assert all("last, " not in text and "(last" not in text for texts in masks.values() for text in texts)
 
 
 @pytest.mark.parametrize(
     "text, parts",
     [
-        ("kv_idx <= min(Nk - 1, max(8, q_idx))", ["kv_idx <= Nk - 1", "kv_idx <= 8 or kv_idx <= q_idx"]),
+        ("kv_idx <= min(Nk - 1, q_idx)", ["kv_idx <= Nk - 1", "kv_idx <= q_idx"]),
         ("kv_idx > max(2, q_idx)", ["kv_idx > 2", "kv_idx > q_idx"]),
-        ("kv_idx >= min(2, q_idx)", ["kv_idx >= 2 or kv_idx >= q_idx"]),
+        ("min(2, q_idx) > kv_idx", ["kv_idx < 2", "kv_idx < q_idx"]),
+        ("kv_idx <= max(2, q_idx)", ["kv_idx <= max(2, q_idx)"]),  # one bound, which is solved as a whole
         ("kv_idx < Nk", ["kv_idx < Nk"]),
     ],
 )
-def test_a_comparison_with_a_minimum_is_taken_apart_to_be_solved(text, parts):
+def test_what_is_below_the_least_of_some_is_below_each(text, parts):
     assert set(conjuncts(parse(text))) == set(map(parse, parts))
 
 
