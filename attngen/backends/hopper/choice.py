@@ -101,7 +101,7 @@ def takes_three(module: Module, kernel: Kernel) -> bool:
 
 
 def _is_light(module: Module, kernel: Kernel) -> bool:
-    """Whether a third of the registers is enough for a consumer.
+    """Whether masks and modifiers take so little that a third of the registers is enough for a consumer.
 
     Kernels at hand spill if their loop runs over several ranges, if they draw random words, load a number for each key or score, or have a
     modifier of positions.
@@ -170,8 +170,8 @@ def in_turns(module: Module, row: Row) -> int:
     """The copies of the consumer, where they issue their products in turns; 0 where they do not.
 
     Three copies of narrow heads do. Two are slower in turns there: their products end before the other's softmax does. Two copies of wider
-    heads are faster if all tiles of queries visit as many keys, or if heads have more than 128 columns (docs/perf-log.md, section 27):
-    programs that keep in step read the same keys at the same time, and the L2 serves fewer reads.
+    heads with light masks are faster if all tiles of queries visit as many keys, or if values have more than 128 columns
+    (docs/perf-log.md, section 27): programs that keep in step read the same keys at the same time, and the L2 serves fewer reads.
     """
     kernel, copies = module.kernel(KERNEL), row.block_q // ROWS
     steady = _is_even(kernel) or module.head_dim_v > STEADY
