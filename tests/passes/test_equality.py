@@ -345,7 +345,7 @@ def test_every_pass_keeps_what_random_modules_compute(seed: int) -> None:
 
 def test_a_mask_that_is_proven_to_hide_every_key_is_lowered() -> None:
     """Loops have no range then; one stays, for the body."""
-    mask = {"expr": "min(clamp(kv_len, 1, window), min(kv_len, q_idx, 2), 4) >= 4", "params": {"window": {"scalar": "int"}}}
+    mask = {"expr": "2 * min(clamp(kv_len, 1, window), min(kv_len, q_idx, 2), 4) >= 7", "params": {"window": {"scalar": "int"}}}
     spec = make_spec({"name": "hidden", "head_dim": 16, "mask": mask})
     module = build_module(spec)
     assert lower(spec).phase == "target"
