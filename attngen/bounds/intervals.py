@@ -48,8 +48,10 @@ class Scene:
     def loop_idx(self) -> Expr:
         return symbol(f"{self.loop}_idx")
 
-    def names(self, e: Any, names: frozenset[str]) -> bool:
-        return not names.isdisjoint(str(s) for s in e.free_symbols)
+
+def mentions(e: Any, names: frozenset[str]) -> bool:
+    """Whether one of these symbols is in an expression."""
+    return not names.isdisjoint(str(s) for s in e.free_symbols)
 
 
 class Bound(NamedTuple):
@@ -134,7 +136,7 @@ def _plain(e: Bool, scene: Scene) -> Bool:
             return other(*(_plain(sympy.Not(a), scene) for a in inner.args))
         return e
     numbers = isinstance(e, (sympy.Eq, sympy.Ne)) and not any(x.is_Boolean for x in e.args if not x.is_Symbol)
-    if numbers and not scene.names(e, scene.others) and _whole(e.lhs - e.rhs):
+    if numbers and not mentions(e, scene.others) and _whole(e.lhs - e.rhs):
         join = sympy.And if isinstance(e, sympy.Eq) else sympy.Or
         first, second = (sympy.Le, sympy.Ge) if isinstance(e, sympy.Eq) else (sympy.Lt, sympy.Gt)
         return join(first(e.lhs, e.rhs), second(e.lhs, e.rhs))
@@ -149,7 +151,7 @@ def _whole(e: Expr) -> bool:
 def solve(condition: Bool, scene: Scene) -> Any:
     """Solve a comparison: a `Bound`, or a condition of simpler comparisons to be solved in turn, or None if it cannot be solved."""
     difference = excess(condition)
-    if scene.names(difference, scene.others) or not _whole(difference):
+    if mentions(difference, scene.others) or not _whole(difference):
         return None
     return _solved(sympy.expand(difference), scene)
 
@@ -232,7 +234,7 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
             return first, last
         if e.is_Symbol and str(e) in scene.rows:
             return least(str(e)), greatest(str(e))
-        if not e.has(scene.own_idx) and not scene.names(e, scene.rows):
+        if not e.has(scene.own_idx) and not mentions(e, scene.rows):
             return e, e
         if isinstance(e, mod):
             return sympy.Integer(0), e.args[1] - 1

@@ -15,7 +15,7 @@ from itertools import permutations
 
 import sympy
 
-from attngen.bounds.intervals import Scene, Term, extremes, terms, with_rows
+from attngen.bounds.intervals import Scene, Term, extremes, mentions, terms, with_rows
 from attngen.ir.expr import Bool, Expr, cdiv, flattened, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.names import INTEGERS
@@ -76,7 +76,7 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
     scene = scene_of(kernel, body)
     for literal in dict.fromkeys(x for term in terms(where, scene) for x in term.unsolved):
         fact = next((f for f in scene.facts if f.literal == literal), None)
-        why = "is data" if scene.names(literal, scene.others) else f"is not solved for {scene.loop}_idx"
+        why = "is data" if mentions(literal, scene.others) else f"is not solved for {scene.loop}_idx"
         cost = (
             f"visited where {to_text(fact.needs)}, taken as full where {to_text(fact.enough)}"
             if fact

@@ -6,7 +6,7 @@ from typing import Any
 
 import sympy
 
-from attngen.bounds.intervals import Scene, terms
+from attngen.bounds.intervals import Scene, mentions, terms
 from attngen.ir.expr import Expr, clamp, log, select, sigmoid, sqrt, symbol
 from attngen.ir.graph import Blocks, Meaning, Read, input_tensors
 from attngen.parts import KV, NATURAL, Q
@@ -67,7 +67,7 @@ def _by_data(spec: Spec, own: str) -> bool:
     scene = Scene(own, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
     known = {fact.literal for fact in scene.facts}
     where = spec.mask.expression() if own == "q" else spec.mask.by_key()
-    return any(scene.names(x, scene.others) for term in terms(where, scene) for x in term.unsolved if x not in known)
+    return any(mentions(x, scene.others) for term in terms(where, scene) for x in term.unsolved if x not in known)
 
 
 def singular(spec: Spec, e: Expr) -> bool:

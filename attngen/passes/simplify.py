@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.bounds.intervals import implies, linear_parts
+from attngen.bounds.intervals import implies, linear_parts, mentions
 from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Gather, Load, Mask, Op, SoftmaxStep
@@ -38,9 +38,10 @@ class Simplify(Pass):
 def _simplify(kernel: Kernel) -> Kernel:
     own = kernel.own_axis
     loop = "kv" if own == "q" else "q"
-    reals = frozenset(op.name for op in kernel.ops() for t in [op.results().get("")] if t and t.dtype == "f32")
+    types = {op.name: t for op in kernel.ops() if (t := op.results().get(""))}
+    reals = frozenset(name for name, t in types.items() if t.dtype == "f32")
+    moving = frozenset(name for name, t in types.items() if AXIS_DIM[loop] in t.dims)
     loaded = frozenset(op.name for op in kernel.ops() if isinstance(op, (Gather, Load)))
-    moving = frozenset(op.name for op in kernel.ops() for t in [op.results().get("")] if t and AXIS_DIM[loop] in t.dims)
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
 
     def change(block: str, op: Op) -> list[Op]:
@@ -74,8 +75,9 @@ def simplify_condition(
     reals: values that are no integers; loaded: those that are data, which may be the least or greatest integer; moving: those that change
     along the loop's axis.
     """
-    fixed = [p for p in conjuncts(where) if _names(p, reals)]
-    parts = [p for p in conjuncts(where) if p not in fixed]
+    said = conjuncts(where)
+    fixed = [p for p in said if mentions(p, reals)]
+    parts = [p for p in said if p not in fixed]
     kept = list(parts)
     for part in parts:
         others = [p for p in kept if p is not part]
@@ -85,14 +87,10 @@ def simplify_condition(
     return sympy.And(*fixed, *_one_bound_a_side(solved, symbol(f"{loop}_idx"), loaded, moving))
 
 
-def _names(e: sympy.Basic, names: frozenset[str]) -> bool:
-    return not names.isdisjoint(str(s) for s in e.free_symbols)
-
-
 def _solved(p: Bool, own: str, loop: str, loaded: frozenset[str]) -> Bool:
     if isinstance(p, (sympy.And, sympy.Or)):
         # Vectors of keys would take registers beside the sums of dK and dV. Of data, a sum may be too large.
-        return p if own != "q" or _names(p, loaded) else p.func(*(_solved(part, own, loop, loaded) for part in p.args))
+        return p if own != "q" or mentions(p, loaded) else p.func(*(_solved(part, own, loop, loaded) for part in p.args))
     linear = linear_parts(p, own, loop)
     if linear is None or linear[1] not in (1, -1):
         return p
@@ -116,10 +114,10 @@ def _one_bound_a_side(parts: list[Bool], index: sympy.Symbol, loaded: frozenset[
     Data is compared as it is: one more or less than the least or greatest integer is another one.
     """
     for strict, weak, nearest, step in ((sympy.Lt, sympy.Le, sympy.Min, 1), (sympy.Gt, sympy.Ge, sympy.Max, -1)):
-        alike = [p for p in parts if isinstance(p, (strict, weak)) and p.lhs == index and _is_plain(p.rhs) and not _names(p, moving)]
-        of_data = [p.func for p in alike if _names(p, loaded)]
+        alike = [p for p in parts if isinstance(p, (strict, weak)) and p.lhs == index and _is_plain(p.rhs) and not mentions(p, moving)]
+        of_data = [p.func for p in alike if mentions(p, loaded)]
         kind = of_data[0] if of_data else strict if all(isinstance(p, strict) for p in alike) else weak
-        alike = [p for p in alike if isinstance(p, kind) or not _names(p, loaded)]
+        alike = [p for p in alike if isinstance(p, kind) or not mentions(p, loaded)]
         if len(alike) > 1:
             shift = step if kind is strict else -step
             bound = nearest(*(p.rhs if isinstance(p, kind) else p.rhs + shift for p in alike))

@@ -95,6 +95,7 @@ _HELD: WeakKeyDictionary[Kernel, tuple[dict[str, Any], set[str]]] = WeakKeyDicti
 def _broken(module: Module, kernel: Kernel) -> Iterator[tuple[str, str]]:
     """(rule, reason) for each thing that breaks a rule. A pass leaves most kernels as they are: what holds for one is not tried again."""
     read = {**vars(module), "phase": "", "hosts": module.trains, "kernels": [k.name for k in module.kernels]}
+    # Of divided kernels the rules of others read these alone; those of a divided one read the kernel that it stands in for, too.
     read["divided"] = [(k.name, k.backend, k.of) for k in module.divided]
     read["stands for"] = next((k for k in module.kernels if kernel.backend and k.name == kernel.stands_for), None)
     read["schedules"] = dict(module.schedules).get(kernel.name)

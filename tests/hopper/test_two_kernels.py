@@ -22,7 +22,7 @@ from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.passes.pipeline import lower
 from attngen.runtime import launch
 from attngen.spec import make_spec
-from attngen.verify import verify
+from attngen.verify import _broken, verify
 from attngen.verify.inputs import verify_interface
 from tests.helpers import SPECS, edit, target
 from tests.hopper.common import DIVIDED, whole
@@ -165,3 +165,13 @@ def test_each_has_its_reading_in_the_report(tmp_path: Any) -> None:
     assert [(row.get("kernel"), row["reading"]["shared_bytes"]) for row in found] == [(None, 1000), ("fwd_long", 1001)]
     (tmp_path / "report.json").write_text(files["report.json"])
     assert keep(module, bare, tmp_path) == files
+
+
+def test_a_divided_kernel_is_tried_again_when_the_one_it_stands_in_for_changes() -> None:
+    """What holds for a kernel is kept; but not beyond what its rules read."""
+    module = verify(whole("causal_mqa"))
+    assert all(list(_broken(module, kernel)) == [] for kernel in module.divided)
+    other = tuple(replace(module.kernel("dq"), name="fwd") if k.name == "fwd" else k for k in module.kernels)
+    wrong = ("roles", "it has other arguments than @fwd, for which it stands in")
+    for kernel in module.divided:
+        assert wrong in list(_broken(replace(module, kernels=other), kernel))

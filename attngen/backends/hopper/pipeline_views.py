@@ -12,7 +12,7 @@ from attngen.ir.ops import AXIS_DIM, Loop, Map
 from attngen.ir.roles import Pipeline
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
-PAIR = 2  # copies of the consumer that take turns: they have registers enough to leave out a loop
+ROOMY_COPIES = 2  # of the consumer, at most, whose registers are enough to leave out a loop where they take turns
 BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
 
 
@@ -169,7 +169,7 @@ class PipelineContext(SoftmaxContext):
 
     def _is_one(self, ranges: Any) -> bool:
         """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over others is needed."""
-        if len(ranges) > 1 or turns(self.kernel) > PAIR:
+        if len(ranges) > 1 or turns(self.kernel) > ROOMY_COPIES:
             return False
         lo, hi = (self._made(bound) for bound in ranges[0])
         return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
@@ -183,7 +183,7 @@ class PipelineContext(SoftmaxContext):
         """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
 
         None where tiles are listed, a mask reads what is loaded for a tile, or tiles with nothing to mask read where they are. Nor where
-        copies take turns: three share the registers, and ptxas spills some as soon as a loop is left out; two have simpler masks.
+        copies take turns: of three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
         """
         if op.listed or not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial):
             return None
