@@ -421,8 +421,13 @@ def apart(e: Bool) -> Bool:
     if isinstance(below.rhs, sympy.Min):
         return sympy.And(*(below.func(below.lhs, bound) for bound in below.rhs.args))
     if isinstance(below.lhs, sympy.Max):
-        return sympy.And(*(below.func(bound, below.rhs).reversed for bound in below.lhs.args))
+        return sympy.And(*(_mirrored(below.func(bound, below.rhs)) for bound in below.lhs.args))
     return e
+
+
+def _mirrored(e: Bool) -> Bool:
+    """A comparison with its sides exchanged; of numbers, it has been decided."""
+    return e.reversed if isinstance(e, sympy.core.relational.Relational) else e
 
 
 def span(e: Expr) -> tuple[Expr, Expr]:
