@@ -134,6 +134,7 @@ class Divider:
     passes: Callable[[Choose], tuple[Pass, ...]]
     row: Callable[[Module, int | None, int | None, int | None], Row]  # its own choice, with a spec's block_q, block_kv and stages in place
     long: Callable[[Module], Row | None]  # a row that is faster than that one from some number of rows on, if there is one
+    least: Callable[[Module, Row], int]  # the rows of a call, beyond which a row of it is taken where smaller calls were not measured
     candidates: Callable[[Module], tuple[Row, ...]]  # rows that are worth measuring, for any number of rows; none if it cannot divide
     declined: Callable[[Module], str]  # why it leaves the kernel portable if nobody asks; empty text where it expects to be faster
     rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have

@@ -125,7 +125,7 @@ class Timeline:
     def __init__(self, kernel: Kernel, num_stages: int) -> None:
         self.kernel = kernel
         self.spans: list[Span] = []
-        rings = [op for op in kernel.ops() if isinstance(op, Ring)]
+        rings = [op for op in kernel.ops() if isinstance(op, Ring) and not op.beside]
         self.slots = {ring.name: int(compiled(ring.slots)({"num_stages": num_stages})) for ring in rings}
         self.uses: dict[str, list[_Use]] = {ring.name: [] for ring in rings}
         self.takers = {ring.name: sum(b.role.copies for b in kernel.roles if b.role and _takes(kernel, b, ring.name)) for ring in rings}
@@ -186,7 +186,7 @@ class Timeline:
             case Loop():
                 for _ in range(self.turns.get(op.cls, TURNS)):
                     yield from self.block(agent, op.body, op.cls)
-            case Fill():
+            case Fill() if op.ring in self.uses:
                 yield from self.fill(agent, op.ring, str(len(self.uses[op.ring])), COPY)
             case Take():
                 agent.held[op.name] = op.ring, (yield from self.take(agent, op.ring))

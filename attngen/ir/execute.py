@@ -388,9 +388,10 @@ class Launch:
 
     def _softmax_step(self, op: SoftmaxStep, values: Values, cls: str) -> Values:
         s, m, scale = values[op.s], values[op.m], values[op.scale] if op.scale else 1
-        m_new = np.maximum(m, s.max(axis=1))
+        shift = values[op.shift] if op.shift else 0
+        m_new = np.maximum(m, s.max(axis=1) + shift)
         seen = np.where(m_new == -np.inf, m_new.dtype.type(0), m_new) if applies(op.guard, cls) else m_new
-        p = np.exp2(s * scale - (seen * scale)[:, None])
+        p = np.exp2(s * scale - (seen * scale - shift)[:, None])
         return {f"{op.name}.p": p, f"{op.name}.alpha": np.exp2((m - seen) * scale), f"{op.name}.m": m_new}
 
     def _reduce(self, op: Reduce, values: Values, cls: str) -> Any:

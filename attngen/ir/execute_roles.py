@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,8 @@ from attngen.ir.roles import (
     Pack,
     Pipeline,
     Put,
+    Ramp,
+    Read,
     Recall,
     Ring,
     SoftmaxRows,
@@ -49,6 +51,7 @@ from attngen.ir.roles import (
     bodies_of,
 )
 
+POISON = 2**30 + 1  # in a slot of numbers that nothing has filled
 SLOTS = 2  # of a ring whose number of slots is the schedule's
 SUMS = 2  # of a row that is added up in chains
 
@@ -67,9 +70,12 @@ class _Buffers:
     given: list[int]
     started: int = 0
     storing: bool = False  # the copy engine is to read from it
+    beside: dict[str, Any] = field(default_factory=dict)  # rings of numbers that lie beside it, by name
 
     def poison(self, slot: int) -> None:
         self.tiles[slot][...] = np.nan
+        for numbers in self.beside.values():
+            numbers[slot] = POISON
 
 
 class DividedLaunch(Launch):
@@ -200,6 +206,10 @@ class DividedLaunch(Launch):
     # ------------------------------------------------------------------ rings
 
     def _ring(self, op: Ring, values: Values) -> Any:
+        if op.beside:
+            tiles = values[op.beside][0]
+            tiles.beside[op.name] = np.full((len(tiles.tiles), *self.shape(op.type.dims, values)), POISON, self.dtypes[op.type.dtype])
+            return
         owner = next((b.role for b in self.kernel.roles if b.name == op.each), None)
         copies = owner.copies if owner else 1
         sizes = {**values, "BLOCK_Q": values["BLOCK_Q"] // copies}
@@ -226,23 +236,29 @@ class DividedLaunch(Launch):
         return False
 
     def _fill(self, op: Fill, values: Values) -> Any:
+        if op.ring not in values:
+            return  # it lies beside another one, whose fill comes next
         copies = len(values[op.ring])
-        yield from self._start(op.ring, values, lambda _, copy: self.read(op, values | self.share(copy, copies, values)))
+        fills = [o for o in self.kernel.ops() if isinstance(o, Fill) and o.ring in values[op.ring][0].beside]
+        numbers = {fill.ring: self.read(fill, values) for fill in fills}
+        yield from self._start(op.ring, values, lambda _, copy: self.read(op, values | self.share(copy, copies, values)), numbers)
 
-    def _start(self, ring: str, values: Values, tile: Callable[[_Buffers, int], Any]) -> Any:
-        """Fill the next slot of every copy's ring, once all are free."""
+    def _start(self, ring: str, values: Values, tile: Callable[[_Buffers, int], Any], numbers: Values | None = None) -> Any:
+        """Fill the next slot of every copy's ring, once all are free, and with `numbers` that of rings beside it."""
         for buffers in values[ring]:
             while buffers.given[buffers.started % len(buffers.tiles)] < buffers.takers * (buffers.started // len(buffers.tiles)):
                 yield True
         for copy, buffers in enumerate(values[ring]):
-            values["pending"].append(self.arrival(buffers, buffers.started % len(buffers.tiles), tile(buffers, copy)))
+            values["pending"].append(self.arrival(buffers, buffers.started % len(buffers.tiles), tile(buffers, copy), numbers or {}))
             buffers.started += 1
             yield False
 
     @staticmethod
-    def arrival(buffers: _Buffers, slot: int, tile: Any) -> Callable[[], None]:
+    def arrival(buffers: _Buffers, slot: int, tile: Any, numbers: Values) -> Callable[[], None]:
         def arrive() -> None:
             buffers.tiles[slot][...] = tile
+            for name, x in numbers.items():
+                buffers.beside[name][slot] = x
             buffers.fills[slot] += 1
 
         return arrive
@@ -251,7 +267,7 @@ class DividedLaunch(Launch):
         """A tile as the copy engine reads it: 0 where it is out of bounds."""
         ring = self.kernel.op(op.ring)
         assert isinstance(ring, Ring)
-        tile = np.zeros(self.lying(ring, values), self.dtypes["T"])
+        tile = np.zeros(self.lying(ring, values), self.dtypes[ring.type.dtype])
         places, part = self.inside(op.src, values)
         tile[part] = values[op.src.tensor][places]
         return tile
@@ -290,6 +306,14 @@ class DividedLaunch(Launch):
             yield True
         taken[ring] = use + 1
         return buffers, slot
+
+    def _read(self, op: Read, values: Values) -> Any:
+        take = self.kernel.op(op.beside)
+        assert isinstance(take, Take)
+        buffers = self.mine(take.ring, values)
+        slot = next(i for i, tile in enumerate(buffers.tiles) if tile is values[op.beside])
+        values[op.name] = buffers.beside[op.ring][slot].copy()
+        yield from ()
 
     def _give(self, op: Give, values: Values) -> Any:
         take = self.kernel.op(op.value)
@@ -377,9 +401,10 @@ class DividedLaunch(Launch):
 
     def _softmax_rows(self, op: SoftmaxRows, values: Values) -> Any:
         m, scale = values[op.m], values[op.scale] if op.scale else 1
-        m_new = np.maximum(m, values[op.s].max(axis=1))
+        shift = values[op.shift] if op.shift else 0
+        m_new = np.maximum(m, values[op.s].max(axis=1) + shift)
         seen = np.where(m_new == -np.inf, m_new.dtype.type(0), m_new) if applies(op.guard, values["cls"]) else m_new
-        values |= {f"{op.name}.base": seen * scale, f"{op.name}.alpha": np.exp2((m - seen) * scale), f"{op.name}.m": m_new}
+        values |= {f"{op.name}.base": seen * scale - shift, f"{op.name}.alpha": np.exp2((m - seen) * scale), f"{op.name}.m": m_new}
         yield from ()
 
     def _weigh(self, op: Weigh, values: Values) -> Any:
@@ -389,6 +414,11 @@ class DividedLaunch(Launch):
     def _chains(self, op: Chains, values: Values) -> Any:
         value = values[op.value]
         values[op.name] = value.reshape(len(value), -1, values[CHAINS]).sum(axis=1)
+        yield from ()
+
+    def _ramp(self, op: Ramp, values: Values) -> Any:
+        (size,) = self.shape(op.type.dims, values)
+        values[op.name] = (values[op.value] * np.arange(size)).astype(self.dtypes[op.type.dtype])
         yield from ()
 
     def _halve(self, op: Halve, values: Values) -> Any:

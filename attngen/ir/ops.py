@@ -265,6 +265,7 @@ class SoftmaxStep(Op):
     """One online softmax update in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Algorithm 1).
 
     m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')), the factor for sums that used the old maximum.
+    With a `shift`, a number of each row, scores are s + shift, and the scale is 1.
     `guard` says where rows that have seen no key yet (m' = -inf) are kept free of NaN: `always`, or in `partial` loops.
     """
 
@@ -273,6 +274,7 @@ class SoftmaxStep(Op):
     type: Type
     scale: str | None = field(default=None, metadata=OPERAND)
     guard: str = "partial"
+    shift: str | None = field(default=None, metadata=OPERAND)
     FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "m_seen")  # variables of the printed kernel
 
     def results(self) -> dict[str, Type]:

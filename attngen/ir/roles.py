@@ -29,17 +29,23 @@ class Ring(Op):
 
     With `columns`, a tile lies in pieces of so many columns, one after another. A product over the columns adds up those of the pieces.
     Where the last piece reaches beyond the tensor, it ends with zeros.
+
+    With `beside`, it has numbers of keys: as many slots as that ring, each filled, taken and given back with the slot of that ring.
     """
 
     type: Type
     slots: Expr
     each: str = ""
     columns: int = 0
+    beside: str | None = field(default=None, metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class Fill(Op):
-    """Have the copy engine copy a tile to the ring's next slot, once that is free. Elements out of bounds are 0."""
+    """Have the copy engine copy a tile to the ring's next slot, once that is free. Elements out of bounds are 0.
+
+    A ring that lies beside another one is filled by threads, which do not wait for it. The fill of that ring's slot comes next.
+    """
 
     ring: str = field(metadata=OPERAND)
     src: Access = field(metadata=OPERAND)
@@ -50,6 +56,15 @@ class Take(Op):
     """The tile in the ring's next slot, once it is full. It is the taker's until it gives it back."""
 
     ring: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Read(Op):
+    """The numbers in the slot of a ring that lies beside that of a tile, in registers. The tile is taken, and not given back yet."""
+
+    ring: str = field(metadata=OPERAND)
+    beside: str = field(metadata=OPERAND)
     type: Type
 
 
@@ -124,7 +139,8 @@ class Defer(Op):
 class SoftmaxRows(Op):
     """What one online softmax update (see SoftmaxStep) computes of rows: m', alpha, and `base`, which weights are measured from.
 
-    base = scale m', or 0 where the guard holds and the row has seen no key yet. The weights are 2^(scale s - base) (see Weigh).
+    base = scale m', or 0 where the guard holds and the row has seen no key yet; less the shift. The weights are 2^(scale s - base): see
+    Weigh.
     """
 
     s: str = field(metadata=OPERAND)
@@ -132,6 +148,7 @@ class SoftmaxRows(Op):
     type: Type
     scale: str | None = field(default=None, metadata=OPERAND)
     guard: str = "partial"
+    shift: str | None = field(default=None, metadata=OPERAND)
 
     def results(self) -> dict[str, Type]:
         return dict.fromkeys(("base", "alpha", "m"), self.type)
@@ -154,6 +171,18 @@ class Chains(Op):
     value: str = field(metadata=OPERAND)
     over: str
     type: Type
+
+
+@dataclass(frozen=True)
+class Ramp(Op):
+    """Numbers of a tile's keys: the number `value` times a key's place in the tile, from 0 on.
+
+    They are the same in all tiles. If they are `kept`, registers hold those of all keys but the last eight.
+    """
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -276,6 +305,7 @@ ROLE_OPS: dict[str, type[Op]] = {
     "ring": Ring,
     "fill": Fill,
     "take": Take,
+    "read": Read,
     "give": Give,
     "drain": Drain,
     "issue": Issue,
@@ -287,6 +317,7 @@ ROLE_OPS: dict[str, type[Op]] = {
     "softmax_rows": SoftmaxRows,
     "weigh": Weigh,
     "chains": Chains,
+    "ramp": Ramp,
     "halve": Halve,
     "join": Join,
     "turn": Turn,

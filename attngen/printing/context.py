@@ -436,7 +436,8 @@ class KernelContext:
 
     def _softmax_step(self, op: SoftmaxStep, cls: str) -> dict[str, Any]:
         scale = self.var(op.scale) if op.scale else ""
-        return {"s": self.var(op.s), "m": self.var(op.m), "scale": scale, "guard": _applies(op.guard, cls)}
+        shift = self.var(op.shift) if op.shift else ""
+        return {"s": self.var(op.s), "m": self.var(op.m), "scale": scale, "shift": shift, "guard": _applies(op.guard, cls)}
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         axis = self.kernel.type_of(op.value).dims.index(op.over)

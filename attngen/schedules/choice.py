@@ -18,7 +18,7 @@ from attngen.spec.model import Schedule
 def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], module: Module) -> tuple[Row, ...] | str:
     """The rows of a module's divided kernels, one for each; or why there are none, as the end of a sentence.
 
-    A spec that asks for the backend has its kernel divided for any number of rows, others for more than SHORT_ROWS at least.
+    A spec that asks for the backend has its kernel divided for any number of rows, others for more than the backend says at least.
     """
     table = tables.get(divider.device)
     if asked.backend == divider.name:
@@ -61,7 +61,7 @@ def _automatic(divider: Divider, table: Table | None, module: Module) -> tuple[R
             faster = below[most]
             if declined if faster is None else schedule_of(row) not in map(schedule_of, faster):
                 return replace(row, min_rows=most)
-        return replace(row, min_rows=SHORT_ROWS)
+        return replace(row, min_rows=divider.least(module, row))
 
     if best is None:
         usual, *long = _expected(divider, module)

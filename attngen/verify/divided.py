@@ -32,7 +32,9 @@ from attngen.ir.roles import (
     Pack,
     Pipeline,
     Put,
+    Ramp,
     Ranges,
+    Read,
     Recall,
     Ring,
     SoftmaxRows,
@@ -227,7 +229,17 @@ def _ref(name: str | None) -> str:
 
 
 def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:
-    if op.type.space != "sram" or (len(op.type.dims) != 2 and not _is_of_places(op)):
+    if op.beside:
+        tiles = kernel.op(op.beside)
+        fits = isinstance(tiles, Ring) and (tiles.type.dims[:1], tiles.slots, tiles.each, tiles.beside) == (
+            op.type.dims,
+            op.slots,
+            "",
+            None,
+        )
+        if not fits or op.each or (op.type.dtype, op.type.space) not in {("i32", "sram"), ("f32", "sram")}:
+            yield f"lies beside %{op.beside}; expected as many slots, and a number of 32 bits for each row of a tile, in sram"
+    elif op.type.space != "sram" or (len(op.type.dims) != 2 and not _is_of_places(op)):
         yield "is of tiles, or of places i32[], in sram"
     if op.each and op.each not in {role.name for role in kernel.roles}:
         yield f"is for each copy of @{op.each}, which is no role"
@@ -267,6 +279,26 @@ def _fill_errors(kernel: Kernel, op: Fill) -> Iterator[str]:
         or (dims, source.type.dtype) != (ring.type.unpadded, ring.type.dtype)
     ):
         yield "fills a ring with tiles of another type"
+    if not isinstance(ring, Ring):
+        return
+    ops = list(kernel.block(kernel.graph.nodes[op.name]["block"]).ops)
+    at, tiles = ops.index(op), ring.beside or ring.name
+    beside = [o.name for o in kernel.ops() if isinstance(o, Ring) and o.beside == tiles]
+    start = at - beside.index(ring.name) if ring.name in beside else at - len(beside)
+    if [o.ring if isinstance(o, Fill) else "" for o in ops[max(0, start) :][: len(beside) + 1]] != [*beside, tiles]:
+        yield f"is not among the fills of %{tiles} and of what lies beside it; expected these one after another, that of %{tiles} last"
+
+
+def _read_errors(kernel: Kernel, op: Read) -> Iterator[str]:
+    ring, take = kernel.op(op.ring), kernel.op(op.beside)
+    if not isinstance(ring, Ring) or not isinstance(take, Take) or ring.beside != take.ring:
+        yield f"reads from %{op.ring} beside %{op.beside}; expected a tile that is taken from the ring which it lies beside"
+        return
+    if replace(ring.type, space="reg") != op.type:
+        yield f"reads numbers of another type than %{op.ring} has"
+    names = [o.value if isinstance(o, Give) else o.name for o in kernel.block(kernel.graph.nodes[op.name]["block"]).ops]
+    if take.name not in names or take.name in names[names.index(take.name) + 1 : names.index(op.name)]:
+        yield f"reads beside %{op.beside} where this block has not taken it, or has given it back"
 
 
 def _take_errors(kernel: Kernel, op: Take) -> Iterator[str]:
@@ -278,6 +310,12 @@ def _give_errors(kernel: Kernel, op: Give) -> Iterator[str]:
     take = kernel.op(op.value)
     if not isinstance(take, Take) or kernel.graph.nodes[take.name]["block"] != kernel.graph.nodes[op.name]["block"]:
         yield "gives back what this block has not taken"
+
+
+def _ramp_errors(kernel: Kernel, op: Ramp) -> Iterator[str]:
+    step = kernel.type_of(op.value)
+    if (step.dtype, step.dims) != ("f32", ()) or (op.type.dtype, op.type.dims, op.type.space) != ("f32", ("BLOCK_KV",), "reg"):
+        yield "multiplies places of keys by one number: f32[] makes f32[BLOCK_KV] @reg"
 
 
 def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
@@ -382,6 +420,8 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Ring: _ring_errors,
     Fill: _fill_errors,
     Take: _take_errors,
+    Read: _read_errors,
+    Ramp: _ramp_errors,
     Give: _give_errors,
     Issue: _issue_errors,
     Await: _await_errors,

@@ -176,7 +176,8 @@ def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[
     """
     for op in kernel.ops():
         if isinstance(op, SoftmaxStep):
-            yield op, (values.of(op.scale) if op.scale else sympy.Integer(1)) * values.of(op.s), [sympy.Integer(0)]
+            shift = values.of(op.shift) if op.shift else sympy.Integer(0)
+            yield op, (values.of(op.scale) if op.scale else sympy.Integer(1)) * values.of(op.s) + shift, [sympy.Integer(0)]
         elif isinstance(op, Map) and isinstance(op.expr, exp2):
             exponent = values.of(op.name).args[0]
             sums = {x: values.elements[x] for x in sorted(exponent.free_symbols, key=str) if x in values.elements}

@@ -60,7 +60,7 @@ def _shape(kernel: Kernel, role: Block) -> str:
 
 def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     """The protocol of a kernel under a row of its schedule."""
-    rings = [op for op in kernel.ops() if isinstance(op, Ring)]
+    rings = [op for op in kernel.ops() if isinstance(op, Ring) and not op.beside]  # others have the barriers of these
     slots = tuple((ring.name, int(compiled(ring.slots)(values))) for ring in rings)
     programs = tuple(_program(kernel, role) for role in kernel.roles)
     return Protocol(programs, slots, tuple((ring.name, ring.each) for ring in rings))
@@ -97,7 +97,7 @@ def _program(kernel: Kernel, role: Block) -> Program:
 def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
     for op in ops:
         match op:
-            case Fill():
+            case Fill() if not _is_beside(kernel, op.ring):
                 yield Step("fill", op.ring)
             case Take():
                 yield Step("take", op.ring)
@@ -115,6 +115,12 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
                 yield Step("issue", op.name, tuple(_ring_of(kernel, ref) for ref in (op.a, op.b) if isinstance(kernel.op(ref), Take)))
             case Await():
                 yield Step("await", op.value)
+
+
+def _is_beside(kernel: Kernel, name: str) -> bool:
+    """Whether a ring has the barriers of another one."""
+    ring = kernel.op(name)
+    return isinstance(ring, Ring) and bool(ring.beside)
 
 
 def _ring_of(kernel: Kernel, ref: str) -> str:

@@ -124,6 +124,8 @@ def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
         yield "needs s and m in f32, and one number as scale"
     if of(op.s).dims != op.type.dims or of(op.m).dims != row:
         yield f"needs s of [{', '.join(op.type.dims)}], and m of its rows"
+    if op.shift and (op.scale or (of(op.shift).dtype, of(op.shift).dims) != ("f32", row)):
+        yield "shifts scores by an f32 of each row, and has no scale then"
     if op.guard not in ("always", "partial"):
         yield f"guards `{op.guard}`; expected always or partial"
 

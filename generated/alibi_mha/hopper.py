@@ -162,6 +162,15 @@ def rows_of(x, tile):
 
 
 @gluon.jit
+def ramp(at, step, KEPT: gl.constexpr):
+    # step * at. A thread has two of each eight places: a product for each of the two, and a sum for each place. Sums of places below KEPT
+    # stay in registers. Others are made anew for each tile, as the compiler does not know that their product is the same.
+    low = (at & 7).to(gl.float32) * step
+    again = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [low], gl.float32, is_pure=False, pack=1)
+    return (at & -8).to(gl.float32) * step + gl.where(at < KEPT, low, again)
+
+
+@gluon.jit
 def draw(counter):
     # Add 1 to a counter, by the first thread of the warp, which gets what it was before. Nothing waits for that.
     return gl.inline_asm_elementwise(
@@ -360,6 +369,7 @@ def fwd_consumer(
         alibi_slopes = gl.load(ALIBI_SLOPES + h)
         score_scale = LOG2E * scale
         score_scale2 = -LOG2E * alibi_slopes
+        score_step = -score_scale2
         partial_tiles = kv_end - kv_full_end
         full_tiles = kv_full_end
         if partial_tiles + full_tiles > 0:
@@ -378,16 +388,16 @@ def fwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
+            score_row = (q_idx + Nk - Nq - kv_start) * score_scale2
+            score_column = ramp(kv_off, score_step, BLOCK_KV - 8)
             s = warpgroup_mma_wait(0, deps=[s_flight])
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-            score = s * score_scale + gl.abs(
-                (q_idx + Nk - Nq).to(gl.float32)[:, None] - kv_idx.to(gl.float32)[None, :],
-            ) * score_scale2
+            score = s * score_scale + score_column[None, :]
             score = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], score, float("-inf"))
-            m_new = gl.maximum(m, row_max(score))
+            m_new = gl.maximum(m, row_max(score) + score_row)
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
-            p = gl.exp2(score - m_seen[:, None])
+            p = gl.exp2(score - (m_seen - score_row)[:, None])
             alpha = gl.exp2(m - m_seen)
             weights = pack(p, dtype)
             p_sum = chains(p, CHAINED)
@@ -396,8 +406,9 @@ def fwd_consumer(
             soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
             acc = acc * soft_alpha_sums[:, None]
             m = m_new
-            # tiles that the mask or the ends of the tensors cut
-            for kv_tile in range(kv_full_end + 1, kv_end):
+            # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+            for at in range(1, partial_tiles + full_tiles):
+                kv_tile = gl.where(at < partial_tiles, kv_full_end + at, at - partial_tiles)
                 kv_start = kv_tile * BLOCK_KV
                 kv_idx = kv_start + kv_off
                 mbarrier.wait(k_full.index(k_slot), k_phase)
@@ -413,61 +424,18 @@ def fwd_consumer(
                 v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
                 weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
                 acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
+                score_row = (q_idx + Nk - Nq - kv_start) * score_scale2
+                score_column = ramp(kv_off, score_step, BLOCK_KV - 8)
                 s = warpgroup_mma_wait(1, deps=[s_flight])
                 arrive_soon(7 + k_slot, THREADS)
                 k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-                score = s * score_scale + gl.abs(
-                    (q_idx + Nk - Nq).to(gl.float32)[:, None] - kv_idx.to(gl.float32)[None, :],
-                ) * score_scale2
-                score = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], score, float("-inf"))
-                m_new = gl.maximum(m, row_max(score))
+                score = s * score_scale + score_column[None, :]
+                if at < partial_tiles:
+                    score = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], score, float("-inf"))
+                m_new = gl.maximum(m, row_max(score) + score_row)
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
-                soft_base = m_seen
+                soft_base = m_seen - score_row
                 alpha = gl.exp2(m - m_seen)
-                soft_halves_left, soft_halves_right = halves(score)
-                soft_left = gl.exp2(soft_halves_left - rows_of(soft_base, soft_halves_left))
-                p_sum_left = chains(soft_left, CHAINED)
-                soft_alpha_chains = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
-                l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
-                l_next_left = hold(l_next_left, 4)
-                acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-                arrive(7 + SLOTS + v_slot, THREADS)
-                v_slot, v_phase = following(v_slot, v_phase, SLOTS)
-                soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
-                acc = acc_next * soft_alpha_sums[:, None]
-                soft_base_deferred = defer(soft_base)
-                soft_right = gl.exp2(soft_halves_right - rows_of(soft_base_deferred, soft_halves_right))
-                p_sum_right = chains(soft_right, CHAINED)
-                l = l_next_left + p_sum_right
-                soft_joined = joined(soft_left, soft_right, SCORES)
-                weights = pack(soft_joined, dtype)
-                m = m_new
-            # tiles with nothing to mask: no mask, no bounds checks
-            for kv_tile in range(gl.where(partial_tiles > 0, 0, 1), kv_full_end):
-                kv_start = kv_tile * BLOCK_KV
-                kv_idx = kv_start + kv_off
-                mbarrier.wait(k_full.index(k_slot), k_phase)
-                k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
-                s_flight = warpgroup_mma(
-                    q,
-                    k.permute((1, 0)),
-                    gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
-                    use_acc=False,
-                    is_async=True,
-                )
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
-                weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
-                acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s_flight])
-                arrive_soon(7 + k_slot, THREADS)
-                k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-                score = s * score_scale + gl.abs(
-                    (q_idx + Nk - Nq).to(gl.float32)[:, None] - kv_idx.to(gl.float32)[None, :],
-                ) * score_scale2
-                m_new = gl.maximum(m, row_max(score))
-                soft_base = m_new
-                alpha = gl.exp2(m - m_new)
                 soft_halves_left, soft_halves_right = halves(score)
                 soft_left = gl.exp2(soft_halves_left - rows_of(soft_base, soft_halves_left))
                 p_sum_left = chains(soft_left, CHAINED)

@@ -424,8 +424,6 @@ def fwd_consumer(
             first_full = 0
             first = gl.where(partial_tiles > 0, first, first_full)
             kv_tile = tile_at(KV_LIST_row, first, True, BLOCK // BLOCK_KV)
-            kv_start = kv_tile * BLOCK_KV
-            kv_idx = kv_start + kv_off
             mbarrier.wait(k_full.index(k_slot), k_phase)
             k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(
@@ -438,6 +436,8 @@ def fwd_consumer(
             s = warpgroup_mma_wait(0, deps=[s_flight])
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+            kv_start = kv_tile * BLOCK_KV
+            kv_idx = kv_start + kv_off
             s = gl.where((kv_idx < Nk)[None, :], s, float("-inf"))
             m_new = gl.maximum(m, row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
@@ -450,13 +450,9 @@ def fwd_consumer(
             soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
             acc = acc * soft_alpha_sums[:, None]
             m = m_new
-            kv_ahead = tile_at(KV_LIST_row, kv_full_end_at + 1, kv_end_at > kv_full_end_at + 1, BLOCK // BLOCK_KV)
-            # tiles that the mask or the ends of the tensors cut
-            for at in range(kv_full_end_at + 1, kv_end_at):
-                kv_tile = kv_ahead
-                kv_ahead = tile_at(KV_LIST_row, at + 1, kv_end_at > at + 1, BLOCK // BLOCK_KV)
-                kv_start = kv_tile * BLOCK_KV
-                kv_idx = kv_start + kv_off
+            kv_ahead = tile_at(KV_LIST_row, kv_full_end_at + 1, partial_tiles > 1, BLOCK // BLOCK_KV)
+            # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+            for at in range(1, partial_tiles + full_tiles):
                 mbarrier.wait(k_full.index(k_slot), k_phase)
                 k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
                 s_flight = warpgroup_mma(
@@ -473,50 +469,16 @@ def fwd_consumer(
                 s = warpgroup_mma_wait(1, deps=[s_flight])
                 arrive_soon(7 + k_slot, THREADS)
                 k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-                s = gl.where((kv_idx < Nk)[None, :], s, float("-inf"))
+                if at < partial_tiles:
+                    kv_tile = kv_ahead
+                    kv_ahead = tile_at(KV_LIST_row, kv_full_end_at + at + 1, at + 1 < partial_tiles, BLOCK // BLOCK_KV)
+                    kv_start = kv_tile * BLOCK_KV
+                    kv_idx = kv_start + kv_off
+                    s = gl.where((kv_idx < Nk)[None, :], s, float("-inf"))
                 m_new = gl.maximum(m, row_max(s))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
                 soft_base = m_seen * qk_scale
                 alpha = gl.exp2((m - m_seen) * qk_scale)
-                soft_halves_left, soft_halves_right = halves(s)
-                soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-                p_sum_left = chains(soft_left, CHAINED)
-                soft_alpha_chains = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
-                l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
-                l_next_left = hold(l_next_left, 4)
-                acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-                arrive_soon(7 + SLOTS + v_slot, THREADS)
-                v_slot, v_phase = following(v_slot, v_phase, SLOTS)
-                soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
-                acc = acc_next * soft_alpha_sums[:, None]
-                soft_base_deferred = defer(soft_base)
-                soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-                p_sum_right = chains(soft_right, CHAINED)
-                l = l_next_left + p_sum_right
-                soft_joined = joined(soft_left, soft_right, SCORES)
-                weights = pack(soft_joined, dtype)
-                m = m_new
-            # tiles with nothing to mask: no mask, no bounds checks
-            for _ in range(gl.where(partial_tiles > 0, 0, 1), kv_full_end_at):
-                mbarrier.wait(k_full.index(k_slot), k_phase)
-                k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
-                s_flight = warpgroup_mma(
-                    q,
-                    k.permute((1, 0)),
-                    gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
-                    use_acc=False,
-                    is_async=True,
-                )
-                mbarrier.wait(v_full.index(v_slot), v_phase)
-                v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
-                weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
-                acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s_flight])
-                arrive_soon(7 + k_slot, THREADS)
-                k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-                m_new = gl.maximum(m, row_max(s))
-                soft_base = m_new * qk_scale
-                alpha = gl.exp2((m - m_new) * qk_scale)
                 soft_halves_left, soft_halves_right = halves(s)
                 soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
                 p_sum_left = chains(soft_left, CHAINED)

@@ -45,7 +45,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2, "hopper"): (
-            (512, None),
+            (64, None),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
         ),
     },

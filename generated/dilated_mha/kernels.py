@@ -45,7 +45,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2, "hopper"): (
-            (512, None),
+            (64, None),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 80}),
         ),
     },

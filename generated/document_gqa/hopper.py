@@ -7,6 +7,7 @@ queries each, take tiles from them. Barriers `..._full` say that a slot is full;
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -19,9 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
     copy_in = tma.async_load
     copy_out = tma.async_store
+    copy_numbers = async_copy.async_load
 else:
     copy_in = tma.async_copy_global_to_shared
     copy_out = tma.async_copy_shared_to_global
+    copy_numbers = async_copy.async_copy_global_to_shared
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -90,11 +93,20 @@ def row_max(x):
     return gl.convert_layout(gl.max(chains, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
 
+CHAINS = gl.constexpr(8)  # sums of each row
+
+
+@gluon.constexpr_function
+def chained_layout():
+    # How these are spread: two to each of the four threads that have the row.
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
+
+
 @gluon.jit
-def row_sum(x):
-    # The sum of each row, by four chains in each thread.
-    chains = gl.sum(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
-    return gl.convert_layout(gl.sum(chains, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+def chains(x, LAYOUT: gl.constexpr):
+    # The sums of each row, of every eighth column each. A thread adds up its own columns alone.
+    return gl.convert_layout(gl.sum(x.reshape([ROWS, x.shape[1] // CHAINS, CHAINS]), 1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -152,67 +164,227 @@ def rows_of(x, tile):
     return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout), assert_trivial=True)[:, None]
 
 
+@gluon.jit
+def copy_row(start, left, row, full):
+    # Copy numbers of keys, of which so many are left, to shared memory, 0 beyond them. No thread waits: the tile's barrier does.
+    at = gl.arange(0, row.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
+    copy_numbers(row, start + at, mask=at < left)
+    async_copy.mbarrier_arrive(full)
+
+
+@gluon.jit
+def draw(counter):
+    # Add 1 to a counter, by the first thread of the warp, which gets what it was before. Nothing waits for that.
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
+        "@p atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def drawn(ticket):
+    # What the first thread of the warp has drawn, in every thread.
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def reset(counter):
+    # The last program to end sets the counters to 0 for the next launch. The second one counts programs that have ended.
+    if drawn(draw(counter + 1)) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def anew(x):
+    # x itself, of which the compiler knows nothing: what depends on it is computed here, not before the loop over tiles.
+    x = gl.to_tensor(x)
+    WIDE: gl.constexpr = x.dtype == gl.int64
+    return gl.inline_asm_elementwise(
+        "mov.b64 $0, $1;" if WIDE else "mov.b32 $0, $1;", "=l,l" if WIDE else "=r,r", [x], x.dtype, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def tell(number, slot):
+    # Pass a number to all consumers.
+    slot.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
+
+
+@gluon.jit
+def told(slot):
+    # The number that was passed.
+    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles)
 DESCRIBED = {
     "fwd": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (9, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
-STAYING = {}
+STAYING = {"fwd": 1}
 
 
 @gluon.jit
 def fwd_producer(
-    Q, K, V, group, kv_end, kv_first, kv_full_first, kv_full_end, q_start, h, b, q_ring, q_full,
-    k_ring, k_full, v_ring, v_full,
+    Q, K, V, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END, DOCUMENT_FULL_FIRST, DOCUMENT_FULL_END, Hq,
+    group, Nq, Nk, stride_document_kv_b, stride_document_first_b, stride_document_end_b,
+    stride_document_full_first_b, stride_document_full_end_b, q_ring, q_full, k_ring, k_full,
+    v_ring, v_full, document_kv_ring, work_ring, work_full, COUNTER, TILES,
+    BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
+    q_slot, q_fills = 0, 0
     k_slot, k_fills = 0, 0
     v_slot, v_fills = 0, 0
-    for copy in gl.static_range(2):
-        mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
-        copy_in(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_ring.index(copy))
-    # what consumers take in a turn
-    for kv_tile in range(kv_first, kv_full_first + (kv_end - kv_full_end)):
-        kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
-        kv_start = kv_tile * BLOCK_KV
-        if k_fills >= SLOTS:
-            meet(5 + k_slot, THREADS)  # the slot is free
-        mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
-        copy_in(K, [b, h // group, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
-        k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
-        if v_fills >= SLOTS:
-            meet(5 + SLOTS + v_slot, THREADS)  # the slot is free
-        mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
-        copy_in(V, [b, h // group, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
-        v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
-    # what consumers take in a turn
-    for kv_tile in range(kv_full_first, kv_full_end):
-        kv_start = kv_tile * BLOCK_KV
-        if k_fills >= SLOTS:
-            meet(5 + k_slot, THREADS)  # the slot is free
-        mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
-        copy_in(K, [b, h // group, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
-        k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
-        if v_fills >= SLOTS:
-            meet(5 + SLOTS + v_slot, THREADS)  # the slot is free
-        mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
-        copy_in(V, [b, h // group, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
-        v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
+    work_slot, work_fills = 0, 0
+    Hq = anew(Hq)
+    group = anew(group)
+    Nq = anew(Nq)
+    Nk = anew(Nk)
+    stride_document_kv_b = anew(stride_document_kv_b)
+    stride_document_first_b = anew(stride_document_first_b)
+    stride_document_end_b = anew(stride_document_end_b)
+    stride_document_full_first_b = anew(stride_document_full_first_b)
+    stride_document_full_end_b = anew(stride_document_full_end_b)
+    pid = gl.program_id(0)
+    while pid >= 0:
+        Hq = anew(Hq)
+        group = anew(group)
+        Nq = anew(Nq)
+        Nk = anew(Nk)
+        stride_document_kv_b = anew(stride_document_kv_b)
+        stride_document_first_b = anew(stride_document_first_b)
+        stride_document_end_b = anew(stride_document_end_b)
+        stride_document_full_first_b = anew(stride_document_full_first_b)
+        stride_document_full_end_b = anew(stride_document_full_end_b)
+        q_tiles = gl.cdiv(Nq, BLOCK_Q)
+        first_head = pid // (8 * q_tiles) * 8
+        heads_abreast = gl.minimum(8, TILES // q_tiles - first_head)  # which take turns
+        turn = pid - first_head * q_tiles
+        own_head = first_head + turn % heads_abreast
+        q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+        h = own_head % Hq
+        b = own_head // Hq
+        document_end_greatest = gl.load(
+            DOCUMENT_END + b * stride_document_end_b + gl.minimum(Nq, q_start + BLOCK_Q) - 1,
+        )
+        document_first_least = gl.load(DOCUMENT_FIRST + b * stride_document_first_b + q_start)
+        document_full_end_least = gl.load(
+            DOCUMENT_FULL_END + b * stride_document_full_end_b + q_start,
+        )
+        document_full_first_greatest = gl.load(
+            DOCUMENT_FULL_FIRST + b * stride_document_full_first_b + gl.minimum(Nq, q_start + BLOCK_Q) - 1,
+        )
+        kv_end = gl.cdiv(
+            gl.maximum(0, gl.minimum(gl.minimum(Nk, document_end_greatest), Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)),
+            BLOCK_KV,
+        )
+        kv_first = gl.minimum(kv_end, gl.maximum(0, document_first_least) // BLOCK_KV)
+        kv_full_first = gl.minimum(
+            kv_end,
+            gl.cdiv(gl.maximum(gl.maximum(0, document_first_least), document_full_first_greatest), BLOCK_KV),
+        )
+        kv_full_end = gl.maximum(
+            kv_full_first,
+            gl.maximum(
+                0,
+                gl.minimum(gl.minimum(gl.minimum(Nk, document_end_greatest), document_full_end_least), 1 + Nk + q_start - Nq),
+            ) // BLOCK_KV,
+        )
+        if work_fills >= 2:
+            meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+        tell(q_start, work_ring.index(7 * work_slot))
+        tell(h, work_ring.index(7 * work_slot + 1))
+        tell(b, work_ring.index(7 * work_slot + 2))
+        tell(kv_end, work_ring.index(7 * work_slot + 3))
+        tell(kv_first, work_ring.index(7 * work_slot + 4))
+        tell(kv_full_first, work_ring.index(7 * work_slot + 5))
+        tell(kv_full_end, work_ring.index(7 * work_slot + 6))
+        mbarrier.arrive(work_full.index(work_slot), count=1)
+        work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
+        ticket = draw(COUNTER)  # of the next tile: asked for now, read when this one is copied
+        if q_fills >= 2:
+            meet(5 + q_slot, THREADS)  # the slot is free
+        for copy in gl.static_range(2):
+            mbarrier.expect(q_full.index(2 * q_slot + copy), ROWS * D_QK * 2)
+            copy_in(
+                Q,
+                [b, h, q_start + copy * 64, 0],
+                q_full.index(2 * q_slot + copy),
+                q_ring.index(2 * q_slot + copy),
+            )
+        q_slot, q_fills = gl.where(q_slot + 1 == 2, 0, q_slot + 1), q_fills + 1
+        # what consumers take in a turn
+        for kv_tile in range(kv_first, kv_full_first + (kv_end - kv_full_end)):
+            kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
+            kv_start = kv_tile * BLOCK_KV
+            if k_fills >= SLOTS:
+                meet(7 + k_slot, THREADS)  # the slot is free
+            copy_row(
+                DOCUMENT_KV + gl.cast(b, gl.int64) * stride_document_kv_b + kv_start,
+                Nk - kv_start,
+                document_kv_ring.index(k_slot),
+                k_full.index(k_slot),
+            )
+            mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
+            copy_in(K, [b, h // group, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
+            k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
+            if v_fills >= SLOTS:
+                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
+            mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
+            copy_in(V, [b, h // group, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
+            v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
+        # what consumers take in a turn
+        for kv_tile in range(kv_full_first, kv_full_end):
+            kv_start = kv_tile * BLOCK_KV
+            if k_fills >= SLOTS:
+                meet(7 + k_slot, THREADS)  # the slot is free
+            copy_row(
+                DOCUMENT_KV + gl.cast(b, gl.int64) * stride_document_kv_b + kv_start,
+                Nk - kv_start,
+                document_kv_ring.index(k_slot),
+                k_full.index(k_slot),
+            )
+            mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
+            copy_in(K, [b, h // group, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
+            k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
+            if v_fills >= SLOTS:
+                meet(7 + SLOTS + v_slot, THREADS)  # the slot is free
+            mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
+            copy_in(V, [b, h // group, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
+            v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
+        pid = drawn(ticket) + gl.num_programs(0)
+        pid = gl.where(pid < TILES, pid, -1)
+    if work_fills >= 2:
+        meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
+    tell(-1, work_ring.index(7 * work_slot))
+    mbarrier.arrive(work_full.index(work_slot), count=1)
+    work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
+    reset(COUNTER)
+    for _ in range(gl.minimum(q_fills, 2)):
+        q_slot = gl.where(q_slot == 0, 2 - 1, q_slot - 1)
+        meet(5 + q_slot, THREADS)
     for _ in range(gl.minimum(k_fills, SLOTS)):
         k_slot = gl.where(k_slot == 0, SLOTS - 1, k_slot - 1)
-        meet(5 + k_slot, THREADS)
+        meet(7 + k_slot, THREADS)
     for _ in range(gl.minimum(v_fills, SLOTS)):
         v_slot = gl.where(v_slot == 0, SLOTS - 1, v_slot - 1)
-        meet(5 + SLOTS + v_slot, THREADS)
+        meet(7 + SLOTS + v_slot, THREADS)
+    for _ in range(gl.minimum(work_fills, 2)):
+        work_slot = gl.where(work_slot == 0, 2 - 1, work_slot - 1)
+        meet(7 + SLOTS + SLOTS + work_slot, THREADS)
 
 
 @gluon.jit
 def fwd_consumer(
-    DOCUMENT_Q, DOCUMENT_KV, O, LSE, scale, Nq, Nk, stride_document_q_b, stride_document_kv_b,
-    stride_lse_b, stride_lse_h, kv_end, kv_first, kv_full_first, kv_full_end, q_start, h, b, q_ring,
-    q_full, k_ring, k_full, v_ring, v_full,
+    DOCUMENT_Q, O, LSE, scale, Nq, Nk, stride_document_q_b, stride_lse_b, stride_lse_h, q_ring,
+    q_full, k_ring, k_full, v_ring, v_full, document_kv_ring, work_ring, work_full, o_ring,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
@@ -221,63 +393,49 @@ def fwd_consumer(
     SCORES: gl.constexpr = layout_of(BLOCK_KV)
     SUMS: gl.constexpr = layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    CHAINED: gl.constexpr = chained_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
     k_slot, k_phase = 0, 0
     v_slot, v_phase = 0, 0
-    q_start = q_start + COPY * ROWS
-    q_idx = q_start + q_off
-    DOCUMENT_KV_head = DOCUMENT_KV + gl.cast(b, gl.int64) * stride_document_kv_b
-    qk_scale = LOG2E * scale
-    mbarrier.wait(q_full.index(COPY), 0)
-    q = q_ring.index(COPY).reshape([ROWS, D_QK])
-    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-    acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-    DOCUMENT_Q_head = DOCUMENT_Q + gl.cast(b, gl.int64) * stride_document_q_b
-    document_q = gl.load(DOCUMENT_Q_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
-    partial_tiles = (kv_full_first - kv_first) + (kv_end - kv_full_end)
-    full_tiles = kv_full_end - kv_full_first
-    if partial_tiles + full_tiles > 0:
-        first = kv_first
-        first = gl.where(first < kv_full_first, first, first + (kv_full_end - kv_full_first))
-        first_full = kv_full_first
-        first = gl.where(partial_tiles > 0, first, first_full)
-        kv_tile = first
-        kv_start = kv_tile * BLOCK_KV
-        kv_idx = kv_start + kv_off
-        mbarrier.wait(k_full.index(k_slot), k_phase)
-        k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
-        s_flight = warpgroup_mma(
-            q,
-            k.permute((1, 0)),
-            gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        document_kv = gl.load(DOCUMENT_KV_head + kv_start + kv_off, mask=kv_idx < Nk, other=0.0)
-        s = warpgroup_mma_wait(0, deps=[s_flight])
-        arrive_soon(5 + k_slot, THREADS)
-        k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-        s = gl.where(
-            (document_q[:, None] == document_kv[None, :]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
-            s,
-            float("-inf"),
-        )
-        m_new = gl.maximum(m, row_max(s))
-        m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
-        p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
-        alpha = gl.exp2((m - m_seen) * qk_scale)
-        weights = pack(p, dtype)
-        p_sum = row_sum(p)
-        l = p_sum + alpha * l
-        soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
-        acc = acc * soft_alpha_sums[:, None]
-        m = m_new
-        # tiles that the mask or the ends of the tensors cut
-        for kv_tile in range(kv_first + 1, kv_full_first + (kv_end - kv_full_end)):
-            kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
+    work_slot, work_phase = 0, 0
+    Nq = anew(Nq)
+    Nk = anew(Nk)
+    stride_document_q_b = anew(stride_document_q_b)
+    stride_lse_b = anew(stride_lse_b)
+    stride_lse_h = anew(stride_lse_h)
+    mbarrier.wait(work_full.index(work_slot), work_phase)
+    q_start = told(work_ring.index(7 * work_slot))
+    while q_start >= 0:
+        Nq = anew(Nq)
+        Nk = anew(Nk)
+        stride_document_q_b = anew(stride_document_q_b)
+        stride_lse_b = anew(stride_lse_b)
+        stride_lse_h = anew(stride_lse_h)
+        b = told(work_ring.index(7 * work_slot + 2))
+        kv_end = told(work_ring.index(7 * work_slot + 3))
+        kv_first = told(work_ring.index(7 * work_slot + 4))
+        kv_full_first = told(work_ring.index(7 * work_slot + 5))
+        kv_full_end = told(work_ring.index(7 * work_slot + 6))
+        q_start = q_start + COPY * ROWS
+        q_idx = q_start + q_off
+        qk_scale = LOG2E * scale
+        mbarrier.wait(q_full.index(2 * work_slot + COPY), work_phase)
+        q = q_ring.index(2 * work_slot + COPY).reshape([ROWS, D_QK])
+        m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.full([ROWS, CHAINS], 0.0, gl.float32, CHAINED)
+        acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
+        DOCUMENT_Q_head = DOCUMENT_Q + gl.cast(b, gl.int64) * stride_document_q_b
+        document_q = gl.load(DOCUMENT_Q_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+        partial_tiles = (kv_full_first - kv_first) + (kv_end - kv_full_end)
+        full_tiles = kv_full_end - kv_full_first
+        if partial_tiles + full_tiles > 0:
+            first = kv_first
+            first = gl.where(first < kv_full_first, first, first + (kv_full_end - kv_full_first))
+            first_full = kv_full_first
+            first = gl.where(partial_tiles > 0, first, first_full)
+            kv_tile = first
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
             mbarrier.wait(k_full.index(k_slot), k_phase)
@@ -289,98 +447,112 @@ def fwd_consumer(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(v_full.index(v_slot), v_phase)
-            v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
-            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
-            acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-            document_kv = gl.load(DOCUMENT_KV_head + kv_start + kv_off, mask=kv_idx < Nk, other=0.0)
-            s = warpgroup_mma_wait(1, deps=[s_flight])
-            arrive_soon(5 + k_slot, THREADS)
-            k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+            s = warpgroup_mma_wait(0, deps=[s_flight])
+            document_kv = document_kv_ring.index(k_slot).load(gl.SliceLayout(0, SCORES))
             s = gl.where(
                 (document_q[:, None] == document_kv[None, :]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
                 s,
                 float("-inf"),
             )
+            arrive_soon(7 + k_slot, THREADS)
+            k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             m_new = gl.maximum(m, row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
-            soft_base = m_seen * qk_scale
+            p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
-            soft_halves_left, soft_halves_right = halves(s)
-            soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-            p_sum_left = beside(row_sum(soft_left), SCORES)
-            l_next_left = p_sum_left + alpha * l
-            l_next_left = hold(l_next_left, 2)
-            acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            arrive_soon(5 + SLOTS + v_slot, THREADS)
-            v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+            weights = pack(p, dtype)
+            p_sum = chains(p, CHAINED)
+            soft_alpha_chains = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+            l = p_sum + l * soft_alpha_chains[:, None]
             soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
-            acc = acc_next * soft_alpha_sums[:, None]
-            soft_base_deferred = defer(soft_base)
-            soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-            p_sum_right = beside(row_sum(soft_right), SCORES)
-            l = l_next_left + p_sum_right
-            soft_joined = joined(soft_left, soft_right, SCORES)
-            weights = pack(soft_joined, dtype)
+            acc = acc * soft_alpha_sums[:, None]
             m = m_new
-        # tiles with nothing to mask: no mask, no bounds checks
-        for _ in range(kv_full_first + gl.where(partial_tiles > 0, 0, 1), kv_full_end):
-            mbarrier.wait(k_full.index(k_slot), k_phase)
-            k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
-            s_flight = warpgroup_mma(
-                q,
-                k.permute((1, 0)),
-                gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
-                use_acc=False,
-                is_async=True,
-            )
+            # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+            for at in range(1, partial_tiles + full_tiles):
+                mbarrier.wait(k_full.index(k_slot), k_phase)
+                k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+                s_flight = warpgroup_mma(
+                    q,
+                    k.permute((1, 0)),
+                    gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
+                    use_acc=False,
+                    is_async=True,
+                )
+                mbarrier.wait(v_full.index(v_slot), v_phase)
+                v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
+                weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+                acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s_flight])
+                if at < partial_tiles:
+                    kv_tile = kv_first + at
+                    kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
+                    kv_start = kv_tile * BLOCK_KV
+                    kv_idx = kv_start + kv_off
+                    document_kv = document_kv_ring.index(k_slot).load(gl.SliceLayout(0, SCORES))
+                    s = gl.where(
+                        (document_q[:, None] == document_kv[None, :]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
+                        s,
+                        float("-inf"),
+                    )
+                arrive_soon(7 + k_slot, THREADS)
+                k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+                m_new = gl.maximum(m, row_max(s))
+                m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
+                soft_base = m_seen * qk_scale
+                alpha = gl.exp2((m - m_seen) * qk_scale)
+                soft_halves_left, soft_halves_right = halves(s)
+                soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
+                p_sum_left = chains(soft_left, CHAINED)
+                soft_alpha_chains = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+                l_next_left = p_sum_left + l * soft_alpha_chains[:, None]
+                l_next_left = hold(l_next_left, 4)
+                acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
+                arrive_soon(7 + SLOTS + v_slot, THREADS)
+                v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+                soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
+                acc = acc_next * soft_alpha_sums[:, None]
+                soft_base_deferred = defer(soft_base)
+                soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
+                p_sum_right = chains(soft_right, CHAINED)
+                l = l_next_left + p_sum_right
+                soft_joined = joined(soft_left, soft_right, SCORES)
+                weights = pack(soft_joined, dtype)
+                m = m_new
             mbarrier.wait(v_full.index(v_slot), v_phase)
             v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
             weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
             acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s_flight])
-            arrive_soon(5 + k_slot, THREADS)
-            k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-            m_new = gl.maximum(m, row_max(s))
-            soft_base = m_new * qk_scale
-            alpha = gl.exp2((m - m_new) * qk_scale)
-            soft_halves_left, soft_halves_right = halves(s)
-            soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-            p_sum_left = beside(row_sum(soft_left), SCORES)
-            l_next_left = p_sum_left + alpha * l
-            l_next_left = hold(l_next_left, 2)
-            acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-            arrive_soon(5 + SLOTS + v_slot, THREADS)
+            acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
+            arrive_soon(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
-            soft_alpha_sums = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))
-            acc = acc_next * soft_alpha_sums[:, None]
-            soft_base_deferred = defer(soft_base)
-            soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-            p_sum_right = beside(row_sum(soft_right), SCORES)
-            l = l_next_left + p_sum_right
-            soft_joined = joined(soft_left, soft_right, SCORES)
-            weights = pack(soft_joined, dtype)
-            m = m_new
-        mbarrier.wait(v_full.index(v_slot), v_phase)
-        v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
-        weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
-        acc_flight = warpgroup_mma(weights_operand, v, acc, is_async=True)
-        acc, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
-        arrive_soon(5 + SLOTS + v_slot, THREADS)
-        v_slot, v_phase = following(v_slot, v_phase, SLOTS)
-    inv_l = gl.where(l > 0, 1.0 / l, 0)
-    inv_l_sums = gl.convert_layout(inv_l, gl.SliceLayout(1, SUMS))
-    o = (acc * inv_l_sums[:, None]).to(dtype)
-    q_ring.index(COPY).reshape([ROWS, D_V]).store(o)
-    fence_async_shared()
-    copy_out(O, [b, h, q_start, 0], q_ring.index(COPY))
-    lse = gl.where(l > 0, (m * qk_scale + gl.log2(l)) * LN2, float("-inf"))
-    LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
-    gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
+        arrive(5 + work_slot, THREADS)
+        # where the tile is, read again: no registers held it
+        q_start = told(work_ring.index(7 * work_slot))
+        h = told(work_ring.index(7 * work_slot + 1))
+        b = told(work_ring.index(7 * work_slot + 2))
+        q_start = q_start + COPY * ROWS
+        q_idx = q_start + q_off
+        keys_l = beside(gl.sum(l, 1), SCORES)
+        inv_l = gl.where(keys_l > 0, 1.0 / keys_l, 0)
+        inv_l_sums = gl.convert_layout(inv_l, gl.SliceLayout(1, SUMS))
+        o = (acc * inv_l_sums[:, None]).to(dtype)
+        tma.store_wait(0)  # the outputs of the tile before have left
+        o_ring.index(COPY).reshape([ROWS, D_V]).store(o)
+        fence_async_shared()
+        copy_out(O, [b, h, q_start, 0], o_ring.index(COPY))
+        lse = gl.where(keys_l > 0, (m * qk_scale + gl.log2(keys_l)) * LN2, float("-inf"))
+        LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
+        gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
+        arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+        work_slot, work_phase = following(work_slot, work_phase, 2)
+        mbarrier.wait(work_full.index(work_slot), work_phase)
+        q_start = told(work_ring.index(7 * work_slot))
+    arrive(7 + SLOTS + SLOTS + work_slot, THREADS)
+    work_slot, work_phase = following(work_slot, work_phase, 2)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
+@gluon.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h", "TILES"])
 def fwd(
     Q, K, V, DOCUMENT_Q, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END, DOCUMENT_FULL_FIRST,
     DOCUMENT_FULL_END, O, LSE, scale, Hq, group, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
@@ -388,58 +560,31 @@ def fwd(
     stride_document_kv_b, stride_document_first_b, stride_document_end_b,
     stride_document_full_first_b, stride_document_full_end_b, stride_o_b, stride_o_h, stride_o_n,
     stride_lse_b, stride_lse_h,
+    COUNTER,
+    TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
     # Forward: online softmax over key tiles, one program per query tile.
-    pid = gl.program_id(0)
-    q_tiles = gl.cdiv(Nq, BLOCK_Q)
-    first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # which take turns
-    turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
-    h = own_head % Hq
-    b = own_head // Hq
-    document_end_greatest = gl.load(
-        DOCUMENT_END + b * stride_document_end_b + gl.minimum(Nq, q_start + BLOCK_Q) - 1,
-    )
-    document_first_least = gl.load(DOCUMENT_FIRST + b * stride_document_first_b + q_start)
-    document_full_end_least = gl.load(
-        DOCUMENT_FULL_END + b * stride_document_full_end_b + q_start,
-    )
-    document_full_first_greatest = gl.load(
-        DOCUMENT_FULL_FIRST + b * stride_document_full_first_b + gl.minimum(Nq, q_start + BLOCK_Q) - 1,
-    )
-    kv_end = gl.cdiv(
-        gl.maximum(0, gl.minimum(gl.minimum(Nk, document_end_greatest), Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)),
-        BLOCK_KV,
-    )
-    kv_first = gl.minimum(kv_end, gl.maximum(0, document_first_least) // BLOCK_KV)
-    kv_full_first = gl.minimum(
-        kv_end,
-        gl.cdiv(gl.maximum(gl.maximum(0, document_first_least), document_full_first_greatest), BLOCK_KV),
-    )
-    kv_full_end = gl.maximum(
-        kv_full_first,
-        gl.maximum(
-            0,
-            gl.minimum(gl.minimum(gl.minimum(Nk, document_end_greatest), document_full_end_least), 1 + Nk + q_start - Nq),
-        ) // BLOCK_KV,
-    )
-    q_ring = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
     k_ring = gl.allocate_shared_memory(K.dtype, [SLOTS, 1, 1, BLOCK_KV, D_QK], K.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_ring = gl.allocate_shared_memory(V.dtype, [SLOTS, 1, 1, BLOCK_KV, D_V], V.layout)
     v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
+    document_kv_ring = gl.allocate_shared_memory(gl.int32, [SLOTS, BLOCK_KV], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_ring = gl.allocate_shared_memory(gl.int32, [7 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    o_ring = gl.allocate_shared_memory(O.dtype, [2, 1, 1, ROWS, D_V], O.layout)
+    for slot in gl.static_range(2 * 2):
         mbarrier.init(q_full.index(slot), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(k_full.index(slot), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(v_full.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(work_full.index(slot), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: consumers, and the producer
     gl.warp_specialize(
@@ -447,26 +592,28 @@ def fwd(
             (
                 fwd_consumer,
                 (
-                    DOCUMENT_Q, DOCUMENT_KV, O, LSE, scale, Nq, Nk, stride_document_q_b,
-                    stride_document_kv_b, stride_lse_b, stride_lse_h, kv_end, kv_first,
-                    kv_full_first, kv_full_end, q_start, h, b, q_ring, q_full, k_ring, k_full,
-                    v_ring, v_full, BLOCK_KV, SLOTS, THREADS, 0,
+                    DOCUMENT_Q, O, LSE, scale, Nq, Nk, stride_document_q_b, stride_lse_b,
+                    stride_lse_h, q_ring, q_full, k_ring, k_full, v_ring, v_full, document_kv_ring,
+                    work_ring, work_full, o_ring, BLOCK_KV, SLOTS, THREADS, 0,
                 ),
             ),
             (
                 fwd_consumer,
                 (
-                    DOCUMENT_Q, DOCUMENT_KV, O, LSE, scale, Nq, Nk, stride_document_q_b,
-                    stride_document_kv_b, stride_lse_b, stride_lse_h, kv_end, kv_first,
-                    kv_full_first, kv_full_end, q_start, h, b, q_ring, q_full, k_ring, k_full,
-                    v_ring, v_full, BLOCK_KV, SLOTS, THREADS, 1,
+                    DOCUMENT_Q, O, LSE, scale, Nq, Nk, stride_document_q_b, stride_lse_b,
+                    stride_lse_h, q_ring, q_full, k_ring, k_full, v_ring, v_full, document_kv_ring,
+                    work_ring, work_full, o_ring, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
             (
                 fwd_producer,
                 (
-                    Q, K, V, group, kv_end, kv_first, kv_full_first, kv_full_end, q_start, h, b,
-                    q_ring, q_full, k_ring, k_full, v_ring, v_full, BLOCK_KV, SLOTS, THREADS,
+                    Q, K, V, DOCUMENT_KV, DOCUMENT_FIRST, DOCUMENT_END, DOCUMENT_FULL_FIRST,
+                    DOCUMENT_FULL_END, Hq, group, Nq, Nk, stride_document_kv_b,
+                    stride_document_first_b, stride_document_end_b, stride_document_full_first_b,
+                    stride_document_full_end_b, q_ring, q_full, k_ring, k_full, v_ring, v_full,
+                    document_kv_ring, work_ring, work_full, COUNTER, TILES, BLOCK_Q, BLOCK_KV,
+                    SLOTS, THREADS,
                 ),
             ),
         ],

@@ -134,5 +134,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("mla_dims_d2fe8564b847", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("mla_dims_1c60f8579d4a", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

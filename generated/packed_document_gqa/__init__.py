@@ -234,5 +234,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("packed_document_gqa_98be22728c74", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_732ec3b4a745", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

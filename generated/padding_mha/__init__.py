@@ -205,5 +205,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("padding_mha_7333f34423d5", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_5c2ddb326937", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -47,7 +47,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2, "hopper"): (
-            (512, None),
+            (64, None),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 80}),
         ),
     },

@@ -47,7 +47,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2, "hopper"): (
-            (512, None),
+            (64, None),
             (3072, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 80}),
             (None, {"BLOCK_Q": 192, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4, "KERNEL": "fwd_long"}),
         ),

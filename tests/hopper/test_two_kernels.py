@@ -12,7 +12,7 @@ import torch
 
 from attngen.analysis.report import report
 from attngen.backends.base import Reading
-from attngen.backends.hopper.choice import LONG, long_row
+from attngen.backends.hopper.choice import FEW, LONG, long_row
 from attngen.certify.certificate import chosen, keep, record
 from attngen.emit.explain import fit_table
 from attngen.emit.render import render
@@ -55,7 +55,7 @@ def test_long_sequences_have_a_kernel_where_keys_grow_with_queries() -> None:
     assert [name for name in SPECS if len(target(name).divided) > 1] == TWICE
     for name in TWICE:
         (few, usual), (long, row) = target(name).stand_ins("fwd")
-        assert (few.name, usual.block_q, few.resident, usual.min_rows, usual.max_rows) == ("fwd", 128, 2, 512, LONG)
+        assert (few.name, usual.block_q, few.resident, usual.min_rows, usual.max_rows) == ("fwd", 128, 2, FEW, LONG)
         assert (long.name, row.block_q, long.resident, row.min_rows, row.max_rows) == ("fwd_long", 192, 1, LONG, None)
         assert "  turn " in print_kernel(long) and "  turn " not in print_kernel(few)
         assert [(r.min_rows, r.max_rows) for _, r in whole(name).stand_ins("fwd")] == [(0, LONG), (LONG, None)]  # a spec that asks
@@ -98,8 +98,8 @@ def test_the_text_names_what_a_kernel_stands_in_for() -> None:
     assert "kernel @fwd_long of(@fwd) backend(hopper) own(q) grid(" in text and "kernel @fwd backend(hopper) resident(2) own(q)" in text
     assert "\nschedule @fwd_long\n  sm90 bytes=2 rows>3072 : BLOCK_Q=192" in text
     assert print_module(verify(parse_module(text))) == text
-    both = text.replace("rows<=3072", "rows>512 rows<=3072")
-    assert "rows>512 rows<=3072 : BLOCK_Q=128" in both and print_module(parse_module(both)) == both
+    both = text.replace("rows<=3072", "rows>64 rows<=3072")
+    assert "rows>64 rows<=3072 : BLOCK_Q=128" in both and print_module(parse_module(both)) == both
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_is_printed_for_either_kernel_stands_apart() -> None:
 def test_the_table_of_fits_says_which_rows_each_is_for() -> None:
     table = next(fit_table(report(target(NAME))))
     shown = [cell for column in table.columns if column.header == "rows" for cell in column.cells]  # type: ignore[union-attr]
-    assert {">512 <=3072", ">3072", "<=64", "any"} <= set(shown)
+    assert {">64 <=3072", ">3072", "<=64", "any"} <= set(shown)
 
 
 def test_each_has_its_reading_in_the_report(tmp_path: Any) -> None:

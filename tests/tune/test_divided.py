@@ -287,12 +287,12 @@ def test_the_portable_row_stays_where_it_won(faster: Any, above: int | None) -> 
 
 def test_another_tile_that_wins_for_fewer_rows_has_a_kernel_of_its_own() -> None:
     made = {**EVERYWHERE, 2048: (OTHER,), 8192: (TILES,)}
-    assert [(r.block_q, r.min_rows, r.max_rows) for r in rows_of(made)] == [(64, 512, 2048), (192, 2048, None)]
+    assert [(r.block_q, r.min_rows, r.max_rows) for r in rows_of(made)] == [(64, 64, 2048), (192, 2048, None)]
     module = lower(make_spec(TEXT), tables=tables(made))
     assert [(k.name, k.stands_for) for k in module.divided] == [("fwd", "fwd"), ("fwd_long", "fwd")]
     configs = render(module)["kernels.py"].partition('("sm90", 2, "hopper"): (\n')[2].splitlines()[:3]
     assert [line.strip() for line in configs] == [
-        "(512, None),",
+        "(64, None),",
         '(2048, {"BLOCK_Q": 64, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4}),',
         '(None, {"BLOCK_Q": 192, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4, "KERNEL": "fwd_long"}),',
     ]
@@ -304,12 +304,12 @@ def test_where_nothing_was_measured_the_expectation_stands() -> None:
     shown = [
         [(r.block_q, r.min_rows, r.measured) for r in rows_of(faster, wide)] for faster in ({}, {None: (mine,)}, {2048: ()}, {None: ()})
     ]
-    assert shown == [[(128, 512, False)], [(128, 512, True)], [(128, 2048, False)], []]
+    assert shown == [[(128, 64, False)], [(128, 64, True)], [(128, 2048, False)], []]
 
 
 def test_of_rows_that_are_as_fast_the_one_with_the_most_ranges_is_taken() -> None:
     made = tables({**EVERYWHERE, 2048: (OTHER,)})["sm90"]
-    for ms, expected in ((0.505, [(64, 512)]), (0.52, [(64, 512), (192, 2048)])):
+    for ms, expected in ((0.505, [(64, 64)]), (0.52, [(64, 64), (192, 2048)])):
         rivals = (Divided("hopper", TILES, 0.5), Divided("hopper", OTHER, ms))
         entries = {k: replace(e, divided=rivals) if k.max_rows is None else e for k, e in made.entries.items()}
         rows = lower(make_spec(TEXT), tables={"sm90": replace(made, entries=entries)}).stand_ins("fwd")

@@ -15,6 +15,7 @@ from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
 from attngen.backends.hopper.schedule_work import ScheduleWork
+from attngen.backends.hopper.shift_rows import ShiftRows
 from attngen.backends.hopper.take_turns import TakeTurns
 
 HOPPER = Divider(
@@ -23,6 +24,7 @@ HOPPER = Divider(
     kernel=KERNEL,
     passes=lambda choose: (
         AssignRoles(choose),
+        ShiftRows(),
         MakeRings(),
         IssueProducts(),
         OverlapSoftmax(),
@@ -35,6 +37,7 @@ HOPPER = Divider(
     ),
     row=choice.row,
     long=choice.long_row,
+    least=choice.least_rows,
     candidates=choice.candidates,
     declined=choice.declined,
     rules={"fits": rules.fits},

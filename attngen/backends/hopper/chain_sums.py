@@ -17,7 +17,6 @@ after:   %l_init = init 0 : f32[BLOCK_Q, CHAINS] @reg
 Threads that share a row would tell each other their sums in each turn, and the wait for a product would come after that.
 
 A kernel stays as it is if its sums of rows do not start at 0, or are more than multiples of sums added up: then chains have another sum.
-So does one of wide heads that loads numbers for rows and for keys: chains are two registers more, which it would spill.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.backends.hopper.choice import is_full
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Init, Map, Op, Reduce, Type, Yield
@@ -44,7 +42,7 @@ class ChainSums(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(k if is_full(module, k) else _chained(k) for k in module.divided))
+        return replace(module, divided=tuple(map(_chained, module.divided)))
 
 
 def _chained(kernel: Kernel) -> Kernel:

@@ -22,6 +22,7 @@ from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Arg, Gather, Load, Loop, Map, Mask, Op
 from attngen.ir.roles import Give, Ring, Take, Turn, Work
+from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
@@ -40,6 +41,9 @@ PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
 STEADY = 128  # columns of values, beyond which two consumers take turns even if some tiles of queries visit more keys than others
 MOST_OF_THREE = 4  # operations for each score, where three consumers share the registers
 MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
+FEW = 64  # rows of a call, of which the portable kernel has smaller tiles
+ROOMY = 2  # copies of the consumer at most, where each has as many registers as a thread can have
+LITTLE_WORK = 10  # operations for each score: those of ALiBi under a causal mask
 QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
 PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
 
@@ -122,6 +126,26 @@ def _work(kernel: Kernel) -> int:
     return sum(e.count_ops() for op in scores for e in op.expressions)
 
 
+def is_of_keys(kernel: Kernel, op: Op) -> bool:
+    """Whether it loads a number of 32 bits for each key of a tile, which the producer can put beside the tile; 0 beyond the keys."""
+    if not isinstance(op, Load) or op.type.dims != ("BLOCK_KV",) or op.type.dtype not in ("f32", "i32"):
+        return False
+    return op.other == 0 and kernel.graph.out_degree(op.name) > 0  # else only facts name it
+
+
+def key_bytes(module: Module, row: Row) -> int:
+    """Bytes of shared memory for numbers that lie beside tiles of keys."""
+    kernel = module.kernel(KERNEL)
+    return 4 * row.block_kv * row.num_stages * sum(is_of_keys(kernel, op) for op in kernel.ops())
+
+
+def keeps_columns(module: Module, kernel: Kernel) -> bool:
+    """Whether a consumer has registers for numbers of columns that are the same in all tiles: others spill, which were compiled."""
+    consumer = next(block.role for block in kernel.roles if block.role and block.role.rows)
+    light = _work(kernel) <= LITTLE_WORK and max(module.head_dim_qk, module.head_dim_v) <= STEADY
+    return light and consumer.registers == REGISTERS[ROOMY][0]
+
+
 def staying(module: Module, row: Row) -> int:
     """The slots of the ring of queries where programs take tile after tile; 0 where there is no room for that beside the other rings.
 
@@ -130,7 +154,7 @@ def staying(module: Module, row: Row) -> int:
     computes a slot's address at the start of one of the loops alone (see unset.py).
     """
     kernel = module.kernel(KERNEL)
-    if kernel.reads_pairs or is_full(module, kernel):
+    if kernel.reads_pairs:
         return 0  # it would spill: what addresses of data depend on lives through all products
     apart = resident(module, row) > 1 and len(kernel.loops) > 1 and not may_hide(module, row)
     for slots in QUERIES[-1:] if apart else QUERIES:
@@ -154,11 +178,6 @@ def may_hide(module: Module, row: Row) -> bool:
     ranges = {loop.cls: loop.ranges for loop in kernel.loops}
     listed = next((loop.listed for loop in kernel.loops if loop.listed), None)
     return copy_bounds(kernel, ranges.get("partial", ()), ranges.get("full", ()), listed) is not None
-
-
-def is_full(module: Module, kernel: Kernel) -> bool:
-    """Whether a consumer has few registers to spare: sums of wide heads take many, and numbers of rows and others of keys the rest."""
-    return not is_narrow(module) and _loads_both(kernel)
 
 
 def _loads_both(kernel: Kernel) -> bool:
@@ -204,7 +223,7 @@ def _has_room(module: Module, row: Row, programs: int, slots: int, columns: int 
     """
     qk, v = laid_out(module)
     elements = row.block_q * (slots * qk + columns) + row.num_stages * row.block_kv * (qk + v)
-    return 2 * elements + SPARE <= room_of(programs)
+    return 2 * elements + key_bytes(module, row) + SPARE <= room_of(programs)
 
 
 def room_of(programs: int) -> int:
@@ -250,6 +269,11 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     kv = kv if block_kv else min(kv, _most_keys(module))
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask
     return Row(DEVICE, 2, None, min(q, most), min(kv, most), 4, depth, tma=True, backend=NAME)
+
+
+def least_rows(module: Module, row: Row) -> int:
+    """The rows of a call, beyond which a divided kernel is faster than the portable one, or as fast (docs/perf-log.md, section 28)."""
+    return FEW if row.block_q <= ROWS * ROOMY else SHORT_ROWS
 
 
 def long_row(module: Module) -> Row | None:

@@ -28,6 +28,7 @@ from attngen.ir.roles import (
     Pack,
     Pipeline,
     Put,
+    Read,
     Recall,
     Ring,
     Take,
@@ -37,10 +38,15 @@ from attngen.ir.roles import (
 from attngen.printing.context import KernelContext
 from attngen.printing.views import Node, names_in
 
+NUMBERS = {"i32": "gl.int32", "f32": "gl.float32"}
+
 
 def _rings_in(nodes: list[Node]) -> set[str]:
     """The rings that nodes and their bodies fill, take from, or write through."""
-    return {node.text["ring"] for node in nodes if "ring" in node.text} | {ring for node in nodes for ring in _rings_in(node.body)}
+    used = {node.text["ring"] for node in nodes if "ring" in node.text} | {
+        node.text["row"]["into"] for node in nodes if node.text.get("row")
+    }
+    return used | {ring for node in nodes for ring in _rings_in(node.body)}
 
 
 class DividedContext(PipelineContext):
@@ -136,6 +142,7 @@ class DividedContext(PipelineContext):
         copied = [
             (op.src, op.ring) if isinstance(op, Fill) else (op.dst, op.through) for op in self.kernel.ops() if isinstance(op, (Fill, Put))
         ]
+        copied = [(access, ring) for access, ring in copied if not self.rings[ring].beside]
         found = {(params.index(access.tensor), rows[access.axes()[0]], part_of(self.rings[ring])) for access, ring in copied}
         return [(str(at), of, *([columns] if columns else [])) for at, of, columns in sorted(found)]
 
@@ -144,7 +151,10 @@ class DividedContext(PipelineContext):
         slots = self._slots(op)
         buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
         if not op.type.dims:
-            return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, f"{len(self._numbers()['numbers'])} * {slots}")
+            return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, f"{len(self._numbers()['numbers'])} * {slots}, 1")
+        if op.beside:
+            numbers = f"{slots}, {op.type.dims[0]}"
+            return RingView(self._short(op.name), slots, "", "", buffers, buffers, False, numbers, NUMBERS[op.type.dtype])
         tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
         all_pieces = self._times(op, buffers)
@@ -277,6 +287,8 @@ class DividedContext(PipelineContext):
 
     def _fill(self, op: Fill, cls: str) -> dict[str, Any]:
         ring = self.rings[op.ring]
+        if ring.beside:
+            return self._fill_beside(op, ring.beside)
         copies, n, slot = copies_of(self.kernel, ring), pieces(self.module, ring), self._slot(op.ring, "copy")
         return {
             "ring": self._short(op.ring),
@@ -286,8 +298,24 @@ class DividedContext(PipelineContext):
             "pieces": n if n > 1 else 0,
             "buffer": self._times(ring, slot["index"]) + (" + piece" if n > 1 else ""),
             "copies": copies if ring.each else 0,
+            "row": {},
+            "waits": bool(slot["free"]) and not any(other.beside == ring.name for other in self.rings.values()),
             **slot,
         }
+
+    def _fill_beside(self, op: Fill, tiles: str) -> dict[str, Any]:
+        """Numbers beside a tile: where they start, and how many there are. The first fill of the slot waits until it is free."""
+        tensor = self.kernel.op(op.src.tensor)
+        assert isinstance(tensor, Arg)
+        first = next(name for name, ring in self.rings.items() if ring.beside == tiles)
+        start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)
+        row = {"start": f"{start} + kv_start", "left": "Nk - kv_start", "into": self._short(op.ring)}
+        return {"ring": self._short(tiles), "row": row, "waits": first == op.ring, **self._slot(tiles)}
+
+    def _read(self, op: Read, cls: str) -> dict[str, Any]:
+        take = self.kernel.op(op.beside)
+        assert isinstance(take, Take)
+        return {"var": self.var(op.name), "ring": self._short(op.ring), "index": self._slot(take.ring, "COPY")["index"]}
 
     def _slot(self, name: str, copy: str = "") -> dict[str, Any]:
         """Where a ring's next buffer is, how many slots it has, and the barrier of its first free slot, if it is filled again.

@@ -125,7 +125,7 @@ def _left(parts: _Parts) -> list[Op]:
     row, half = replace(soft.type, dims=soft.type.dims[:1]), _half(soft.type)
     total = replace(parts.total.with_operands({parts.sum.name: f"{parts.sum.name}_left"}), name=f"{parts.total.name}_left")
     return [
-        SoftmaxRows(name, soft.s, soft.m, row, soft.scale, soft.guard),
+        SoftmaxRows(name, soft.s, soft.m, row, soft.scale, soft.guard, soft.shift),
         Halve(f"{name}_halves", soft.s, KEYS, half),
         Weigh(f"{name}_left", f"{name}_halves.left", f"{name}.base", half, soft.scale),
         replace(parts.sum, name=f"{parts.sum.name}_left", value=f"{name}_left", over=HALVES[KEYS]),

@@ -17,6 +17,10 @@ after:   block @entry
 The producer runs over the tiles that consumers run over, in their order. A tile that is loaded once, such as that of queries, has a ring
 of one slot for each consumer, with its rows; it is filled once, so it is never given back.
 
+Numbers of keys, such as the documents that they belong to, lie beside the tile of keys. Consumers would wait longer for device memory:
+
+         %k = load %K[...] ; %ids = load %IDS[b, kv]        %k = take %K_ring ; %ids = read %IDS_ring beside(%k)
+
 The copy engine fills buffers of powers of two. Tiles whose width is none, such as 192 columns, lie in pieces:
 
          %K_ring = ring slots(num_stages) columns(64) : T[BLOCK_KV, D_QK] @sram
@@ -30,11 +34,12 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.backends.hopper.choice import is_of_keys
 from attngen.backends.hopper.widths import piece_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Load, Loop, Op, Yield
-from attngen.ir.roles import Drain, Fill, Give, Ring, Take
+from attngen.ir.roles import Drain, Fill, Give, Read, Ring, Take
 from attngen.passes.base import Pass
 
 
@@ -61,21 +66,36 @@ def _with_rings(kernel: Kernel, piece: int) -> Kernel:
     producer += [replace(loop, name=f"copy_{loop.name}", carry=(), body="copy", tiles=()) for loop in loops]
     streamed = [op for home, op in loads if home != "consumer"]
     producer += [Drain(f"drain_{op.name}", f"{op.src.tensor}_ring") for op in streamed]
-    copies = (*(Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in streamed), Yield("yield_copy", ()))
+    keys, beside = streamed[0], [op for op in kernel.ops() if isinstance(op, Load) and is_of_keys(kernel, op)]
+    for op in beside:
+        numbers = replace(op.type, space="sram")
+        rings.append(Ring(f"{op.src.tensor}_ring", numbers, symbol("num_stages"), beside=f"{keys.src.tensor}_ring"))
+    copied = (*beside, *streamed)
+    copies = (*(Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in copied), Yield("yield_copy", ()))
     made = {
         "entry": replace(blocks["entry"], ops=(*blocks["entry"].ops, *rings)),
         "producer": replace(blocks["producer"], ops=tuple(producer)),
     }
-    taken = {op.name: Take(op.name, f"{op.src.tensor}_ring", op.type) for _, op in loads}
+    taken: dict[str, Op] = {op.name: Take(op.name, f"{op.src.tensor}_ring", op.type) for _, op in loads}
+    taken |= {op.name: Read(op.name, f"{op.src.tensor}_ring", keys.name, op.type) for op in beside}
     for block in kernel.blocks:
         if block.name not in made:
             made[block.name] = replace(block, ops=tuple(_taking(block.ops, taken, {op.name for op in streamed})))
     return replace(kernel, blocks=(*made.values(), Block("copy", copies, about="what consumers take in a turn")))
 
 
-def _taking(ops: tuple[Op, ...], taken: dict[str, Take], streamed: set[str]) -> Iterable[Op]:
-    """The ops with takes in place of loads, and streamed tiles given back after what reads them last."""
-    last = {name: op.name for op in ops for name in op.operands() if name in streamed}
-    for op in ops:
-        yield taken.get(op.name, op)
+def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> Iterable[Op]:
+    """The ops with takes in place of loads, and streamed tiles given back after what needs them last.
+
+    What lies beside a tile is read where it is first needed, so that registers do not hold it for long; the tile is kept until then.
+    """
+    changed = [taken.get(op.name, op) for op in ops]
+    reads = {op.name: op for op in changed if isinstance(op, Read)}
+    tiles = {**{name: name for name in streamed}, **{name: read.beside for name, read in reads.items()}}
+    last = {tiles[name]: op.name for op in changed for name in op.operands() if name in tiles and op.name not in reads}
+    for op in changed:
+        if op.name in reads and op.name in taken:
+            continue
+        yield from (reads.pop(name) for name in op.operands() if name in reads)
+        yield op
         yield from (Give(f"give_{name}", name) for name, reader in last.items() if reader == op.name)

@@ -23,7 +23,7 @@ import networkx as nx
 from attngen.backends.hopper.choice import overlaps
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Loop, Op, Yield
-from attngen.ir.roles import Await, Give, Issue, Pipeline, Take
+from attngen.ir.roles import Await, Give, Issue, Pipeline, Read, Take
 from attngen.passes.base import Pass
 
 
@@ -117,13 +117,14 @@ def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts:
     graph = kernel.graph
     of_s, of_sums = nx.descendants(graph, s.name) | {s.name}, nx.descendants(graph, sums)
     given = {op.name for op in ops if isinstance(op, Give) and op.value == first.b}
+    late = {op.name for op in ops if isinstance(op, Read) and set(graph.successors(op.name)) <= of_s}
     rest = [op for op in ops if not isinstance(op, (Arg, Yield)) and op not in of_second.values()]
     loaded = [op for op in rest if op is first or op.name == first.b]
     return _Parts(
         {op.name: op for op in ops if isinstance(op, Arg)},
         loaded,
-        early=[op for op in rest if op not in loaded and op.name not in of_s | of_sums | given],
-        middle=[op for op in rest if op.name in of_s | given and op.name not in of_sums],
+        early=[op for op in rest if op not in loaded and op.name not in of_s | of_sums | given | late],
+        middle=[op for op in rest if op.name in of_s | given | late and op.name not in of_sums],
         late=[op for op in rest if op.name in of_sums],
         second=of_second,
         yielded=yielded,

@@ -105,7 +105,11 @@ class PipelineContext(SoftmaxContext):
         words = names_in(first)
         start = [f"{op.var}_tile = {self._tile(op, 'first')}", f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
-        text["start"] = start if words & {f"{op.var}_start", f"{op.var}_idx"} else []
+        text["start"] = start if words & self._where(op) else []
+        if op.listed and text["start"]:  # its number comes from device memory: nothing waits for that before the first product
+            at = next(i for i, node in enumerate(first) if names_in([node]) & self._where(op))
+            first.insert(at, Node("lines", {"lines": text["start"][1:]}))
+            text["start"] = text["start"][:1]
         text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
         skipped = []
         if op.skip:
@@ -164,7 +168,7 @@ class PipelineContext(SoftmaxContext):
             else:
                 own.append(node)
         at = body.index(own[0]) if own else 0
-        apart = {node.kind for node in own} <= {"map", "mask"} and body[at : at + len(own)] == own
+        apart = {node.kind for node in own} <= {"map", "mask", "read"} and body[at : at + len(own)] == own
         return (body, own, at) if apart and not left else (body, [], 0)
 
     def _is_one(self, ranges: Any) -> bool:
@@ -182,17 +186,32 @@ class PipelineContext(SoftmaxContext):
     def _one_loop(self, op: Pipeline) -> Node | None:
         """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
 
-        None where tiles are listed, a mask reads what is loaded for a tile, or tiles with nothing to mask read where they are. Nor where
-        copies take turns: of three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
+        None where a mask reads what each thread loads for a tile, or tiles of several ranges read where they are. Nor where copies take
+        turns: of three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
         """
-        if op.listed or not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial):
+        if not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial) or (op.listed and len(op.partial) > 1):
             return None
         _, own, _ = parts = self._differing(op)
-        if not own or self._where(op) & names_in(self.block(op.step, "full")):
+        always = bool(self._where(op) & names_in(self.block(op.step, "full")))
+        if not own or (always and (op.listed or len(op.partial) > 1 or len(op.full) > 1)):
             return None
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"
         places = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
-        return self._loop_of_both(op, parts, places, "at < partial_tiles", "1")
+        if op.listed:
+            following = self._ahead(op, "at + 1" if lo == "0" else f"{lo} + at + 1", "at + 1 < partial_tiles")
+            places = [f"{tile} = {op.var}_ahead", following]
+        if always:
+            full = self._term(op.full[0][0])
+            rest = "at - partial_tiles" if full == "0" else f"{full} + at - partial_tiles"
+            places = [f"{tile} = gl.where(at < partial_tiles, {'at' if lo == '0' else f'{lo} + at'}, {rest})"]
+        loop = self._loop_of_both(op, parts, places, "at < partial_tiles", "1", always)
+        loop.text["before"] += gluon([self._ahead(op, "1" if lo == "0" else f"{lo} + 1", "partial_tiles > 1")]) if op.listed else []
+        return loop
+
+    def _ahead(self, op: Pipeline, at: str, listed: str) -> str:
+        """The listed tile at a position, read a turn ahead."""
+        assert op.listed
+        return f"{op.var}_ahead = tile_at({self.var(op.listed)}, {at}, {listed}, BLOCK // {AXIS_DIM[op.var]})"
 
     def _tile(self, op: Pipeline, at: str) -> str:
         if not op.listed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attngen.ir.ops import Dropout, Keep, Reduce, SoftmaxStep
-from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, SoftmaxRows, Weigh
+from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, Ramp, SoftmaxRows, Weigh
 from attngen.printing.context import KernelContext
 
 _SPREAD = {"scores": "SCORES", "sums": "SUMS", "chains": "CHAINED", "operand": "OPERAND"}  # names of layouts
@@ -24,11 +24,14 @@ class SoftmaxContext(KernelContext):
         return names
 
     def _softmax_rows(self, op: SoftmaxRows, cls: str) -> dict[str, Any]:
-        step = SoftmaxStep(op.name, op.s, op.m, op.type, op.scale, op.guard)
+        step = SoftmaxStep(op.name, op.s, op.m, op.type, op.scale, op.guard, op.shift)
         return {**self._softmax_step(step, cls), "base": self.var(f"{op.name}.base")}
 
     def _weigh(self, op: Weigh, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "s": self.var(op.s), "base": self.var(op.base), "scale": self.var(op.scale) if op.scale else ""}
+
+    def _ramp(self, op: Ramp, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "at": "kv_off", "step": self.var(op.value), "kept": "BLOCK_KV - 8" if op.kept else "0"}
 
     def _halve(self, op: Halve, cls: str) -> dict[str, Any]:
         return {"vars": ", ".join(self.var(f"{op.name}.{field}") for field in op.results()), "value": self.var(op.value)}

@@ -89,13 +89,15 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
     """The bytes and the alignment of each ring's tiles, and of its barriers."""
     known, buffers = sizes(module, row), []
     for ring in rings(kernel):
-        if ring.type.dims:
+        if ring.beside:
+            buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), BARRIER_ALIGNMENT))
+        elif ring.type.dims:
             width = row.elem_bytes * (ring.columns or width_of(module, ring))
             buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), 8 * min(SWIZZLED, width)))
         else:
             numbers = len(kernel.grid) + len(known_numbers(kernel))  # where a tile is, and what is known of it
             buffers.append((slots_of(ring, row) * numbers * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))
-        if ring.name in _filled(kernel):
+        if ring.name in _filled(kernel) and not ring.beside:
             buffers.append((slots_of(ring, row) * copies_of(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
     return buffers
 
@@ -117,8 +119,8 @@ def _given(module: Module, kernel: Kernel) -> tuple[int, int]:
     buffers: dict[str, int] = {}  # dimensions by name
     for ring, op in context.rings.items():
         short = ring.removesuffix("_ring").lower()
-        buffers |= {f"{short}_ring": TILE_DIMS + len(op.type.dims) if op.type.dims else 2, f"{short}_full": 2}
-        names -= set() if ring in _filled(kernel) else {f"{short}_full"}
+        buffers |= {f"{short}_ring": TILE_DIMS + len(op.type.dims) if op.type.dims and not op.beside else 2, f"{short}_full": 2}
+        names -= set() if ring in _filled(kernel) and not op.beside else {f"{short}_full"}
     given = (DTYPE_BYTES["ptr"] + 4 * buffers[name] if name in buffers else DTYPE_BYTES[_dtype(kernel, name)] for name in names)
     return sum(given), 4 * -(-sum(printed["warps"]) // 4)
 

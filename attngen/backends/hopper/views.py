@@ -18,7 +18,8 @@ class RingView:
     buffers: str  # of all copies
     barriers: str
     filled: bool  # or only stored from
-    numbers: str = ""  # how many, of a ring of places
+    numbers: str = ""  # how many, of a ring of places or of numbers of keys
+    of: str = "gl.int32"  # their type
 
 
 @dataclass

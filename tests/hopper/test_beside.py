@@ -1,0 +1,191 @@
+"""Numbers of keys that lie beside their tiles in shared memory, and distances that are parted into rows and columns."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.backends.hopper.choice import keeps_columns, key_bytes, least_rows
+from attngen.backends.hopper.shift_rows import ShiftRows
+from attngen.emit.render import render
+from attngen.errors import VerifyError
+from attngen.ir.graph import Module
+from attngen.ir.roles import Ramp, Read, Ring
+from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.passes.pipeline import lower
+from attngen.policy import SHORT_ROWS
+from attngen.spec import make_spec
+from attngen.verify import verify
+from tests.helpers import target
+from tests.hopper.common import after, edited, edited_module, kernel, whole
+from tests.hopper.test_passes import at, kinds, lines
+
+DOCUMENTS, ALIBI = "document_gqa", "alibi_mha"
+
+
+def asked(mask: object = "causal", score: list[object] | None = None, dim: object = 128) -> Module:
+    """The module of a spec that asks for this backend."""
+    return lower(make_spec({"name": "asked", "head_dim": dim, "mask": mask, "score": score or [], "schedule": {"backend": "hopper"}}))
+
+
+# ---------------------------------------------------------------------------------------------- numbers beside tiles
+
+
+def test_make_rings_puts_numbers_of_keys_beside_their_tile() -> None:
+    before, made = (lines(name, "step", DOCUMENTS) for name in ("assign-roles", "make-rings"))
+    assert "%document_kv = load %DOCUMENT_KV[b, kv] check(kv if partial) : i32[BLOCK_KV] @reg" in before
+    assert "%document_kv = read %DOCUMENT_KV_ring beside(%k) : i32[BLOCK_KV] @reg" in made
+    assert at(made, "%s") < at(made, "%document_kv") < at(made, "%masked") < made.index("give %k")
+    assert lines("make-rings", "entry", DOCUMENTS)[-1] == "%DOCUMENT_KV_ring = ring slots(num_stages) beside(%K_ring) : i32[BLOCK_KV] @sram"
+    assert lines("make-rings", "copy", DOCUMENTS)[:2] == [
+        "fill %DOCUMENT_KV_ring %DOCUMENT_KV[b, kv]",
+        "fill %K_ring %K[b, h // group, kv, d_qk]",
+    ]
+
+
+def test_they_are_read_next_to_the_mask_under_the_products() -> None:
+    step = kinds("overlap-softmax", "step", DOCUMENTS)
+    assert step.index("await") < step.index("read") == step.index("mask") - 1 < step.index("give")
+    text = print_module(whole(DOCUMENTS))
+    assert print_module(parse_module(text)) == text
+
+
+def test_other_loads_stay_with_the_consumer() -> None:
+    """A number of rows, and one of 8 bits, which the threads' copies cannot have."""
+    one = {"expr": "seen[b, kv_idx] and kv_idx <= q_idx", "params": {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}}}
+    divided = asked(one).divided[0]
+    assert not any(isinstance(op, Read) for op in divided.ops())
+    assert "%document_q = load" in print_kernel(kernel(DOCUMENTS))
+
+
+def test_a_kernel_has_a_ring_for_each_tensor_of_numbers() -> None:
+    params = {name: {"tensor": ["B", "Nk"], "dtype": "int32"} for name in ("ids", "seg")}
+    module = asked({"expr": "ids[b, q_idx] == ids[b, kv_idx] and seg[b, kv_idx] < q_idx", "params": params})
+    rings = [op for op in module.divided[0].ops() if isinstance(op, Ring) and op.beside]
+    (row,) = module.rows("fwd", "hopper")
+    assert len(rings) == 2 and key_bytes(module, row) == 2 * 4 * row.block_kv * row.num_stages
+    text = render(module)["hopper.py"]
+    assert text.count("if k_fills >= SLOTS:") == text.count("mbarrier.expect(k_full") == 2 and text.count("copy_row(") == 1 + 4
+
+
+REFUSED = {
+    "slots": ("beside(%K_ring) :", "beside(%Q_ring) :", "`types`: .* lies beside %Q_ring; expected as many slots"),
+    "a type": ("beside(%K_ring) : i32[BLOCK_KV]", "beside(%K_ring) : i32[BLOCK_Q]", "`types`"),
+    "an order": (
+        "    fill %DOCUMENT_KV_ring %DOCUMENT_KV[b, kv]\n    fill %K_ring %K[b, h // group, kv, d_qk]\n",
+        "    fill %K_ring %K[b, h // group, kv, d_qk]\n    fill %DOCUMENT_KV_ring %DOCUMENT_KV[b, kv]\n",
+        "`types`: .* is not among the fills of %K_ring and of what lies beside it",
+    ),
+    "a missing fill": (
+        "    fill %DOCUMENT_KV_ring %DOCUMENT_KV[b, kv]\n",
+        "",
+        "`types`: .* is not among the fills of %K_ring and of what lies beside it",
+    ),
+    "another tile": ("read %DOCUMENT_KV_ring beside(%k) :", "read %DOCUMENT_KV_ring beside(%v) :", "`types`: .* reads from .* beside %v"),
+    "no tile": ("read %DOCUMENT_KV_ring beside(%k) :", "read %DOCUMENT_KV_ring beside(%s) :", "`types`: .* reads from .* beside %s"),
+    "a number of another type": ("beside(%k) : i32[BLOCK_KV]", "beside(%k) : f32[BLOCK_KV]", "`types`: .* of another type than"),
+    "a tile that is given back": (
+        "    %document_kv = read %DOCUMENT_KV_ring beside(%k)",
+        "    give %k\n    %document_kv = read %DOCUMENT_KV_ring beside(%k)",
+        "`types`: .* where this block has not taken it, or has given it back",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_texts_are_refused(what: str) -> None:
+    old, new, reason = REFUSED[what]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited(DOCUMENTS, (old, new)))
+
+
+def test_classes_of_tiles_share_a_loop_where_masks_read_such_numbers_or_tiles_are_listed() -> None:
+    documents, listed = (render(whole(name))["hopper.py"] for name in (DOCUMENTS, "block_sparse_mha"))
+    cut = documents.partition("                if at < partial_tiles:\n")[2]
+    assert "document_kv = document_kv_ring.index(k_slot).load(gl.SliceLayout(0, SCORES))" in cut.splitlines()[4]
+    assert documents.count("for at in range(1, partial_tiles + full_tiles):") == listed.count("for at in range(1, partial") == 1
+    cut = listed.partition("                if at < partial_tiles:\n")[2].splitlines()
+    assert cut[0].strip() == "kv_tile = kv_ahead" and cut[1].strip().startswith("kv_ahead = tile_at(KV_LIST_row, kv_full_end_at + at + 1")
+
+
+# ---------------------------------------------------------------------------------------------- distances
+
+
+def test_shift_rows_parts_a_distance() -> None:
+    before, made = (after(ALIBI)[name] for name in ("assign-roles", "shift-rows"))
+    assert "score_scale2*abs(Nk - Nq - kv_idx + q_idx)" in print_kernel(before.divided[0])
+    assert made.kernels == before.kernels
+    step = lines("shift-rows", "step", ALIBI)
+    assert [line for line in step if line not in lines("assign-roles", "step", ALIBI)] == [
+        "%score_row = map expr(score_scale2*(Nk - Nq - kv_start + q_idx)) "
+        "uses(Nk=%Nk, Nq=%Nq, score_scale2=%score_scale2) : f32[BLOCK_Q] @reg",
+        "%score_column = ramp %score_step kept(yes) : f32[BLOCK_KV] @reg",
+        "%score = map expr(s*score_scale + score_column) "
+        "uses(s=%s, score_scale=%score_scale, score_column=%score_column) : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%soft = softmax_step %masked m(%m) shift(%score_row) : f32[BLOCK_Q, BLOCK_KV] @reg",
+    ]
+    assert "%score_step = map expr(-score_scale2) uses(score_scale2=%score_scale2) : f32[] @reg" in lines("shift-rows", "consumer", ALIBI)
+    assert print_module(parse_module(print_module(made))) == print_module(made)
+
+
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    [
+        ("none", "alibi"),  # the distance has both signs
+        ("causal", {"expr": "s - 0.5 * (2 * kv_idx - q_idx)"}),  # two a key
+        ("causal", {"expr": "s - 0.5 * (q_idx - kv_idx) * (q_idx - kv_idx)"}),  # no plain distance
+        ("causal", {"expr": "30.0 * tanh((s - 0.5 * (q_idx - kv_idx)) / 30.0)"}),  # not a term of the score
+        ("causal", {"expr": "s + 0.5 * kv_idx"}),  # no distance: positions may be large
+        ("causal", {"expr": "s - 0.5 * abs(q_idx - kv_idx)"}),  # of queries that are not aligned as the mask's: both signs
+    ],
+)
+def test_other_scores_stay_whole(mask: str, score: object) -> None:
+    module = asked(mask, [score])
+    assert not any(isinstance(op, Ramp) for op in module.divided[0].ops())
+
+
+@pytest.mark.parametrize("mask", ["kv_idx <= q_idx", "kv_idx >= q_idx", "kv_idx < q_idx and kv_idx > 3"])
+@pytest.mark.parametrize("distance", ["q_idx - kv_idx", "kv_idx - q_idx"])
+def test_a_mask_gives_a_distance_its_sign(mask: str, distance: str) -> None:
+    divided = asked({"expr": mask}, [{"expr": f"s - 0.5 * abs({distance})"}]).divided[0]
+    assert sum(isinstance(op, Ramp) for op in divided.ops()) == 2  # in the first tile, and in later ones
+    assert "abs(" not in print_kernel(divided)
+
+
+def test_a_score_that_something_else_reads_is_not_parted() -> None:
+    module = after(ALIBI)["assign-roles"]
+    other = edited_module(
+        module, ("    %rescaled = map", "    %more = reduce max %score over(BLOCK_KV) : f32[BLOCK_Q] @reg\n    %rescaled = map")
+    )
+    assert ShiftRows().run(module).divided != module.divided and ShiftRows().run(other).divided == other.divided
+
+
+def test_registers_keep_columns_where_there_is_room() -> None:
+    def kept(module: Module) -> bool:
+        return keeps_columns(module, module.divided[0])
+
+    window = {"sliding_window": {"left": 1023, "right": 0}}
+    assert kept(after(ALIBI)["assign-roles"]) and not kept(asked(window, ["alibi"])) and not kept(asked(score=["alibi"], dim=256))
+
+
+REFUSED_SHIFTS = {
+    "a scale": ("shift(%score_row)", "scale(%score_scale) shift(%score_row)", "`types`: .* shifts scores by an f32 of each row"),
+    "a shift of keys": ("shift(%score_row)", "shift(%score_column)", "`types`: .* shifts scores by an f32 of each row"),
+    "a ramp of rows": ("ramp %score_step", "ramp %score_row", "`types`: .* multiplies places of keys by one number"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_SHIFTS)
+def test_wrong_shifts_are_refused(what: str) -> None:
+    old, new, reason = REFUSED_SHIFTS[what]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited_module(after(ALIBI)["shift-rows"], (old, new)))
+
+
+# ---------------------------------------------------------------------------------------------- from how many rows on
+
+
+def test_short_calls_stay_portable_with_three_consumers() -> None:
+    for name, least in (("causal_gqa", 64), ("full_mha", SHORT_ROWS), ("causal_mqa", 64)):
+        module = target(name)
+        row = module.rows("fwd", "hopper")[0]
+        assert row.min_rows == least == least_rows(module, row), name
