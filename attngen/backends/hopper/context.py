@@ -223,6 +223,10 @@ class DividedContext(PipelineContext):
         used = names_in([*of_tile, *body]) | set(re.findall(r"\w+", " ".join(work.text["place"])))
         whole = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
         work.text["anew"] = [name for name in params if name in used and (name in whole or name.startswith("stride_"))]
+        if work.text["draws"]:  # the first listed tile is asked for before the role waits for anything
+            ahead = next((node for node in body if node.kind == "loop" and node.text["before"]), None)
+            of_tile += [Node("lines", {"lines": ahead.text["before"]})] if ahead else []
+            body = [Node(node.kind, {**node.text, "before": []}, node.body) if node is ahead else node for node in body]
         work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": rows}), *body]
         for node in body[at : at + 1]:
             node.text["rows"] = rows

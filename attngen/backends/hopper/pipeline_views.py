@@ -186,14 +186,14 @@ class PipelineContext(SoftmaxContext):
     def _one_loop(self, op: Pipeline) -> Node | None:
         """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
 
-        None where a mask reads what each thread loads for a tile, or tiles of several ranges read where they are. Nor where copies take
-        turns: of three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
+        None where each thread loads a number for each score, or tiles of several ranges read where they are. Nor where copies take turns: of
+        three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
         """
         if not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial) or (op.listed and len(op.partial) > 1):
             return None
         _, own, _ = parts = self._differing(op)
         always = bool(self._where(op) & names_in(self.block(op.step, "full")))
-        if not own or (always and (op.listed or len(op.partial) > 1 or len(op.full) > 1)):
+        if not own or (always and (self.kernel.reads_pairs or op.listed or len(op.partial) > 1 or len(op.full) > 1)):
             return None
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"
         places = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
