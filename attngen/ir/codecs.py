@@ -132,6 +132,7 @@ _CODECS: dict[str, Codec] = {
             "through",
             "base",
             "beside",
+            "places",
             "shift",
         ),
         _REF,

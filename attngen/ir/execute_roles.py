@@ -45,6 +45,7 @@ from attngen.ir.roles import (
     Ring,
     SoftmaxRows,
     Take,
+    Tell,
     Turn,
     Weigh,
     Work,
@@ -239,8 +240,8 @@ class DividedLaunch(Launch):
         if op.ring not in values:
             return  # it lies beside another one, whose fill comes next
         copies = len(values[op.ring])
-        fills = [o for o in self.kernel.ops() if isinstance(o, Fill) and o.ring in values[op.ring][0].beside]
-        numbers = {fill.ring: self.read(fill, values) for fill in fills}
+        beside = [o for o in self.kernel.ops() if isinstance(o, (Fill, Tell)) and o.ring in values[op.ring][0].beside]
+        numbers = {o.ring: self.read(o, values) if isinstance(o, Fill) else values["kv_start"] // values["BLOCK_KV"] for o in beside}
         yield from self._start(op.ring, values, lambda _, copy: self.read(op, values | self.share(copy, copies, values)), numbers)
 
     def _start(self, ring: str, values: Values, tile: Callable[[_Buffers, int], Any], numbers: Values | None = None) -> Any:
@@ -295,6 +296,9 @@ class DividedLaunch(Launch):
     def _take(self, op: Take, values: Values) -> Any:
         buffers, slot = yield from self._next(op.ring, values)
         values[op.name] = buffers.tiles[slot]
+        told = [buffers.beside[o.ring][slot] for o in self.kernel.ops() if isinstance(o, Tell) and o.ring in buffers.beside]
+        if told and told != [tile := values["kv_start"] // values["BLOCK_KV"]]:
+            raise AttngenError(f"@{self.kernel.name}: the tile {tile} is told to be {told[0]}")
         yield False
 
     def _next(self, ring: str, values: Values) -> Any:
@@ -314,6 +318,9 @@ class DividedLaunch(Launch):
         slot = next(i for i, tile in enumerate(buffers.tiles) if tile is values[op.beside])
         values[op.name] = buffers.beside[op.ring][slot].copy()
         yield from ()
+
+    def _tell(self, op: Tell, values: Values) -> Any:
+        yield from ()  # the fill of the tile comes next
 
     def _give(self, op: Give, values: Values) -> Any:
         take = self.kernel.op(op.value)

@@ -30,7 +30,8 @@ class Ring(Op):
     With `columns`, a tile lies in pieces of so many columns, one after another. A product over the columns adds up those of the pieces.
     Where the last piece reaches beyond the tensor, it ends with zeros.
 
-    With `beside`, it has numbers of keys: as many slots as that ring, each filled, taken and given back with the slot of that ring.
+    With `beside`, it has numbers of keys: as many slots as that ring, each filled, taken and given back with the slot of that ring. One
+    of `i32[]` has the number of the tile there.
     """
 
     type: Type
@@ -49,6 +50,13 @@ class Fill(Op):
 
     ring: str = field(metadata=OPERAND)
     src: Access = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Tell(Op):
+    """Write the number of the loop's tile to a ring that lies beside that of the tile. The fill of the tile comes next."""
+
+    ring: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
@@ -268,7 +276,8 @@ class Pipeline(Op):
 
     The tiles are those of `partial`, then those of `full`; in `step` they have these classes, `first` is of class partial. If there are
     none, nothing runs, and the results are what `carry` names. `first` takes the carried fields and may yield more, which `step` takes and
-    yields too; `last` takes these and yields the results. Where `step` is alone, all turns are its.
+    yields too; `last` takes these and yields the results. Where `step` is alone, all turns are its. If tiles are listed, their numbers may
+    come with them, through the ring `places`.
 
     With `backwards`, partial tiles come from the last to the first. `own_partial` are those that are partial for the copy's own rows, whose
     number is BLOCK_Q here. The copy sees nothing of the tiles behind these. It comes to them first: `skip` takes them and gives them back,
@@ -286,6 +295,7 @@ class Pipeline(Op):
     backwards: bool = False
     skip: str = ""
     own_partial: Ranges = ()
+    places: str | None = field(default=None, metadata=OPERAND)
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""
@@ -304,6 +314,7 @@ def bodies_of(op: Op) -> tuple[str, ...]:
 ROLE_OPS: dict[str, type[Op]] = {
     "ring": Ring,
     "fill": Fill,
+    "tell": Tell,
     "take": Take,
     "read": Read,
     "give": Give,

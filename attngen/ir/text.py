@@ -46,6 +46,7 @@ _POSITIONAL = {
     "cut_blocks": ("src",),
     "list_blocks": ("src",),
     "fill": ("ring", "src"),
+    "tell": ("ring",),
     "take": ("ring",),
     "read": ("ring",),
     "give": ("value",),
@@ -83,6 +84,7 @@ _UNNAMED = (
     "drain",
     "put",
     "flush",
+    "tell",
     "recall",
     "turn",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position

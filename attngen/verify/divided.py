@@ -39,6 +39,7 @@ from attngen.ir.roles import (
     Ring,
     SoftmaxRows,
     Take,
+    Tell,
     Turn,
     Weigh,
     Work,
@@ -202,7 +203,7 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read, but for what acts by itself."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
-        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Turn, Work, Yield))
+        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Tell, Turn, Work, Yield))
         acts |= isinstance(op, Arg) and op.role != "carry"
         acts |= any(isinstance(o, Fill) for body in bodies_of(op) for o in kernel.block(body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
@@ -231,14 +232,10 @@ def _ref(name: str | None) -> str:
 def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:
     if op.beside:
         tiles = kernel.op(op.beside)
-        fits = isinstance(tiles, Ring) and (tiles.type.dims[:1], tiles.slots, tiles.each, tiles.beside) == (
-            op.type.dims,
-            op.slots,
-            "",
-            None,
-        )
-        if not fits or op.each or (op.type.dtype, op.type.space) not in {("i32", "sram"), ("f32", "sram")}:
-            yield f"lies beside %{op.beside}; expected as many slots, and a number of 32 bits for each row of a tile, in sram"
+        fits = isinstance(tiles, Ring) and (tiles.slots, tiles.each, tiles.beside, op.each) == (op.slots, "", None, "")
+        known = {("i32", "sram"), ("f32", "sram")} if isinstance(tiles, Ring) and op.type.dims == tiles.type.dims[:1] else {("i32", "sram")}
+        if not fits or (op.type.dtype, op.type.space) not in known or (len(known) == 1 and op.type.dims):
+            yield f"lies beside %{op.beside}; expected as many slots, and a number of 32 bits for each row of a tile, or one i32[], in sram"
     elif op.type.space != "sram" or (len(op.type.dims) != 2 and not _is_of_places(op)):
         yield "is of tiles, or of places i32[], in sram"
     if op.each and op.each not in {role.name for role in kernel.roles}:
@@ -249,7 +246,7 @@ def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:
 
 def _is_of_places(op: Op) -> bool:
     """Whether it is a ring that passes places of tiles, the same to all."""
-    return isinstance(op, Ring) and (op.type.dtype, op.type.dims, op.each) == ("i32", (), "")
+    return isinstance(op, Ring) and (op.type.dtype, op.type.dims, op.each, op.beside) == ("i32", (), "", None)
 
 
 def _work_errors(kernel: Kernel, op: Work) -> Iterator[str]:
@@ -279,13 +276,25 @@ def _fill_errors(kernel: Kernel, op: Fill) -> Iterator[str]:
         or (dims, source.type.dtype) != (ring.type.unpadded, ring.type.dtype)
     ):
         yield "fills a ring with tiles of another type"
-    if not isinstance(ring, Ring):
-        return
+    if isinstance(ring, Ring):
+        yield from _order_errors(kernel, op, ring)
+
+
+def _tell_errors(kernel: Kernel, op: Tell) -> Iterator[str]:
+    ring = kernel.op(op.ring)
+    if not isinstance(ring, Ring) or not ring.beside or ring.type.dims:
+        yield f"tells %{op.ring} a number; expected a ring of i32[] that lies beside another one"
+    else:
+        yield from _order_errors(kernel, op, ring)
+
+
+def _order_errors(kernel: Kernel, op: Fill | Tell, ring: Ring) -> Iterator[str]:
+    """What lies beside a tile is filled just before it."""
     ops = list(kernel.block(kernel.graph.nodes[op.name]["block"]).ops)
     at, tiles = ops.index(op), ring.beside or ring.name
     beside = [o.name for o in kernel.ops() if isinstance(o, Ring) and o.beside == tiles]
     start = at - beside.index(ring.name) if ring.name in beside else at - len(beside)
-    if [o.ring if isinstance(o, Fill) else "" for o in ops[max(0, start) :][: len(beside) + 1]] != [*beside, tiles]:
+    if [o.ring if isinstance(o, (Fill, Tell)) else "" for o in ops[max(0, start) :][: len(beside) + 1]] != [*beside, tiles]:
         yield f"is not among the fills of %{tiles} and of what lies beside it; expected these one after another, that of %{tiles} last"
 
 
@@ -421,6 +430,7 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Fill: _fill_errors,
     Take: _take_errors,
     Read: _read_errors,
+    Tell: _tell_errors,
     Ramp: _ramp_errors,
     Give: _give_errors,
     Issue: _issue_errors,

@@ -287,7 +287,6 @@ def fwd_producer(
         )
         kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
         kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
-        kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
         if work_fills >= 2:
             meet(7 + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
         tell(q_start, work_ring.index(5 * work_slot))
@@ -309,6 +308,7 @@ def fwd_producer(
                 q_ring.index(2 * q_slot + copy),
             )
         q_slot, q_fills = gl.where(q_slot + 1 == 2, 0, q_slot + 1), q_fills + 1
+        kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
         # what consumers take in a turn
         for at in range(kv_full_end_at, kv_end_at):
             kv_tile = kv_ahead

@@ -17,6 +17,7 @@ from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import target
 from tests.hopper.common import after, edited, edited_module, kernel, whole
+from tests.hopper.test_numerics import hold
 from tests.hopper.test_passes import at, kinds, lines
 
 DOCUMENTS, ALIBI = "document_gqa", "alibi_mha"
@@ -49,6 +50,57 @@ def test_they_are_read_next_to_the_mask_under_the_products() -> None:
     assert print_module(parse_module(text)) == text
 
 
+IDS = {"expr": "ids[b, q_idx] == ids[b, kv_idx]", "params": {"ids": {"tensor": ["B", "Nk"], "dtype": "int32"}}}
+DATA = {"all_of": ["causal", IDS]}
+
+
+def test_numbers_of_listed_tiles_come_with_the_tiles() -> None:
+    divided = asked(DATA).divided[0]
+    text = print_kernel(divided)
+    assert "%KV_TILES_ring = ring slots(num_stages) beside(%K_ring) : i32[] @sram" in text
+    assert "    fill %IDS_ring %IDS[b, kv]\n    tell %KV_TILES_ring\n    fill %K_ring %K[b, h, kv, d_qk]\n" in text
+    assert "listed(%KV_LIST_row) places(%KV_TILES_ring)" in text
+    printed = render(asked(DATA))["hopper.py"]
+    assert (
+        printed.count("kv_tile = told(kv_tiles_ring.index(k_slot))") == 2
+        and printed.count("tell(kv_tile, kv_tiles_ring.index(k_slot))") == 2
+    )
+    consumer = printed.partition("def fwd_consumer(")[2].partition("@gluon.jit")[0]
+    assert "KV_LIST" not in consumer and "kv_ahead" not in consumer
+
+
+@pytest.mark.parametrize("name", ["block_sparse_mha", DOCUMENTS])
+def test_other_numbers_of_tiles_do_not(name: str) -> None:
+    """Where nothing lies beside a tile, it is given back before the mask. Tiles that are not listed need no number."""
+    assert "tell " not in print_kernel(kernel(name))
+
+
+@pytest.mark.parametrize("old, new", [("    tell %KV_TILES_ring\n", ""), ("    tell %KV_TILES_ring\n", "    tell %K_ring\n")])
+def test_wrong_tellings_are_refused(old: str, new: str) -> None:
+    with pytest.raises(VerifyError, match="`types`: .*(not among the fills|tells %K_ring a number)"):
+        verify(edited_module(asked(DATA), (old, new)))
+
+
+TWO = {
+    "expr": "ids[b, q_idx] == ids[b, kv_idx] and seg[b, kv_idx] < q_idx",
+    "params": {name: {"tensor": ["B", "Nk"], "dtype": "int32"} for name in ("ids", "seg")},
+}
+BIAS = {"expr": "s + far[b, kv_idx]", "params": {"far": {"tensor": ["B", "Nk"], "dtype": "fp32"}}}
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    [(DATA, []), (TWO, []), ("causal", [BIAS]), ("causal", ["alibi"]), ({"sliding_window": {"left": 9, "right": 0}}, ["alibi"])],
+    ids=["data", "two", "bias", "alibi", "window"],
+)
+def test_they_compute_what_naive_attention_does(mask: object, score: list[object], dim: int) -> None:
+    of = make_spec({"name": "asked", "head_dim": dim, "mask": mask, "score": score, "schedule": {"backend": "hopper"}})
+    module = lower(of)
+    for seed in range(4):
+        hold(module, "asked", seed, of=of)
+
+
 def test_other_loads_stay_with_the_consumer() -> None:
     """A number of rows, and one of 8 bits, which the threads' copies cannot have."""
     one = {"expr": "seen[b, kv_idx] and kv_idx <= q_idx", "params": {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}}}
@@ -58,9 +110,8 @@ def test_other_loads_stay_with_the_consumer() -> None:
 
 
 def test_a_kernel_has_a_ring_for_each_tensor_of_numbers() -> None:
-    params = {name: {"tensor": ["B", "Nk"], "dtype": "int32"} for name in ("ids", "seg")}
-    module = asked({"expr": "ids[b, q_idx] == ids[b, kv_idx] and seg[b, kv_idx] < q_idx", "params": params})
-    rings = [op for op in module.divided[0].ops() if isinstance(op, Ring) and op.beside]
+    module = asked(TWO)
+    rings = [op for op in module.divided[0].ops() if isinstance(op, Ring) and op.beside and op.type.dims]
     (row,) = module.rows("fwd", "hopper")
     assert len(rings) == 2 and key_bytes(module, row) == 2 * 4 * row.block_kv * row.num_stages
     text = render(module)["hopper.py"]

@@ -32,6 +32,7 @@ from attngen.ir.roles import (
     Recall,
     Ring,
     Take,
+    Tell,
     Turn,
     Work,
 )
@@ -150,10 +151,10 @@ class DividedContext(PipelineContext):
         copies = copies_of(self.kernel, op)
         slots = self._slots(op)
         buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
-        if not op.type.dims:
+        if not op.type.dims and not op.beside:
             return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, f"{len(self._numbers()['numbers'])} * {slots}, 1")
         if op.beside:
-            numbers = f"{slots}, {op.type.dims[0]}"
+            numbers = ", ".join([slots, *(op.type.dims or ("1",))])
             return RingView(self._short(op.name), slots, "", "", buffers, buffers, False, numbers, NUMBERS[op.type.dtype])
         tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
@@ -223,10 +224,6 @@ class DividedContext(PipelineContext):
         used = names_in([*of_tile, *body]) | set(re.findall(r"\w+", " ".join(work.text["place"])))
         whole = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
         work.text["anew"] = [name for name in params if name in used and (name in whole or name.startswith("stride_"))]
-        if work.text["draws"]:  # the first listed tile is asked for before the role waits for anything
-            ahead = next((node for node in body if node.kind == "loop" and node.text["before"]), None)
-            of_tile += [Node("lines", {"lines": ahead.text["before"]})] if ahead else []
-            body = [Node(node.kind, {**node.text, "before": []}, node.body) if node is ahead else node for node in body]
         work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": rows}), *body]
         for node in body[at : at + 1]:
             node.text["rows"] = rows
@@ -316,6 +313,10 @@ class DividedContext(PipelineContext):
         row = {"start": f"{start} + kv_start", "left": "Nk - kv_start", "into": self._short(op.ring)}
         return {"ring": self._short(tiles), "row": row, "waits": first == op.ring, **self._slot(tiles)}
 
+    def _tell(self, op: Tell, cls: str) -> dict[str, Any]:
+        tiles = str(self.rings[op.ring].beside)
+        return {"ring": self._short(op.ring), "number": "kv_tile", "index": self._slot(tiles)["index"]}
+
     def _read(self, op: Read, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.beside)
         assert isinstance(take, Take)
@@ -339,7 +340,7 @@ class DividedContext(PipelineContext):
 
     def _counter(self, name: str) -> str:
         """The name of the counter of a ring's slots in a role that takes from it."""
-        places = next((ring for ring in self.rings.values() if not ring.type.dims), None)
+        places = next((ring for ring in self.rings.values() if not ring.type.dims and not ring.beside), None)
         once = places is not None and self.rings[name].each and self.rings[name].slots == places.slots
         return self._short(places.name if once and places else name)
 

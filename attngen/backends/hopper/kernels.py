@@ -10,7 +10,7 @@ from attngen.backends.hopper.views import DividedView
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
-from attngen.ir.roles import Chains, Halve, Ramp, Read
+from attngen.ir.roles import Chains, Halve, Ramp, Read, Tell
 
 TEMPLATE = "hopper/kernels.py.jinja"
 
@@ -29,6 +29,7 @@ def context(module: Module) -> dict[str, Any]:
         "first_barrier": FIRST_BARRIER,
         "chains": any(chained),
         "sums": not all(chained),
+        "tells": any(isinstance(op, Tell) for kernel in module.divided for op in kernel.ops()),
         "ramps": any(isinstance(op, Ramp) for kernel in module.divided for op in kernel.ops()),
         "rows_beside": any(isinstance(op, Read) for kernel in module.divided for op in kernel.ops()),
         "weighs_halves": any(isinstance(op, Halve) for kernel in module.divided for op in kernel.ops()),

@@ -22,9 +22,11 @@ import networkx as nx
 
 from attngen.backends.hopper.choice import overlaps
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Block, Loop, Op, Yield
-from attngen.ir.roles import Await, Give, Issue, Pipeline, Read, Take
+from attngen.ir.ops import Arg, Block, Gather, Load, Loop, Mask, Op, Type, Yield
+from attngen.ir.roles import Await, Fill, Give, Issue, Pipeline, Read, Ring, Take, Tell
 from attngen.passes.base import Pass
+
+PLACES = "KV_TILES_ring"  # numbers of listed tiles, beside the tiles of keys
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def _overlapped(kernel: Kernel) -> Kernel:
         step=step.name,
         last="last",
         listed=loops[0].listed,
+        places=PLACES if (told := _comes_with_tiles(kernel, loops, step.ops)) else None,
     )
     results = {f"{loop.name}.{field}": f"{whole.name}.{field}" for loop in loops for field, _ in loop.carry}
     copying = [op for op in kernel.block("producer").ops if isinstance(op, Loop)]
@@ -98,9 +101,29 @@ def _overlapped(kernel: Kernel) -> Kernel:
             at = block.ops.index(loops[0])
             kept = [op if op not in loops else whole for i, op in enumerate(block.ops) if op not in loops or i == at]
             blocks.append(replace(block, ops=tuple(op.with_operands(results) for op in kept)))
+        elif told and block.name == "entry":
+            keys = next(op for op in block.ops if isinstance(op, Ring) and op.name == told)
+            blocks.append(replace(block, ops=(*block.ops, Ring(PLACES, Type("i32", (), "sram"), keys.slots, beside=told))))
+        elif told and block.name == copying[0].body:
+            at = next(i for i, op in enumerate(block.ops) if isinstance(op, Fill) and op.ring == told)
+            blocks.append(replace(block, ops=(*block.ops[:at], Tell("tell_place", PLACES), *block.ops[at:])))
         else:
             blocks.append(replace(block, ops=tuple(reordered.get(op.name, op) for op in block.ops)))
     return replace(kernel, blocks=tuple(blocks))
+
+
+def _comes_with_tiles(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[Op]) -> str:
+    """The ring of keys, if numbers of listed tiles come with the tiles: so they do where only masks of partial tiles need them.
+
+    The tile is given back after its mask then, as that also reads what lies beside it.
+    """
+    reads = [op for op in ops if isinstance(op, Read)]
+    placed = [op for op in ops if any({"kv_idx", "kv_start"} & set(map(str, e.free_symbols)) for e in op.expressions)]
+    loads = any(isinstance(op, (Gather, Load)) for op in ops)
+    if not (loops[0].listed and reads and placed) or loads or not all(isinstance(op, Mask) and op.when == "partial" for op in placed):
+        return ""
+    take = kernel.op(reads[0].beside)
+    return take.ring if isinstance(take, Take) and all(len(loop.ranges) == 1 for loop in loops) and len(loops) == 2 else ""
 
 
 def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts:

@@ -9,7 +9,7 @@ from attngen.backends.hopper.choice import turns
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.ops import AXIS_DIM, Loop, Map
-from attngen.ir.roles import Pipeline
+from attngen.ir.roles import Pipeline, Ring
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
 ROOMY_COPIES = 2  # of the consumer, at most, whose registers are enough to leave out a loop where they take turns
@@ -106,7 +106,12 @@ class PipelineContext(SoftmaxContext):
         start = [f"{op.var}_tile = {self._tile(op, 'first')}", f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
         text["start"] = start if words & self._where(op) else []
-        if op.listed and text["start"]:  # its number comes from device memory: nothing waits for that before the first product
+        if op.places and text["start"]:
+            text["start"] = [self._told(op), *text["start"][1:]]
+            at = next(i for i, node in enumerate(first) if names_in([node]) & self._where(op))
+            first.insert(at, Node("lines", {"lines": text["start"]}))
+            text["start"] = []
+        elif op.listed and text["start"]:  # its number comes from device memory: nothing waits for that before the first product
             at = next(i for i, node in enumerate(first) if names_in([node]) & self._where(op))
             first.insert(at, Node("lines", {"lines": text["start"][1:]}))
             text["start"] = text["start"][:1]
@@ -197,7 +202,9 @@ class PipelineContext(SoftmaxContext):
             return None
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"
         places = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
-        if op.listed:
+        if op.places:
+            places = [self._told(op)]
+        elif op.listed:
             following = self._ahead(op, "at + 1" if lo == "0" else f"{lo} + at + 1", "at + 1 < partial_tiles")
             places = [f"{tile} = {op.var}_ahead", following]
         if always:
@@ -205,8 +212,17 @@ class PipelineContext(SoftmaxContext):
             rest = "at - partial_tiles" if full == "0" else f"{full} + at - partial_tiles"
             places = [f"{tile} = gl.where(at < partial_tiles, {'at' if lo == '0' else f'{lo} + at'}, {rest})"]
         loop = self._loop_of_both(op, parts, places, "at < partial_tiles", "1", always)
-        loop.text["before"] += gluon([self._ahead(op, "1" if lo == "0" else f"{lo} + 1", "partial_tiles > 1")]) if op.listed else []
+        if op.listed and not op.places:
+            loop.text["before"] += gluon([self._ahead(op, "1" if lo == "0" else f"{lo} + 1", "partial_tiles > 1")])
         return loop
+
+    def _told(self, op: Pipeline) -> str:
+        """The number of a listed tile, from beside the tile."""
+        ring = self.kernel.op(str(op.places))
+        assert isinstance(ring, Ring)
+        keys = str(ring.beside).removesuffix("_ring").lower()
+        slot = "0" if ring.slots == 1 else f"{keys}_slot"
+        return f"{op.var}_tile = told({ring.name.removesuffix('_ring').lower()}_ring.index({slot}))"
 
     def _ahead(self, op: Pipeline, at: str, listed: str) -> str:
         """The listed tile at a position, read a turn ahead."""

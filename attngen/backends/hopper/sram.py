@@ -89,7 +89,7 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
     """The bytes and the alignment of each ring's tiles, and of its barriers."""
     known, buffers = sizes(module, row), []
     for ring in rings(kernel):
-        if ring.beside:
+        if ring.beside:  # numbers of keys, or of tiles
             buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), BARRIER_ALIGNMENT))
         elif ring.type.dims:
             width = row.elem_bytes * (ring.columns or width_of(module, ring))
