@@ -191,7 +191,7 @@ class PipelineContext(SoftmaxContext):
     def _one_loop(self, op: Pipeline) -> Node | None:
         """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
 
-        None where each thread loads a number for each score, or tiles of several ranges read where they are. Nor where copies take turns: of
+        None where threads load a number for each score, or tiles of several ranges read where they are. Nor where copies take turns: of
         three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
         """
         if not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial) or (op.listed and len(op.partial) > 1):
