@@ -42,15 +42,23 @@ RESERVED: dict[str, frozenset[str]] = {
         *("position", "running_max", "store_distances", "tile_at"),
         *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
     },
+    "a function or a module that kernels for Hopper use": frozenset((
+        *("anew", "arrive", "arrive_soon", "async_copy", "beside", "chained_layout", "chains", "copy_in", "copy_numbers", "copy_out"),
+        *("copy_row", "defer", "draw", "drawn", "fence_async_shared", "following", "gl", "gluon", "halves", "hold", "joined", "layout_of"),
+        *("mbarrier", "meet", "moved", "moves", "pack", "ramp", "reset", "row_max", "row_sum", "rows_of", "tell", "tma", "told", "unpack"),
+        *("warpgroup_mma", "warpgroup_mma_wait"),
+    )),
     "a variable of kernels": frozenset(("d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn"))
     | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")},
 }  # fmt: skip
 TAKEN = frozenset().union(*RESERVED.values())
 # Values of the kernels, and how those made of them are named.
 _VALUES = "acc alpha count d[koqpsv] delta dlse dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p product q qk "
-_VALUES += "queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible"
-_MADE = "all at batch cast end first full head init kept list new next out partial rank row rows scale scale2 seen step sum words"
-VALUE = f"({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*"
+_VALUES += "queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights tell flush drain fill copy put give"
+_MADE = "all at batch cast column end first full head init k kept keys list new next o out partial place q rank row rows scale scale2 seen "
+_MADE += "step sum v words"
+_OF_RINGS = "[a-z0-9_]*_ring|(q|k|v|o|work)_(fills|full|phase|slot)"
+VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_RINGS})"
 
 
 def name_problem(name: Any) -> str | None:

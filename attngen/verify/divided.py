@@ -280,6 +280,26 @@ def _fill_errors(kernel: Kernel, op: Fill) -> Iterator[str]:
         yield from _order_errors(kernel, op, ring)
 
 
+def _places_errors(kernel: Kernel, op: Pipeline) -> Iterator[str]:
+    """Numbers of tiles that come with the tiles are read before these are given back."""
+    told = {o.ring for o in kernel.ops() if isinstance(o, Tell)}
+    if told - {op.places} and op.listed and op.first:
+        yield f"does not take its places from %{min(told)}, which a role tells them"
+    if not op.places:
+        return
+    ring = kernel.op(op.places)
+    if not isinstance(ring, Ring) or op.places not in told or not op.listed:
+        yield f"has its places from %{op.places}; expected listed tiles, and a ring that a role tells their numbers"
+        return
+    for body in op.bodies:
+        ops = list(kernel.block(body).ops)
+        placed = [at for at, o in enumerate(ops) if any({"kv_idx", "kv_start"} & set(map(str, e.free_symbols)) for e in o.expressions)]
+        takes = [o.name for o in ops if isinstance(o, Take) and o.ring == ring.beside]
+        given = [at for at, o in enumerate(ops) if isinstance(o, Give) and o.value in takes]
+        if placed and (not given or max(placed) > min(given)):
+            yield f"runs @{body}, which needs the place of a tile after it has given the tile back, whose number comes with it"
+
+
 def _tell_errors(kernel: Kernel, op: Tell) -> Iterator[str]:
     ring = kernel.op(op.ring)
     if not isinstance(ring, Ring) or not ring.beside or ring.type.dims:
@@ -431,6 +451,7 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Take: _take_errors,
     Read: _read_errors,
     Tell: _tell_errors,
+    Pipeline: _places_errors,
     Ramp: _ramp_errors,
     Give: _give_errors,
     Issue: _issue_errors,

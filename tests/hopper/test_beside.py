@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from attngen.backends.hopper.choice import keeps_columns, key_bytes, least_rows
@@ -11,6 +13,7 @@ from attngen.errors import VerifyError
 from attngen.ir.graph import Module
 from attngen.ir.roles import Ramp, Read, Ring
 from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.lang.names import name_problem
 from attngen.passes.pipeline import lower
 from attngen.policy import SHORT_ROWS
 from attngen.spec import make_spec
@@ -69,15 +72,63 @@ def test_numbers_of_listed_tiles_come_with_the_tiles() -> None:
     assert "KV_LIST" not in consumer and "kv_ahead" not in consumer
 
 
+FAR = {"expr": "s + far[b, kv_idx]", "params": {"far": {"tensor": ["B", "Nk"], "dtype": "fp32"}}}
+BLOCKS = {"block_sparse": {"block": 128}}
+
+
+@pytest.mark.parametrize("mask", [BLOCKS, {"all_of": ["causal", BLOCKS]}], ids=["blocks", "causal"])
+def test_numbers_of_tiles_do_not_come_where_the_tile_is_given_back_before_its_mask(mask: object) -> None:
+    """The score is what reads beside the tile, and the mask needs positions alone."""
+    module = asked(mask, [FAR])
+    assert "tell " not in print_kernel(module.divided[0]) and "told(kv_tiles" not in render(module)["hopper.py"]
+
+
+def test_a_mask_and_a_score_may_read_one_tensor() -> None:
+    score = {"expr": "s + 0.1 * ids[b, kv_idx]", "params": IDS["params"]}
+    module = asked(DATA, [score])
+    rings = [op for op in module.divided[0].ops() if isinstance(op, Ring) and op.beside and op.type.dims]
+    (row,) = module.rows("fwd", "hopper")
+    assert len(rings) == 1 and key_bytes(module, row) == 4 * row.block_kv * row.num_stages
+    of = make_spec({"name": "asked", "head_dim": 128, "mask": DATA, "score": [score], "schedule": {"backend": "hopper"}})
+    hold(module, "asked", 1, of=of)
+
+
+def test_names_of_what_kernels_use_are_reserved() -> None:
+    printed = [
+        render(asked(DATA, ["alibi"]))["hopper.py"],
+        render(whole("full_mha"))["hopper.py"],
+        render(whole("causal_dropout_mqa"))["hopper.py"],
+    ]
+    for text in printed:
+        helpers = {name for name in re.findall(r"^def (\w+)\(|^    (copy_\w+) =", text, re.MULTILINE) for name in name if name}
+        assert len(helpers) > 10 and not [name for name in helpers if not name.startswith("fwd") and not name_problem(name)]
+    for name in ("score_column", "tell_place", "fill_k", "work", "ids_ring", "k_slot", "gl", "tma"):
+        assert name_problem(name), name
+
+
 @pytest.mark.parametrize("name", ["block_sparse_mha", DOCUMENTS])
 def test_other_numbers_of_tiles_do_not(name: str) -> None:
     """Where nothing lies beside a tile, it is given back before the mask. Tiles that are not listed need no number."""
     assert "tell " not in print_kernel(kernel(name))
 
 
-@pytest.mark.parametrize("old, new", [("    tell %KV_TILES_ring\n", ""), ("    tell %KV_TILES_ring\n", "    tell %K_ring\n")])
-def test_wrong_tellings_are_refused(old: str, new: str) -> None:
-    with pytest.raises(VerifyError, match="`types`: .*(not among the fills|tells %K_ring a number)"):
+TOLD = {
+    "no number": ("    tell %KV_TILES_ring\n", "", "expected listed tiles, and a ring that a role tells"),
+    "another ring": ("    tell %KV_TILES_ring\n", "    tell %K_ring\n", "does not take its places from %K_ring"),
+    "places of another ring": ("places(%KV_TILES_ring)", "places(%IDS_ring)", "does not take its places from %KV_TILES_ring"),
+    "no places": (" places(%KV_TILES_ring)", "", "does not take its places from %KV_TILES_ring"),
+    "a tile given back too early": (
+        "    %masked = mask %s where",
+        "    give %k\n    %masked = mask %s where",
+        "runs @step, which needs the place of a tile after it has given the tile back",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_wrong_tellings_are_refused(what: str) -> None:
+    old, new, reason = TOLD[what]
+    with pytest.raises(VerifyError, match=f"`types`: .*{reason}"):
         verify(edited_module(asked(DATA), (old, new)))
 
 

@@ -136,7 +136,8 @@ def is_of_keys(kernel: Kernel, op: Op) -> bool:
 def key_bytes(module: Module, row: Row) -> int:
     """Bytes of shared memory for numbers that lie beside tiles of keys."""
     kernel = module.kernel(KERNEL)
-    return 4 * row.block_kv * row.num_stages * sum(is_of_keys(kernel, op) for op in kernel.ops())
+    tensors = {op.src.tensor for op in kernel.ops() if isinstance(op, Load) and is_of_keys(kernel, op)}
+    return 4 * row.block_kv * row.num_stages * len(tensors)
 
 
 def keeps_columns(module: Module, kernel: Kernel) -> bool:

@@ -67,10 +67,11 @@ def _with_rings(kernel: Kernel, piece: int) -> Kernel:
     streamed = [op for home, op in loads if home != "consumer"]
     producer += [Drain(f"drain_{op.name}", f"{op.src.tensor}_ring") for op in streamed]
     keys, beside = streamed[0], [op for op in kernel.ops() if isinstance(op, Load) and is_of_keys(kernel, op)]
-    for op in beside:
+    sources = {op.src.tensor: op for op in reversed(beside)}  # a mask and a score may read one tensor
+    for op in reversed(sources.values()):
         numbers = replace(op.type, space="sram")
         rings.append(Ring(f"{op.src.tensor}_ring", numbers, symbol("num_stages"), beside=f"{keys.src.tensor}_ring"))
-    copied = (*beside, *streamed)
+    copied = (*reversed(sources.values()), *streamed)
     copies = (*(Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in copied), Yield("yield_copy", ()))
     made = {
         "entry": replace(blocks["entry"], ops=(*blocks["entry"].ops, *rings)),

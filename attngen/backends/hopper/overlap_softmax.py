@@ -115,15 +115,16 @@ def _overlapped(kernel: Kernel) -> Kernel:
 def _comes_with_tiles(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[Op]) -> str:
     """The ring of keys, if numbers of listed tiles come with the tiles: so they do where only masks of partial tiles need them.
 
-    The tile is given back after its mask then, as that also reads what lies beside it.
+    The tile has to be given back after these masks, which is so where the last of them reads what lies beside it.
     """
     reads = [op for op in ops if isinstance(op, Read)]
     placed = [op for op in ops if any({"kv_idx", "kv_start"} & set(map(str, e.free_symbols)) for e in op.expressions)]
     loads = any(isinstance(op, (Gather, Load)) for op in ops)
     if not (loops[0].listed and reads and placed) or loads or not all(isinstance(op, Mask) and op.when == "partial" for op in placed):
         return ""
-    take = kernel.op(reads[0].beside)
-    return take.ring if isinstance(take, Take) and all(len(loop.ranges) == 1 for loop in loops) and len(loops) == 2 else ""
+    take, given = kernel.op(reads[0].beside), [op for op in ops if isinstance(op, Give) and op.value == reads[0].beside]
+    kept = [ops.index(op) for op in given] > [max(map(ops.index, placed))]
+    return take.ring if kept and isinstance(take, Take) and all(len(loop.ranges) == 1 for loop in loops) and len(loops) == 2 else ""
 
 
 def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts:
