@@ -312,10 +312,7 @@ class DividedLaunch(Launch):
         return buffers, slot
 
     def _read(self, op: Read, values: Values) -> Any:
-        take = self.kernel.op(op.beside)
-        assert isinstance(take, Take)
-        buffers = self.mine(take.ring, values)
-        slot = next(i for i, tile in enumerate(buffers.tiles) if tile is values[op.beside])
+        buffers, slot = self.held(op.beside, values)
         values[op.name] = buffers.beside[op.ring][slot].copy()
         yield from ()
 
@@ -323,11 +320,15 @@ class DividedLaunch(Launch):
         yield from ()  # the fill of the tile comes next
 
     def _give(self, op: Give, values: Values) -> Any:
-        take = self.kernel.op(op.value)
+        self._given(*self.held(op.value, values))
+        yield False
+
+    def held(self, ref: str, values: Values) -> tuple[_Buffers, int]:
+        """The ring of a tile that is taken, and its slot."""
+        take = self.kernel.op(ref)
         assert isinstance(take, Take)
         buffers = self.mine(take.ring, values)
-        self._given(buffers, next(i for i, tile in enumerate(buffers.tiles) if tile is values[op.value]))
-        yield False
+        return buffers, next(i for i, tile in enumerate(buffers.tiles) if tile is values[ref])
 
     @staticmethod
     def _given(buffers: _Buffers, slot: int) -> None:

@@ -18,6 +18,7 @@ from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
 
 Ranges = tuple[tuple[Expr, Expr], ...]
 CHAINS = "CHAINS"  # dimension of the sums of a row, whose number a backend chooses (see Chains)
+PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that say where a tile of keys is
 HALVES = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see Halve)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import networkx as nx
 
 from attngen.bounds.copies import copy_bounds
+from attngen.bounds.intervals import mentions
 from attngen.bounds.launches import groups_of, lane_registers
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
@@ -17,6 +18,7 @@ from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
+    PLACE,
     Await,
     Chains,
     Convert,
@@ -293,7 +295,7 @@ def _places_errors(kernel: Kernel, op: Pipeline) -> Iterator[str]:
         return
     for body in op.bodies:
         ops = list(kernel.block(body).ops)
-        placed = [at for at, o in enumerate(ops) if any({"kv_idx", "kv_start"} & set(map(str, e.free_symbols)) for e in o.expressions)]
+        placed = [at for at, o in enumerate(ops) if any(mentions(e, PLACE) for e in o.expressions)]
         takes = [o.name for o in ops if isinstance(o, Take) and o.ring == ring.beside]
         given = [at for at, o in enumerate(ops) if isinstance(o, Give) and o.value in takes]
         if placed and (not given or max(placed) > min(given)):

@@ -72,14 +72,14 @@ def test_numbers_of_listed_tiles_come_with_the_tiles() -> None:
     assert "KV_LIST" not in consumer and "kv_ahead" not in consumer
 
 
-FAR = {"expr": "s + far[b, kv_idx]", "params": {"far": {"tensor": ["B", "Nk"], "dtype": "fp32"}}}
+BIAS = {"expr": "s + far[b, kv_idx]", "params": {"far": {"tensor": ["B", "Nk"], "dtype": "fp32"}}}
 BLOCKS = {"block_sparse": {"block": 128}}
 
 
 @pytest.mark.parametrize("mask", [BLOCKS, {"all_of": ["causal", BLOCKS]}], ids=["blocks", "causal"])
 def test_numbers_of_tiles_do_not_come_where_the_tile_is_given_back_before_its_mask(mask: object) -> None:
     """The score is what reads beside the tile, and the mask needs positions alone."""
-    module = asked(mask, [FAR])
+    module = asked(mask, [BIAS])
     assert "tell " not in print_kernel(module.divided[0]) and "told(kv_tiles" not in render(module)["hopper.py"]
 
 
@@ -136,7 +136,6 @@ TWO = {
     "expr": "ids[b, q_idx] == ids[b, kv_idx] and seg[b, kv_idx] < q_idx",
     "params": {name: {"tensor": ["B", "Nk"], "dtype": "int32"} for name in ("ids", "seg")},
 }
-BIAS = {"expr": "s + far[b, kv_idx]", "params": {"far": {"tensor": ["B", "Nk"], "dtype": "fp32"}}}
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -104,10 +104,6 @@ class DividedContext(PipelineContext):
             if made >= 0 and not later and isinstance(self.kernel.op(chain[-1]), (Map, Pack, Await)):
                 names |= dict.fromkeys(chain, names.get(field, field))
 
-    def _short(self, ring: str) -> str:
-        """`k` for %K_ring."""
-        return ring.removesuffix("_ring").lower()
-
     # ------------------------------------------------------------------ the kernel
 
     def divided(self) -> DividedView:

@@ -19,6 +19,7 @@ def context(module: Module) -> dict[str, Any]:
     """What the template of hopper.py sees."""
     views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
     chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in module.divided]
+    kinds = {type(op) for kernel in module.divided for op in kernel.ops()}
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
@@ -29,10 +30,10 @@ def context(module: Module) -> dict[str, Any]:
         "first_barrier": FIRST_BARRIER,
         "chains": any(chained),
         "sums": not all(chained),
-        "tells": any(isinstance(op, Tell) for kernel in module.divided for op in kernel.ops()),
-        "ramps": any(isinstance(op, Ramp) for kernel in module.divided for op in kernel.ops()),
-        "rows_beside": any(isinstance(op, Read) for kernel in module.divided for op in kernel.ops()),
-        "weighs_halves": any(isinstance(op, Halve) for kernel in module.divided for op in kernel.ops()),
+        "tells": Tell in kinds,
+        "ramps": Ramp in kinds,
+        "rows_beside": Read in kinds,
+        "weighs_halves": Halve in kinds,
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
         "halves": any("halves" in view.words for view in views),

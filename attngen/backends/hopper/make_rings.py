@@ -67,11 +67,13 @@ def _with_rings(kernel: Kernel, piece: int) -> Kernel:
     streamed = [op for home, op in loads if home != "consumer"]
     producer += [Drain(f"drain_{op.name}", f"{op.src.tensor}_ring") for op in streamed]
     keys, beside = streamed[0], [op for op in kernel.ops() if isinstance(op, Load) and is_of_keys(kernel, op)]
-    sources = {op.src.tensor: op for op in reversed(beside)}  # a mask and a score may read one tensor
-    for op in reversed(sources.values()):
+    sources: dict[str, Load] = {}
+    for op in beside:  # a mask and a score may read one tensor
+        sources.setdefault(op.src.tensor, op)
+    for op in sources.values():
         numbers = replace(op.type, space="sram")
         rings.append(Ring(f"{op.src.tensor}_ring", numbers, symbol("num_stages"), beside=f"{keys.src.tensor}_ring"))
-    copied = (*reversed(sources.values()), *streamed)
+    copied = (*sources.values(), *streamed)
     copies = (*(Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in copied), Yield("yield_copy", ()))
     made = {
         "entry": replace(blocks["entry"], ops=(*blocks["entry"].ops, *rings)),
@@ -92,10 +94,10 @@ def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> It
     """
     changed = [taken.get(op.name, op) for op in ops]
     reads = {op.name: op for op in changed if isinstance(op, Read)}
-    tiles = {**{name: name for name in streamed}, **{name: read.beside for name, read in reads.items()}}
+    tiles = {name: name for name in streamed} | {name: read.beside for name, read in reads.items()}
     last = {tiles[name]: op.name for op in changed for name in op.operands() if name in tiles and op.name not in reads}
     for op in changed:
-        if op.name in reads and op.name in taken:
+        if op.name in reads:
             continue
         yield from (reads.pop(name) for name in op.operands() if name in reads)
         yield op

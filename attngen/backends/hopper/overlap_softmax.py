@@ -21,9 +21,10 @@ from typing import ClassVar
 import networkx as nx
 
 from attngen.backends.hopper.choice import overlaps
+from attngen.bounds.intervals import mentions
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Gather, Load, Loop, Mask, Op, Type, Yield
-from attngen.ir.roles import Await, Fill, Give, Issue, Pipeline, Read, Ring, Take, Tell
+from attngen.ir.roles import PLACE, Await, Fill, Give, Issue, Pipeline, Read, Ring, Take, Tell
 from attngen.passes.base import Pass
 
 PLACES = "KV_TILES_ring"  # numbers of listed tiles, beside the tiles of keys
@@ -118,7 +119,7 @@ def _comes_with_tiles(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[Op]) 
     The tile has to be given back after these masks, which is so where the last of them reads what lies beside it.
     """
     reads = [op for op in ops if isinstance(op, Read)]
-    placed = [op for op in ops if any({"kv_idx", "kv_start"} & set(map(str, e.free_symbols)) for e in op.expressions)]
+    placed = [op for op in ops if any(mentions(e, PLACE) for e in op.expressions)]
     loads = any(isinstance(op, (Gather, Load)) for op in ops)
     if not (loops[0].listed and reads and placed) or loads or not all(isinstance(op, Mask) and op.when == "partial" for op in placed):
         return ""

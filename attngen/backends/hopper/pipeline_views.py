@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attngen.backends.hopper.choice import turns
+from attngen.backends.hopper.choice import ROOMY, turns
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.ops import AXIS_DIM, Loop, Map
 from attngen.ir.roles import Pipeline, Ring
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
-ROOMY_COPIES = 2  # of the consumer, at most, whose registers are enough to leave out a loop where they take turns
 BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
 
 
@@ -103,18 +102,15 @@ class PipelineContext(SoftmaxContext):
         """What comes before the first tile; the first tile; a loop over those that are left of each class; the last product."""
         first = self.block(op.first, "partial") if op.first else []
         words = names_in(first)
-        start = [f"{op.var}_tile = {self._tile(op, 'first')}", f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
+        start = [self._told(op) if op.places else f"{op.var}_tile = {self._tile(op, 'first')}"]
+        start += [f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
         text["start"] = start if words & self._where(op) else []
-        if op.places and text["start"]:
-            text["start"] = [self._told(op), *text["start"][1:]]
+        if op.listed and text["start"]:  # its number comes with the tile, or from device memory: nothing waits for that before it is needed
+            early = 0 if op.places else 1
             at = next(i for i, node in enumerate(first) if names_in([node]) & self._where(op))
-            first.insert(at, Node("lines", {"lines": text["start"]}))
-            text["start"] = []
-        elif op.listed and text["start"]:  # its number comes from device memory: nothing waits for that before the first product
-            at = next(i for i, node in enumerate(first) if names_in([node]) & self._where(op))
-            first.insert(at, Node("lines", {"lines": text["start"][1:]}))
-            text["start"] = text["start"][:1]
+            first.insert(at, Node("lines", {"lines": text["start"][early:]}))
+            text["start"] = text["start"][:early]
         text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
         skipped = []
         if op.skip:
@@ -178,7 +174,7 @@ class PipelineContext(SoftmaxContext):
 
     def _is_one(self, ranges: Any) -> bool:
         """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over others is needed."""
-        if len(ranges) > 1 or turns(self.kernel) > ROOMY_COPIES:
+        if len(ranges) > 1 or turns(self.kernel) > ROOMY:
             return False
         lo, hi = (self._made(bound) for bound in ranges[0])
         return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
@@ -220,9 +216,13 @@ class PipelineContext(SoftmaxContext):
         """The number of a listed tile, from beside the tile."""
         ring = self.kernel.op(str(op.places))
         assert isinstance(ring, Ring)
-        keys = str(ring.beside).removesuffix("_ring").lower()
-        slot = "0" if ring.slots == 1 else f"{keys}_slot"
-        return f"{op.var}_tile = told({ring.name.removesuffix('_ring').lower()}_ring.index({slot}))"
+        slot = "0" if ring.slots == 1 else f"{self._short(str(ring.beside))}_slot"
+        return f"{op.var}_tile = told({self._short(ring.name)}_ring.index({slot}))"
+
+    @staticmethod
+    def _short(ring: str) -> str:
+        """`k` for %K_ring."""
+        return ring.removesuffix("_ring").lower()
 
     def _ahead(self, op: Pipeline, at: str, listed: str) -> str:
         """The listed tile at a position, read a turn ahead."""

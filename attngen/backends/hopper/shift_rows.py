@@ -107,7 +107,7 @@ def _parted(kernel: Kernel, score: Map, softmax: SoftmaxStep, kept: bool, term: 
 
     left = score.expr - term
     step = Map(names["step"], sign * factor, reading(factor), Type("f32", (), "reg"))
-    numbers = [
+    numbers: list[Op] = [
         Map(names["row"], factor * row, reading(factor * row), Type("f32", ("BLOCK_Q",), "reg")),
         Ramp(names["column"], names["step"], Type("f32", ("BLOCK_KV",), "reg"), kept),
         replace(score, expr=left + symbol(names["column"]), uses=reading(left, ((names["column"], names["column"]),))),
@@ -117,8 +117,8 @@ def _parted(kernel: Kernel, score: Map, softmax: SoftmaxStep, kept: bool, term: 
 
     def change(_: str, op: Op) -> list[Op]:
         if op is score:
-            return list(numbers)
-        if isinstance(op, Loop) and op.body == body and op is first:
+            return numbers
+        if op is first:
             return [step, op]
         return [replace(softmax, shift=names["row"]) if op is softmax else op]
 

@@ -97,14 +97,15 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
         else:
             numbers = len(kernel.grid) + len(known_numbers(kernel))  # where a tile is, and what is known of it
             buffers.append((slots_of(ring, row) * numbers * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))
-        if ring.name in _filled(kernel) and not ring.beside:
+        if ring.name in _filled(kernel):
             buffers.append((slots_of(ring, row) * copies_of(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
     return buffers
 
 
 def _filled(kernel: Kernel) -> set[str]:
-    """The rings that something fills. Nothing waits for the barriers of another one, so they take no room of their own."""
-    return {op.ring for op in kernel.ops() if isinstance(op, (Fill, Work))}
+    """The rings that something fills, but for those beside others. Nothing waits for the barriers of another one: they take no room."""
+    filled = {op.ring for op in kernel.ops() if isinstance(op, (Fill, Work))}
+    return filled - {ring.name for ring in rings(kernel) if ring.beside}
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +121,7 @@ def _given(module: Module, kernel: Kernel) -> tuple[int, int]:
     for ring, op in context.rings.items():
         short = ring.removesuffix("_ring").lower()
         buffers |= {f"{short}_ring": TILE_DIMS + len(op.type.dims) if op.type.dims and not op.beside else 2, f"{short}_full": 2}
-        names -= set() if ring in _filled(kernel) and not op.beside else {f"{short}_full"}
+        names -= set() if ring in _filled(kernel) else {f"{short}_full"}
     given = (DTYPE_BYTES["ptr"] + 4 * buffers[name] if name in buffers else DTYPE_BYTES[_dtype(kernel, name)] for name in names)
     return sum(given), 4 * -(-sum(printed["warps"]) // 4)
 
