@@ -149,7 +149,7 @@ def test_wrong_numbers_are_one_sentence(x: Any, kind: type, error: str) -> None:
 @pytest.mark.parametrize("gluon", [False, True])
 def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
     """It is filled in from one of the same form, which holds no tensor."""
-    from attngen.runtime.launch import descriptor
+    from attngen.runtime.descriptors import descriptor
 
     for x in (torch.zeros(2, 3, 100, 64, dtype=torch.bfloat16) for _ in range(2)):
         made = descriptor(x, 32, gluon=gluon)

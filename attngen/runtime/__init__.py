@@ -14,6 +14,7 @@ FILES = (
     "memory",
     "checks",
     "divided",
+    "descriptors",
     "launch",
     "blocks",
     "dropout",

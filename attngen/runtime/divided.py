@@ -1,4 +1,4 @@
-"""Kernels whose warps have roles, of Gluon: whether this machine can run them, and descriptors for them."""
+"""Kernels whose warps have roles, of Gluon: whether this machine can run them, and the counters that they share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -40,21 +39,6 @@ def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
         warnings.warn(f"attention: {about}: portable kernels are used", stacklevel=2)
         return None
     return importlib.import_module(f"{kernels.__name__.rpartition('.')[0]}.{backend}")
-
-
-@functools.cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
-
-
-def laid_out(descriptor: Any) -> Any:
-    """A descriptor of Triton's as one of Gluon's, which says how a tile lies in shared memory."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    x, block = descriptor.base, descriptor.block_shape
-    return TensorDescriptor(x, descriptor.shape, descriptor.strides, block, _layout(*block[2:], x.dtype))
 
 
 _COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream

@@ -17,7 +17,7 @@ import triton
 from attngen.emit.render import render
 from attngen.runtime import divided as runtime
 from attngen.runtime import launch
-from attngen.runtime.launch import descriptor
+from attngen.runtime.descriptors import descriptor, laid_out
 from tests.helpers import ROOT
 from tests.hopper.common import DIVIDED, whole
 from tests.versions.__main__ import PAIRS
@@ -152,7 +152,7 @@ def test_a_trusted_triton_takes_them_unless_the_environment_says_otherwise(asked
 def test_a_descriptor_says_how_a_tile_lies_in_shared_memory(columns: int) -> None:
     x = torch.zeros(2, 3, 100, columns, dtype=torch.bfloat16)
     made = descriptor(x, 64, gluon=True)
-    assert made.base is x and vars(made) == vars(runtime.laid_out(descriptor(x, 64)))
+    assert made.base is x and vars(made) == vars(laid_out(descriptor(x, 64)))
     assert (made.block_shape, made.strides) == ([1, 1, 64, columns], [300 * columns, 100 * columns, columns, 1])
     assert (made.layout.rank, made.layout.swizzle_byte_width) == (4, min(128, 2 * columns))
 

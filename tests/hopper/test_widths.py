@@ -18,7 +18,7 @@ from attngen.ir.graph import Module
 from attngen.ir.roles import Put, Ring
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.passes.pipeline import lower, stages
-from attngen.runtime.launch import descriptor
+from attngen.runtime.descriptors import descriptor
 from attngen.verify import verify
 from tests.helpers import edit
 from tests.hopper.common import after, edited, whole, wide
