@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia import driver as nvidia
 from triton.knobs import HookChain, runtime_knobs
 
 from attngen.emit.host import variable
@@ -28,6 +31,35 @@ class Compiled:
 
     def run(self, *args: Any) -> None:
         self.started.append(args)
+
+
+class Launcher:
+    """A launcher as this Triton makes it for a kernel that takes two descriptors; what it would give the driver is noted."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[tuple[Any, ...]] = []
+        self.filled: list[int] = []  # addresses of descriptors that were encoded
+        utils = SimpleNamespace(fill_tma_descriptor=self.fill, fill_tma_descriptor_tiled=self.fill)
+        active = SimpleNamespace(utils=utils)
+        monkeypatch.setattr(nvidia, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active))))
+        tile = "tensordesc<fp16[1, 1, 64, 64]>"
+        signature = dict(enumerate((tile, "*fp16", tile, "fp32", *["i32"] * 9, "constexpr", "constexpr")))
+        meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+        self.launch = nvidia.wrap_handle_tensordesc(lambda *args: self.started.append(args), signature, [meta, meta])
+        self.packed = "kernel_signature" in inspect.getsource(nvidia.CudaLauncher)
+        if self.packed:
+            self.arg_annotations, self.kernel_signature = "annotations", "signature"
+
+    def fill(self, address: int, *form: Any) -> tuple[Any, ...]:
+        self.filled.append(address)
+        return "encoded", address
+
+    def took(self) -> list[list[Any]]:
+        """The arguments of each launch, after those of all kernels."""
+        return [list(args[-1]) if self.packed else list(args[13:]) for args in self.started]
 
 
 class Kernel:
@@ -58,8 +90,8 @@ class Stage:
         self.runtime = built(NAME).runtime
         active = SimpleNamespace(get_current_stream={1: 7}.__getitem__)
         self.knobs = runtime_knobs()
-        triton = SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)), knobs=SimpleNamespace(runtime=self.knobs))
-        monkeypatch.setattr(self.runtime, "triton", triton)
+        fakes = {"runtime": SimpleNamespace(driver=SimpleNamespace(active=active)), "knobs": SimpleNamespace(runtime=self.knobs)}
+        monkeypatch.setattr(self.runtime, "triton", SimpleNamespace(**fakes, next_power_of_2=triton.next_power_of_2))
         monkeypatch.setattr(self.runtime, "LAUNCHES", {})
         monkeypatch.setattr(self.runtime, "LAST", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -152,6 +184,93 @@ def test_the_interpreter_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(2):
         stage(200, (x,), (3,))
     assert [args for _, args, _ in stage.kernel.calls] == [(x, 3, 64, 16)] * 2
+
+
+def described(x: torch.Tensor) -> list[Any]:
+    """An encoded descriptor among a kernel's arguments."""
+    return [("encoded", x.data_ptr()), *x.shape, *x.stride()]
+
+
+class DescribedCalls:
+    """Calls of a kernel that gets its first and its third tensor by descriptor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launcher = Launcher(monkeypatch)
+        compiled = SimpleNamespace(function="function", packed_metadata="metadata", run=self.launcher)
+        monkeypatch.setitem(CONFIG, "TMA", True)
+        self.stage = Stage(monkeypatch, compiled, described=((0, "BLOCK_Q"), (2, "BLOCK_Q")))
+
+    def start(self, *tensors: torch.Tensor, scale: float = 0.5) -> tuple[int, ...]:
+        """Launch it; the strides that it gets. Triton looks at the first call alone, which compiles."""
+        strides = tuple(s for x in tensors for s in x.stride()[:3])
+        self.stage(200, tensors, (scale,), strides)
+        return strides
+
+    def __call__(self, *tensors: torch.Tensor, scale: float = 0.5) -> list[Any]:
+        """The arguments that stand for the two tensors; the others are as they should be."""
+        strides = self.start(*tensors, scale=scale)
+        assert self.launcher.started[-1][:7] == (8, 1, 1, 7, "function", False, True)
+        last = self.launcher.took()[-1]
+        assert last[9:10] + last[19:] == [tensors[1].data_ptr(), scale, *strides, 64, True]
+        return last[:9] + last[10:19]
+
+
+def test_descriptors_are_encoded_once_for_each_place_and_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = DescribedCalls(monkeypatch)
+    q, k, v = (torch.zeros(2, 3, 200, 64, dtype=torch.float16) for _ in range(3))
+    short = [x[:, :, :150] for x in (q, k, v)]  # the same addresses and strides
+    calls.start(q, k, v)
+    ((_, args, _),) = calls.stage.kernel.calls
+    assert (args[0].base is q and args[1] is k and args[2].base is v) and not calls.launcher.filled
+    for given, scale, filled in (
+        ((q, k, v), 0.5, [q, v]),
+        ((q, k, v), 0.25, []),
+        ((q, k.clone(), v), 0.5, []),
+        ((q, k, k), 0.5, [q, k]),
+        (short, 0.5, [q, v]),
+        ((q, k, v), 0.5, []),
+        ((q.transpose(1, 2), k, v.transpose(1, 2)), 0.5, [q, v]),
+        (short, 0.5, []),
+    ):
+        calls.launcher.filled.clear()
+        assert calls(*given, scale=scale) == [*described(given[0]), *described(given[2])]
+        assert calls.launcher.filled == [x.data_ptr() for x in filled]
+    assert len(calls.stage.kernel.calls) == 1
+
+
+def test_what_is_copied_for_a_descriptor_is_copied_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that start at no multiple of 16 bytes; and a tensor without rows, for which another stands in."""
+    calls = DescribedCalls(monkeypatch)
+    q, narrow = torch.zeros(2, 3, 200, 64, dtype=torch.float16), torch.ones(2, 3, 200, 68, dtype=torch.float16)[..., :64]
+    calls.start(q, q, narrow)
+    for _ in range(2):
+        (_, address), *form = calls(q, q, narrow)[9:]
+        assert address != narrow.data_ptr() and form == [*narrow.shape, *narrow.contiguous().stride()]
+    calls.start(q, q, q)
+    assert calls(q, q, q[:, :, :0])[10:14] == [1, 1, 1, 64]
+    assert not any(known(calls))
+
+
+def test_encoded_descriptors_take_no_more_memory_than_a_thousand_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, x = DescribedCalls(monkeypatch), torch.zeros(1, 1, 3000, 64, dtype=torch.float16)
+    calls.start(x, x, x)
+    for n in range(1, 3000):
+        calls(x[:, :, :n], x, x)
+    assert [0 < len(found) <= 1024 for found in known(calls)] == [True]
+
+
+def known(calls: DescribedCalls) -> list[dict[Any, Any]]:
+    """What is remembered of encoded descriptors, of each compiled kernel."""
+    return [launches[1].described.known for launches in calls.stage.runtime.LAUNCHES.values()]
+
+
+def test_a_launcher_that_wraps_no_other_gets_descriptors_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, x = Compiled(), torch.zeros(2, 3, 200, 64, dtype=torch.float16)
+    monkeypatch.setitem(CONFIG, "TMA", True)
+    stage = Stage(monkeypatch, compiled, described=((0, "BLOCK_Q"),))
+    for _ in range(3):
+        stage(200, (x, x))
+    assert [(args[9].base is x, args[10]) for args in compiled.started] == [(True, x.data_ptr())] * 2
 
 
 def test_a_version_without_a_kernels_parts_launches_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:

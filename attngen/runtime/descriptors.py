@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,3 +61,45 @@ def _form(
     made: Any = TensorDescriptor(like, list(shape), steps, [1, 1, rows, columns or triton.next_power_of_2(shape[3])])
     made = laid_out(made) if gluon else made
     return type(made), dict(vars(made))
+
+
+class Described:
+    """The arguments of a kernel that are given by descriptor, and how these are encoded for the driver.
+
+    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such a tensor there.
+    """
+
+    MOST = 1024  # calls that are remembered; with one more all are forgotten
+
+    def __init__(self, places: Sequence[tuple[int, int, int]], gluon: bool = False) -> None:
+        self.places = sorted(places)  # (position, rows and columns of a tile), as `descriptor` takes them
+        self.gluon = gluon
+        self.known: dict[tuple[Any, ...], list[tuple[int, list[Any]]]] = {}
+
+    def put(self, args: list[Any], tensors: Sequence[Any]) -> None:
+        """Put descriptors of tensors where they are among the arguments."""
+        for at, rows, columns in self.places:
+            args[at] = descriptor(tensors[at], rows, columns, self.gluon)
+
+    def encoded(
+        self, args: list[Any], tensors: Sequence[Any], strides: tuple[int, ...], encode: Callable[[list[Any]], list[Any]]
+    ) -> list[Any]:
+        """The arguments as `encode` makes them with descriptors in place; remembered by addresses, sizes and strides.
+
+        The list that is given has to stay alive until the launch: a descriptor in it may be of a copy.
+        """
+        key = strides, *[(args[at], tensors[at].shape) for at, _, _ in self.places]
+        known = self.known.get(key)
+        if known is not None:
+            for at, numbers in known:
+                args[at : at + 1] = numbers
+            return args
+        self.put(args, tensors)
+        found = encode(args)
+        more = (len(found) - len(args)) // len(self.places)  # arguments of an encoded descriptor after the first
+        starts = [at + turn * more for turn, (at, _, _) in enumerate(self.places)]
+        if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(isinstance(x, torch.Tensor) for x in found):
+            if len(self.known) >= self.MOST:
+                self.known.clear()
+            self.known[key] = [(at, found[at : at + more + 1]) for at in starts]
+        return found

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from attngen.runtime.descriptors import descriptor
+from attngen.runtime.descriptors import Described
 from attngen.runtime.divided import counter_of, divided
 from attngen.runtime.private import hooks_look_on, parts_of
 
@@ -119,13 +119,13 @@ class Launch:
         self.file, self.name = file, config.get("KERNEL", kernel.name)  # a divided kernel for rows of its own has a name of its own
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
-        self.described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
-        self.describe: Callable[[torch.Tensor, int, int], Any] = descriptor
+        described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
         self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
-        if file is not kernel.kernels:
-            self.described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
-            self.describe = functools.partial(descriptor, gluon=True)
+        divided = file is not kernel.kernels
+        if divided:
+            described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
             self.most_programs = file.STAYING.get(self.name, 0) * processors(device)
+        self.described = Described(described, gluon=divided) if described else None
         self.parts: tuple[Any, ...] | None = None
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
@@ -196,22 +196,29 @@ class Kernel:
         if launch.block:
             programs *= -(-rows // launch.block)
         parts = None if hooks_look_on() else launch.parts
-        if parts is None:
-            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
-        for at, tile, columns in launch.described:
-            args[at] = launch.describe(tensors[at], tile, columns)  # type: ignore[arg-type]
+        more = numbers + strides
         if launch.most_programs:
             counter: Any = counter_of(x.get_device())
-            strides = (*strides, counter if parts is None else _address(counter), programs)
+            more = (*more, counter if parts is None else _address(counter), programs)
             programs = min(programs, launch.most_programs)
         if parts is None:
-            launch.first(programs, args, numbers + strides)
+            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
+            if launch.described:
+                launch.described.put(args, tensors)
+            launch.first(programs, args, more)
             return
-        stream, run, before, packed, device, constants = parts
+        stream, run, before, packed, encode, device, constants = parts
+        args += more + constants
+        passed = args
+        if launch.described:
+            if encode:
+                passed = launch.described.encoded(args, tensors, strides, encode)
+            else:
+                launch.described.put(args, tensors)
         if packed:
-            run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
+            run(programs, 1, 1, stream(device), *before, tuple(passed))
         else:
-            run(programs, 1, 1, stream(device), *before, *args, *numbers, *strides, *constants)
+            run(programs, 1, 1, stream(device), *before, *passed)
 
     def _find(
         self,

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from operator import itemgetter, or_
 from torch.autograd import forward_ad
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -118,12 +118,14 @@ def hooks_look_on() -> bool:
 def parts_of(compiled: Any) -> tuple[Any, ...] | None:
     """What a direct launch of a compiled kernel needs; None where this version of Triton lacks some of it.
 
-    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple).
+    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple, function
+    that makes of arguments with descriptors those that the launcher takes, or None if it takes them as they are).
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
         handles = compiled.function, compiled.packed_metadata, None, None, None
-        return (stream, *(_inner_parts(launcher, *handles) or (launcher, handles, False)))
+        run, before, packed = _inner_parts(launcher, *handles) or (launcher, handles, False)
+        return stream, *_encoding_parts(run, before, packed)
     return None
 
 
@@ -138,6 +140,25 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
         return launcher.launch, (*before, None, None, metadata, *hooks), False
     except AttributeError:
         return None
+
+
+def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool) -> tuple[Any, ...]:
+    """The last four of `parts_of`.
+
+    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the wrapped launcher,
+    and a copy of the function that gives back what it would launch with.
+    """
+    try:
+        cells = dict(zip(run.__code__.co_freevars, run.__closure__))
+        launcher = cells["launcher"].cell_contents
+        cells["launcher"] = CellType(lambda *args: args)
+        encode = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
+    except (AttributeError, KeyError, TypeError):
+        return run, before, packed, None
+    first = (1, 1, 1, 0, *before)
+    if packed:
+        return launcher, before, packed, lambda args: list(encode(*first, args)[-1])
+    return launcher, before, packed, lambda args: list(encode(*first, *args)[len(first) :])
 
 
 # -------------------- Memory: which tensors kernels can read in place, and how results are laid out.
@@ -581,6 +602,48 @@ def _form(
     return type(made), dict(vars(made))
 
 
+class Described:
+    """The arguments of a kernel that are given by descriptor, and how these are encoded for the driver.
+
+    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such a tensor there.
+    """
+
+    MOST = 1024  # calls that are remembered; with one more all are forgotten
+
+    def __init__(self, places: Sequence[tuple[int, int, int]], gluon: bool = False) -> None:
+        self.places = sorted(places)  # (position, rows and columns of a tile), as `descriptor` takes them
+        self.gluon = gluon
+        self.known: dict[tuple[Any, ...], list[tuple[int, list[Any]]]] = {}
+
+    def put(self, args: list[Any], tensors: Sequence[Any]) -> None:
+        """Put descriptors of tensors where they are among the arguments."""
+        for at, rows, columns in self.places:
+            args[at] = descriptor(tensors[at], rows, columns, self.gluon)
+
+    def encoded(
+        self, args: list[Any], tensors: Sequence[Any], strides: tuple[int, ...], encode: Callable[[list[Any]], list[Any]]
+    ) -> list[Any]:
+        """The arguments as `encode` makes them with descriptors in place; remembered by addresses, sizes and strides.
+
+        The list that is given has to stay alive until the launch: a descriptor in it may be of a copy.
+        """
+        key = strides, *[(args[at], tensors[at].shape) for at, _, _ in self.places]
+        known = self.known.get(key)
+        if known is not None:
+            for at, numbers in known:
+                args[at : at + 1] = numbers
+            return args
+        self.put(args, tensors)
+        found = encode(args)
+        more = (len(found) - len(args)) // len(self.places)  # arguments of an encoded descriptor after the first
+        starts = [at + turn * more for turn, (at, _, _) in enumerate(self.places)]
+        if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(isinstance(x, torch.Tensor) for x in found):
+            if len(self.known) >= self.MOST:
+                self.known.clear()
+            self.known[key] = [(at, found[at : at + more + 1]) for at in starts]
+        return found
+
+
 # -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled.
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -683,13 +746,13 @@ class Launch:
         self.file, self.name = file, config.get("KERNEL", kernel.name)  # a divided kernel for rows of its own has a name of its own
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
-        self.described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
-        self.describe: Callable[[torch.Tensor, int, int], Any] = descriptor
+        described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
         self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
-        if file is not kernel.kernels:
-            self.described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
-            self.describe = functools.partial(descriptor, gluon=True)
+        divided = file is not kernel.kernels
+        if divided:
+            described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
             self.most_programs = file.STAYING.get(self.name, 0) * processors(device)
+        self.described = Described(described, gluon=divided) if described else None
         self.parts: tuple[Any, ...] | None = None
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
@@ -760,22 +823,29 @@ class Kernel:
         if launch.block:
             programs *= -(-rows // launch.block)
         parts = None if hooks_look_on() else launch.parts
-        if parts is None:
-            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
-        for at, tile, columns in launch.described:
-            args[at] = launch.describe(tensors[at], tile, columns)  # type: ignore[arg-type]
+        more = numbers + strides
         if launch.most_programs:
             counter: Any = counter_of(x.get_device())
-            strides = (*strides, counter if parts is None else _address(counter), programs)
+            more = (*more, counter if parts is None else _address(counter), programs)
             programs = min(programs, launch.most_programs)
         if parts is None:
-            launch.first(programs, args, numbers + strides)
+            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
+            if launch.described:
+                launch.described.put(args, tensors)
+            launch.first(programs, args, more)
             return
-        stream, run, before, packed, device, constants = parts
+        stream, run, before, packed, encode, device, constants = parts
+        args += more + constants
+        passed = args
+        if launch.described:
+            if encode:
+                passed = launch.described.encoded(args, tensors, strides, encode)
+            else:
+                launch.described.put(args, tensors)
         if packed:
-            run(programs, 1, 1, stream(device), *before, (*args, *numbers, *strides, *constants))
+            run(programs, 1, 1, stream(device), *before, tuple(passed))
         else:
-            run(programs, 1, 1, stream(device), *before, *args, *numbers, *strides, *constants)
+            run(programs, 1, 1, stream(device), *before, *passed)
 
     def _find(
         self,

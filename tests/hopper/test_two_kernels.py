@@ -136,7 +136,8 @@ def test_a_launch_takes_the_kernel_that_the_row_names() -> None:
     file: Any = SimpleNamespace(DESCRIBED={"fwd": (), "fwd_long": ((0, 64),)}, STAYING={"fwd": 2, "fwd_long": 1})
     handle = launch.Kernel(SimpleNamespace(), "fwd", "BLOCK_Q")  # type: ignore[arg-type]
     made = launch.Launch(handle, file, None, {**config, "KERNEL": "fwd_long"}, torch.device("cpu"))
-    assert (made.name, made.config, made.described, made.most_programs) == ("fwd_long", config, [(0, 64, 0)], 1)
+    assert (made.name, made.config, made.most_programs) == ("fwd_long", config, 1)
+    assert made.described and made.described.places == [(0, 64, 0)]
     assert launch.Launch(handle, file, 3072, config, torch.device("cpu")).name == "fwd"
 
 
