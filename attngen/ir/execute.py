@@ -264,7 +264,7 @@ class Launch:
         return self.tile(self.expression(op.expr, values, op.type.dims, op.uses), op.type, values)
 
     def _mask(self, op: Mask, values: Values, cls: str) -> Any:
-        if not applies(op.when, cls):
+        if not applies(op.when, cls) or (op.cut is not None and not self.expression(op.cut, values)):
             return values[op.value]
         return np.where(self.expression(op.where, values, op.type.dims, op.uses), values[op.value], self.dtypes[op.type.dtype](-np.inf))
 

@@ -250,6 +250,7 @@ class Mask(Op):
 
     known: a fact for each part of the condition that is data, such as a tensor of booleans. classify-tiles bounds tiles by it. A fact
     names values of the kernel: numbers, or one value for each row of the program's own tile.
+    cut: a condition on the tile's place. In tiles for which it is false the mask is passed over, as `where` holds for all their pairs.
     """
 
     value: str = field(metadata=OPERAND)
@@ -258,6 +259,7 @@ class Mask(Op):
     type: Type
     known: tuple[Fact, ...] = ()
     when: str = "partial"
+    cut: Bool | None = None
 
 
 @dataclass(frozen=True)

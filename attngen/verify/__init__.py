@@ -22,7 +22,7 @@ from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.protocol import protocol
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, shares, signature
-from attngen.verify.tiles import classified, covers, ends_hidden, extremes, full_is_proven, lists
+from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists
 from attngen.verify.types import types
 
 _STRUCTURE: dict[str, Rule] = {
@@ -43,6 +43,7 @@ _SCHEDULED: dict[str, Rule] = {
     "extremes": extremes,
     "covers": covers,
     "full-is-proven": full_is_proven,
+    "cuts": cuts,
     "ends-hidden": ends_hidden,
     "placed": placed,
 }
@@ -62,6 +63,7 @@ _DIVIDED: dict[str, Rule] = {
     "walks": walks,
     "flights": flights,
     "used": used,
+    "cuts": cuts,
 }
 _MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 
+from attngen.bounds.cuts import cut_by, data_of, is_whole_without
 from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
 from attngen.bounds.ranges import rows_of, tile_ranges
 from attngen.ir.expr import conjuncts, select, symbol, to_text
@@ -153,6 +154,19 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
                     f"%{loop.name} runs {to_text(lo)} .. {to_text(hi)} as class full, but only {proven} is proven to hold "
                     "nothing masked or out of bounds; class partial is right for any range"
                 )
+
+
+def cuts(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A mask is passed over only in tiles for all pairs of which its formula is proven."""
+    for op in kernel.ops():
+        if not isinstance(op, Mask) or op.cut is None:
+            continue
+        if not kernel.backend:
+            yield f"%{op.name} is passed over in some tiles; expected that of copies of a role, which have rows of their own"
+        elif not is_whole_without(op.cut, op.where, data_of(kernel, op)):
+            expected = cut_by(op.where, data_of(kernel, op))
+            hint = f"a weaker condition, such as `cut({to_text(expected)})`" if expected is not None else "no `cut`"
+            yield f"%{op.name} is passed over in tiles that `{to_text(op.where)}` is not proven for; expected {hint}"
 
 
 def lists(module: Module, kernel: Kernel) -> Iterator[str]:

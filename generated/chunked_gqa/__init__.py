@@ -160,5 +160,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("chunked_gqa_7a19aa751f71", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("chunked_gqa_cae9d5606f9d", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

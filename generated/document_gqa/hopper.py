@@ -448,12 +448,10 @@ def fwd_consumer(
                 is_async=True,
             )
             s = warpgroup_mma_wait(0, deps=[s_flight])
+            if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
+                s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
             document_kv = document_kv_ring.index(k_slot).load(gl.SliceLayout(0, SCORES))
-            s = gl.where(
-                (document_q[:, None] == document_kv[None, :]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
-                s,
-                float("-inf"),
-            )
+            s = gl.where(document_q[:, None] == document_kv[None, :], s, float("-inf"))
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             m_new = gl.maximum(m, row_max(s))
@@ -488,12 +486,10 @@ def fwd_consumer(
                     kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
+                    if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
+                        s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
                     document_kv = document_kv_ring.index(k_slot).load(gl.SliceLayout(0, SCORES))
-                    s = gl.where(
-                        (document_q[:, None] == document_kv[None, :]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
-                        s,
-                        float("-inf"),
-                    )
+                    s = gl.where(document_q[:, None] == document_kv[None, :], s, float("-inf"))
                 arrive_soon(7 + k_slot, THREADS)
                 k_slot, k_phase = following(k_slot, k_phase, SLOTS)
                 m_new = gl.maximum(m, row_max(s))

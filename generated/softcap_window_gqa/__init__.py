@@ -162,5 +162,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("softcap_window_gqa_39a1335da722", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("softcap_window_gqa_8c9baf5f112f", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

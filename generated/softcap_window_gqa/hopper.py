@@ -390,11 +390,10 @@ def fwd_consumer(
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
             score = (1 - 2 / (gl.exp2(s * score_scale) + 1)) * score_scale2
-            score = gl.where(
-                (kv_idx[None, :] >= (q_idx + Nk - 4095 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
-                score,
-                float("-inf"),
-            )
+            if Nk + q_start + ROWS - 4096 - Nq > kv_start:
+                score = gl.where(kv_idx[None, :] >= (q_idx + Nk - 4095 - Nq)[:, None], score, float("-inf"))
+            if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
+                score = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], score, float("-inf"))
             m_new = gl.maximum(m, row_max(score))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
             p = gl.exp2(score - m_seen[:, None])
@@ -430,11 +429,10 @@ def fwd_consumer(
                     kv_tile = gl.where(kv_tile < kv_full_first, kv_tile, kv_tile + (kv_full_end - kv_full_first))
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
-                    score = gl.where(
-                        (kv_idx[None, :] >= (q_idx + Nk - 4095 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
-                        score,
-                        float("-inf"),
-                    )
+                    if Nk + q_start + ROWS - 4096 - Nq > kv_start:
+                        score = gl.where(kv_idx[None, :] >= (q_idx + Nk - 4095 - Nq)[:, None], score, float("-inf"))
+                    if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
+                        score = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], score, float("-inf"))
                 m_new = gl.maximum(m, row_max(score))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
                 soft_base = m_seen

@@ -160,5 +160,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("streaming_gqa_dcc3d17fe3ff", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("streaming_gqa_0a50bd7015ea", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

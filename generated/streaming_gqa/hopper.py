@@ -404,13 +404,10 @@ def fwd_consumer(
             s = warpgroup_mma_wait(0, deps=[s_flight])
             arrive_soon(7 + k_slot, THREADS)
             k_slot, k_phase = following(k_slot, k_phase, SLOTS)
-            s = gl.where(
-                (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) & (
-                    (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :]
-                ),
-                s,
-                float("-inf"),
-            )
+            if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
+                s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
+            if Nk + q_start + ROWS - 1024 - Nq > kv_start:
+                s = gl.where((kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :], s, float("-inf"))
             m_new = gl.maximum(m, row_max(s))
             m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
@@ -446,13 +443,10 @@ def fwd_consumer(
                     kv_tile = gl.where(kv_tile < kv_full_first_2, kv_tile, kv_tile + (kv_full_end_2 - kv_full_first_2))
                     kv_start = kv_tile * BLOCK_KV
                     kv_idx = kv_start + kv_off
-                    s = gl.where(
-                        (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]) & (
-                            (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :]
-                        ),
-                        s,
-                        float("-inf"),
-                    )
+                    if kv_start + BLOCK_KV > 1 + Nk + q_start - Nq:
+                        s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
+                    if Nk + q_start + ROWS - 1024 - Nq > kv_start:
+                        s = gl.where((kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) | (kv_idx < 4)[None, :], s, float("-inf"))
                 m_new = gl.maximum(m, row_max(s))
                 m_seen = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
                 soft_base = m_seen * qk_scale

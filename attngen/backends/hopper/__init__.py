@@ -16,6 +16,7 @@ from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
 from attngen.backends.hopper.schedule_work import ScheduleWork
 from attngen.backends.hopper.shift_rows import ShiftRows
+from attngen.backends.hopper.split_masks import SplitMasks
 from attngen.backends.hopper.take_turns import TakeTurns
 
 HOPPER = Divider(
@@ -25,6 +26,7 @@ HOPPER = Divider(
     passes=lambda choose: (
         AssignRoles(choose),
         ShiftRows(),
+        SplitMasks(),
         MakeRings(),
         IssueProducts(),
         OverlapSoftmax(),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from sympy.core.relational import Relational
+
 from attngen.backends.hopper.facts import (
     DEVICE,
     FIRST_BARRIER,
@@ -145,6 +147,16 @@ def keeps_columns(module: Module, kernel: Kernel) -> bool:
     consumer = next(block.role for block in kernel.roles if block.role and block.role.rows)
     light = _work(kernel) <= LITTLE_WORK and max(module.head_dim_qk, module.head_dim_v) <= STEADY
     return light and consumer.registers == REGISTERS[ROOMY][0]
+
+
+def splits_mask(module: Module, op: Mask) -> bool:
+    """Whether parts of a mask may be passed over in tiles that they do not cut.
+
+    Not where all tiles apply it, as those that it does not cut pay for the question, too: 4% of a dilated mask's time. Not with wide heads
+    and more than two comparisons, which spill.
+    """
+    wide = max(module.head_dim_qk, module.head_dim_v) > STEADY
+    return op.when == "partial" and not (wide and len(op.where.atoms(Relational)) > 2)
 
 
 def staying(module: Module, row: Row) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from attngen.backends.hopper.choice import ROOMY, turns
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.ir.expr import Expr, cdiv, floordiv
-from attngen.ir.ops import AXIS_DIM, Loop, Map
+from attngen.ir.ops import AXIS_DIM, Loop, Map, Mask
 from attngen.ir.roles import Pipeline, Ring
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
@@ -74,6 +74,9 @@ class PipelineContext(SoftmaxContext):
     def _of_copy(self, e: Expr) -> str:
         """An expression in a copy's own rows."""
         return re.sub(r"\bBLOCK_Q\b", "ROWS", self.scalar(e))
+
+    def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
+        return {**super()._mask(op, cls), "cut": "" if op.cut is None else self._of_copy(op.cut)}
 
     def _backwards(self, op: Pipeline, at: str, partial: str) -> str:
         """The tile of a turn; of one that is partial, if `partial` is empty."""

@@ -1,0 +1,69 @@
+"""split-masks: each bound of a mask is looked at only in tiles that it cuts.
+
+before:  %masked = mask %s where(kv_idx >= q_idx - 1023 and kv_idx <= q_idx)
+after:   %masked_1 = mask %s where(kv_idx >= q_idx - 1023) cut(BLOCK_Q + q_start - 1024 > kv_start)
+         %masked = mask %masked_1 where(kv_idx <= q_idx) cut(BLOCK_KV + kv_start > q_start + 1)
+
+A tile is partial if any part of the mask cuts it. Most partial tiles are cut by one bound alone: under a window, the first by the oldest
+key that a row sees, and the last by the newest. A comparison and a choice for each score take a quarter of the instructions of a tile's
+softmax, so the other parts are passed over. Whether a bound cuts a tile is one comparison for the tile, with the copy's own rows.
+
+Parts whose tiles are not known by their place, such as those that compare data, are one mask, the last. Then the bounds are one mask, too:
+more of them spill. For the same reason bounds alone stay whole where tiles are listed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import sympy
+
+from attngen.backends.hopper.choice import splits_mask
+from attngen.bounds.cuts import cut_by, data_of
+from attngen.ir.expr import Bool, symbol_names
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Mask, Op
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class SplitMasks(Pass):
+    name: ClassVar[str] = "split-masks"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return replace(module, divided=tuple(_split(module, kernel) for kernel in module.divided))
+
+
+def _split(module: Module, kernel: Kernel) -> Kernel:
+    def change(_: str, op: Op) -> list[Op]:
+        return [*_parts(kernel, op)] if isinstance(op, Mask) and splits_mask(module, op) else [op]
+
+    return kernel.rewrite(change)
+
+
+def _parts(kernel: Kernel, op: Mask) -> list[Mask]:
+    """The mask as one after the other: the parts that cut known tiles, then the others together."""
+    data = data_of(kernel, op)
+    parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
+    apart = [part for part in parts if cut_by(part, data) is not None]
+    others = [part for part in parts if part not in apart]
+    listed = any(loop.listed for loop in kernel.loops)
+    if not apart or (listed and not others) or sum(_differs_by_row(kernel, op, part) for part in parts) < 2:
+        return [op]
+    pieces = [sympy.And(*apart), sympy.And(*others)] if others else apart
+    made: list[Mask] = []
+    for turn, where in enumerate(pieces, 1):
+        last = turn == len(pieces)
+        name = op.name if last else f"{op.name}_{turn}"
+        uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
+        value, known, cut = made[-1].name if made else op.value, op.known if last else (), cut_by(where, data)
+        made.append(replace(op, name=name, value=value, where=where, uses=uses, known=known, cut=cut))
+    return made
+
+
+def _differs_by_row(kernel: Kernel, op: Mask, part: Bool) -> bool:
+    """Whether a part of the mask compares keys with rows. One that does not cuts few tiles: those where a tensor or a sequence ends."""
+    by_row = {"q_idx", *(name for name, ref in op.uses if "BLOCK_Q" in kernel.type_of(ref).dims)}
+    return not by_row.isdisjoint(symbol_names(part))

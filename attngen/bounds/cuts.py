@@ -1,0 +1,66 @@
+"""Which tiles a condition cuts: those that may have a pair for which it is false."""
+
+from __future__ import annotations
+
+import sympy
+
+from attngen.bounds.intervals import Bound, Scene, extremes, solve
+from attngen.ir.expr import Bool, Expr, conjuncts, symbol
+from attngen.ir.graph import Kernel
+from attngen.ir.ops import Mask
+from attngen.ir.prove import excess, prove_le
+
+FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, ("q_start", "BLOCK_Q", "kv_start", "BLOCK_KV"))
+
+
+def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
+    """The names in a mask's condition of what differs from pair to pair but for positions."""
+    return frozenset(name for name, ref in op.uses if kernel.type_of(ref).dims)
+
+
+def cut_by(where: Bool, data: frozenset[str]) -> Bool | None:
+    """A condition on the place of a tile of keys: where it is false, `where` holds for all pairs of the keys and the copy's rows.
+
+    A copy of a role has BLOCK_Q rows from q_start on, as in the bounds of its own tiles (see copies.py).
+
+    None if nothing is known: a comparison is not linear in the key's position, or reads data. Of several of which one has to hold, those
+    count that compare keys with rows.
+    """
+    if len(parts := conjuncts(where)) > 1:
+        cuts = [cut_by(part, data) for part in parts]
+        return None if None in cuts else sympy.Or(*cuts)
+    several = sympy.Or.make_args(where)
+    found = [_beyond(part, data) for part in several if len(several) == 1 or part.has(symbol("q_idx"))]
+    cuts = [key > end for key, end in filter(None, found)]
+    return sympy.And(*cuts) if cuts else None
+
+
+def is_whole_without(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
+    """Whether `where` is proven for all pairs of the tiles for which `cut` is false."""
+
+    def is_shown(part: Bool) -> bool:
+        bounds = [key - end for key, end in filter(None, (_beyond(e, data) for e in sympy.Or.make_args(part)))]
+        return any(_follows(bounds, not_cut) for not_cut in sympy.Or.make_args(cut))
+
+    return all(map(is_shown, conjuncts(where)))
+
+
+def _follows(bounds: list[Expr], cut: Bool) -> bool:
+    """Whether one of the numbers is proven to be at most 0 wherever any of the cut's comparisons is false."""
+    comparisons = (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
+    parts = sympy.And.make_args(cut)
+    return all(isinstance(part, comparisons) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds) for part in parts)
+
+
+def _beyond(comparison: Bool, data: frozenset[str]) -> tuple[Expr, Expr] | None:
+    """(a, b) where the comparison is true for all pairs of a tile if a <= b; None if that is not known."""
+    scene = Scene("q", "kv", others=data)
+    if not isinstance(comparison, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+        return None
+    solved = solve(comparison, scene)
+    if not isinstance(solved, Bound) or not solved.side:
+        return None
+    over_rows = extremes(solved.rest, scene, (FIRST_ROW, FIRST_ROW + ROWS - 1))
+    if over_rows is None:
+        return None
+    return (FIRST_KEY + KEYS, 1 - over_rows[1]) if solved.side > 0 else (over_rows[1], FIRST_KEY)
