@@ -312,6 +312,14 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_fa1", "select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0)", "(Nq // BLOCK_Q)", "proven to hold nothing masked or out"),
         ("window_gqa", "q_idx - 1023", "q_idx - 511", "proven to hold nothing masked or out of bounds"),
     ],
+    "cuts": [
+        (
+            "causal_gqa",
+            "where(kv_idx <= Nk - Nq + q_idx)",
+            "where(kv_idx <= Nk - Nq + q_idx) cut(kv_start > q_start)",
+            "%masked is passed over in some tiles; expected that of copies of a role",
+        ),
+    ],
     "ends-hidden": [
         ("full_mha", "where(kv_idx < Nk)", "where(kv_idx < Nk + 5)", "no mask in @step hides the keys from Nk on; expected a condition"),
         ("padding_mha", "key_padding and kv_idx < Nk", "key_padding", "no mask in @step hides the keys from Nk on"),

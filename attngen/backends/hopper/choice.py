@@ -45,6 +45,7 @@ MOST_OF_THREE = 4  # operations for each score, where three consumers share the 
 MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
 FEW = 64  # rows of a call, of which the portable kernel has smaller tiles
 ROOMY = 2  # copies of the consumer at most, where each has as many registers as a thread can have
+WORK_OF_BOTH = 12  # operations for each score where numbers are loaded for rows and for keys, two programs: those of documents, causal
 LITTLE_WORK = 10  # operations for each score: those of ALiBi under a causal mask
 QUERIES = (2, 1)  # slots of the ring of queries where programs take tile after tile, in the order in which they are tried
 PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of more, registers spill
@@ -249,10 +250,10 @@ def may_share(module: Module) -> bool:
     """Whether two programs may share a multiprocessor, so that the softmax of each consumer runs beside products of the other three.
 
     So it is with narrow heads. A consumer has half of the registers then. Random words of dropout take more, and so do numbers that are
-    loaded for each score, or for rows and for keys.
+    loaded for each score; those for rows and for keys, too, if more is computed than masks of documents do.
     """
     kernel = module.kernel(KERNEL)
-    heavy = module.dropout or kernel.reads_pairs or _loads_both(kernel)
+    heavy = module.dropout or kernel.reads_pairs or (_loads_both(kernel) and _work(kernel) > WORK_OF_BOTH)
     return is_narrow(module) and not heavy and not (module.blocks and module.blocks.size < SHARED_ROWS)
 
 
