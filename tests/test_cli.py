@@ -342,7 +342,9 @@ def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None
 
 
 def test_explain_says_why_no_kernel_is_divided(project: Path, attngen: Cli, tmp_path: Path) -> None:
-    (project / "specs" / "x.yaml").write_text("name: x\nhead_dim: 64\nmask: {all_of: [causal, document]}\nbackward: false\n")
+    (project / "specs" / "x.yaml").write_text(
+        "name: x\nhead_dim: 64\nmask: {all_of: [causal, document]}\nscore: {softcap: 30.0}\nbackward: false\n"
+    )
     assert "On sm90 the kernel @fwd has no row for hopper: its heads have 64 columns, and" in attngen("explain", "specs/x.yaml")
     attngen("explain", "specs/x.yaml", "--html", str(tmp_path / "x.html"))
     assert "On sm90 the kernel @fwd has no row for hopper" in (tmp_path / "x.html").read_text()

@@ -227,7 +227,11 @@ def test_a_divided_kernel_is_launched_in_the_module_of_its_row(tmp_path: Path, d
 # ---------------------------------------------------------------------------------------------- from the table to a build
 
 
-TEXT = {"name": "narrow", "head_dim": 64, "mask": {"all_of": ["causal", "document"]}}  # portable, where nothing was measured
+TEXT = {
+    "name": "narrow",
+    "head_dim": 64,
+    "mask": {"all_of": ["causal", {"sliding_window": {"left": 99}}, "document"]},
+}  # portable, where nothing was measured
 TILES = {"block_q": 192, "block_kv": 64, "num_warps": 4, "num_stages": 2, "tma": True}
 OTHER = {**TILES, "block_q": 64}
 
