@@ -23,11 +23,17 @@ def cut_by(where: Bool, data: frozenset[str]) -> Bool | None:
 
     A copy of a role has BLOCK_Q rows from q_start on, as in the bounds of its own tiles (see copies.py).
 
-    None if nothing is known: a comparison is not linear in the key's position, or reads data. Of several of which one has to hold, those
-    count that compare keys with rows.
+    None if nothing is known: a comparison is not linear in the key's position, or reads data, or is the same for all tiles. Of several of
+    which one has to hold, those count that compare keys with rows.
     """
+    cut = _derived(where, data)
+    return cut if cut is not None and is_whole_without(cut, where, data) else None
+
+
+def _derived(where: Bool, data: frozenset[str]) -> Bool | None:
+    """The condition, which may be a constant if bounds of some parts are."""
     if len(parts := conjuncts(where)) > 1:
-        cuts = [cut_by(part, data) for part in parts]
+        cuts = [_derived(part, data) for part in parts]
         return None if None in cuts else sympy.Or(*cuts)
     several = sympy.Or.make_args(where)
     found = [_beyond(part, data) for part in several if len(several) == 1 or part.has(symbol("q_idx"))]

@@ -109,6 +109,12 @@ CONDITIONS = (
 )
 
 
+@pytest.mark.parametrize("text", ["2*kv_idx < q_idx % 5 - 6", "2*kv_idx > q_idx % 5 - 6", "kv_idx > q_idx and kv_idx > q_idx % 5 - 6"])
+def test_what_is_the_same_for_all_tiles_is_no_cut(text: str) -> None:
+    cut = cut_by(parse(text, "a test"), frozenset())
+    assert cut is None or is_whole_without(cut, parse(text, "a test"), frozenset())
+
+
 @pytest.mark.parametrize("text", CONDITIONS)
 def test_where_a_cut_is_false_the_condition_holds_for_all_pairs(text: str) -> None:
     """By counting; and most tiles in which it holds are not cut."""
