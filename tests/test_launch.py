@@ -221,7 +221,8 @@ def test_descriptors_are_encoded_once_for_each_place_and_form(monkeypatch: pytes
     short = [x[:, :, :150] for x in (q, k, v)]  # the same addresses and strides
     calls.start(q, k, v)
     ((_, args, _),) = calls.stage.kernel.calls
-    assert (args[0].base is q and args[1] is k and args[2].base is v) and not calls.launcher.filled
+    assert args[0].base is q and args[1] is k and args[2].base is v
+    assert calls.launcher.filled == [q.data_ptr(), v.data_ptr()]  # once, to see that this Triton wraps its launcher so
     for given, scale, filled in (
         ((q, k, v), 0.5, [q, v]),
         ((q, k, v), 0.25, []),
@@ -262,6 +263,23 @@ def test_encoded_descriptors_take_no_more_memory_than_a_thousand_do(monkeypatch:
 def known(calls: DescribedCalls) -> list[dict[Any, Any]]:
     """What is remembered of encoded descriptors, of each compiled kernel."""
     return [launches[1].described.known for launches in calls.stage.runtime.LAUNCHES.values()]
+
+
+def test_a_launcher_that_is_wrapped_in_another_way_gets_descriptors_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gives back nothing, as the copy of the wrapper would."""
+    calls, x = DescribedCalls(monkeypatch), torch.zeros(2, 3, 200, 64, dtype=torch.float16)
+    started: list[tuple[Any, ...]] = []
+    launcher = started.append
+
+    def wrapper(*args: Any) -> None:
+        launcher(args)
+
+    calls.launcher.launch = wrapper
+    for _ in range(3):
+        calls.start(x, x, x)
+    given = [args[-1] if calls.launcher.packed else args[13:] for args in started]
+    assert [(args[0].base is x, args[1], args[2].base is x) for args in given] == [(True, x.data_ptr(), True)] * 2
+    assert not any(known(calls))
 
 
 def test_a_launcher_that_wraps_no_other_gets_descriptors_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

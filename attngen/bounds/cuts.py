@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from attngen.bounds.intervals import Bound, Scene, extremes, solve
-from attngen.ir.expr import Bool, Expr, conjuncts, symbol
+from attngen.ir.expr import Bool, Expr, conjuncts, symbol, symbol_names
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Mask
 from attngen.ir.prove import excess, prove_le
@@ -14,8 +14,10 @@ FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, ("q_start", "BLOCK_Q", "kv_start"
 
 
 def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
-    """The names in a mask's condition of what differs from pair to pair but for positions."""
-    return frozenset(name for name, ref in op.uses if kernel.type_of(ref).dims)
+    """The names in a mask's condition of what is no integer, or differs from pair to pair but for positions."""
+    refs = {name: dict(op.uses).get(name, name) for name in symbol_names(op.where)}
+    types = {name: kernel.type_of(ref) for name, ref in refs.items() if ref.split(".")[0] in kernel.graph}
+    return frozenset(name for name, type_ in types.items() if type_.dtype != "i32" or type_.dims)
 
 
 def cut_by(where: Bool, data: frozenset[str]) -> Bool | None:

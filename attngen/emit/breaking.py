@@ -13,7 +13,9 @@ _SIGN = re.compile(r" (==|!=|<=|>=|<|>|\||&|\+|-|\*|//|/|%) ")
 
 
 def statement(text: str, most: int) -> str:
-    """Break a statement into lines of at most `most` characters, if possible. A value broken at its operators gets brackets."""
+    """Break a statement into lines of at most `most` characters, if possible. A value or condition broken at operators gets brackets."""
+    if len(text) > most and (asked := re.fullmatch(r"(if|while) (.*):", text)) and _cuts(without_texts(asked[2])):
+        return "\n".join([f"{asked[1]} (", *(f"    {line}" for line in expression(asked[2], most - 4).splitlines()), "):"])
     name, _, value = text.partition(" = ")
     if len(text) <= most or not re.fullmatch(r"\w+", name):
         return expression(text, most)

@@ -132,9 +132,10 @@ class Launch:
         """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
         function = getattr(self.file, self.name)
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
-        parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
-        if parts:
-            constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
+        if parts := parts_of(compiled, [*args, *numbers, *constants]):
             self.parts = *parts, torch.cuda.current_device(), constants
 
 

@@ -10,7 +10,7 @@ import sympy
 from attngen.bounds.cuts import cut_by, data_of, is_whole_without
 from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
 from attngen.bounds.ranges import rows_of, tile_ranges
-from attngen.ir.expr import conjuncts, select, symbol, to_text
+from attngen.ir.expr import conjuncts, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Dot, Load, Map, Mask, Op, Position, Reduce
@@ -156,6 +156,10 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
                 )
 
 
+PLACES = {"q_start", "kv_start", "BLOCK_Q", "BLOCK_KV"}  # where a tile is, and its size
+POSITIONS = {"q_idx", "kv_idx"}
+
+
 def cuts(module: Module, kernel: Kernel) -> Iterator[str]:
     """A mask is passed over only in tiles for all pairs of which its formula is proven."""
     for op in kernel.ops():
@@ -163,6 +167,10 @@ def cuts(module: Module, kernel: Kernel) -> Iterator[str]:
             continue
         if not kernel.backend:
             yield f"%{op.name} is passed over in some tiles; expected that of copies of a role, which have rows of their own"
+        elif strangers := set(symbol_names(op.cut)) - (set(symbol_names(op.where)) - data_of(kernel, op) - POSITIONS | PLACES):
+            named = ", ".join(f"`{name}`" for name in sorted(strangers))
+            known = f"{', '.join(sorted(PLACES))} and numbers of its condition"
+            yield f"%{op.name} asks for {named} to know whether it cuts a tile; expected {known}"
         elif not is_whole_without(op.cut, op.where, data_of(kernel, op)):
             expected = cut_by(op.where, data_of(kernel, op))
             hint = f"a weaker condition, such as `cut({to_text(expected)})`" if expected is not None else "no `cut`"

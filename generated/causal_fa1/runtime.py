@@ -115,8 +115,8 @@ def hooks_look_on() -> bool:
         return True
 
 
-def parts_of(compiled: Any) -> tuple[Any, ...] | None:
-    """What a direct launch of a compiled kernel needs; None where this version of Triton lacks some of it.
+def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
+    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton lacks some of it.
 
     (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple, function
     that makes of arguments with descriptors those that the launcher takes, or None if it takes them as they are).
@@ -125,7 +125,7 @@ def parts_of(compiled: Any) -> tuple[Any, ...] | None:
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
         handles = compiled.function, compiled.packed_metadata, None, None, None
         run, before, packed = _inner_parts(launcher, *handles) or (launcher, handles, False)
-        return stream, *_encoding_parts(run, before, packed)
+        return stream, *_encoding_parts(run, before, packed, args)
     return None
 
 
@@ -142,23 +142,26 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
         return None
 
 
-def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool) -> tuple[Any, ...]:
+def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
     """The last four of `parts_of`.
 
     Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the wrapped launcher,
     and a copy of the function that gives back what it would launch with.
     """
+    first = (1, 1, 1, 0, *before)
     try:
         cells = dict(zip(run.__code__.co_freevars, run.__closure__))
         launcher = cells["launcher"].cell_contents
         cells["launcher"] = CellType(lambda *args: args)
-        encode = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
-    except (AttributeError, KeyError, TypeError):
+        copied = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
+
+        def encode(args: list[Any]) -> list[Any]:
+            return list(copied(*first, args)[-1] if packed else copied(*first, *args)[len(first) :])
+
+        encode(args)
+    except Exception:  # nothing is wrapped, or in another way
         return run, before, packed, None
-    first = (1, 1, 1, 0, *before)
-    if packed:
-        return launcher, before, packed, lambda args: list(encode(*first, args)[-1])
-    return launcher, before, packed, lambda args: list(encode(*first, *args)[len(first) :])
+    return launcher, before, packed, encode
 
 
 # -------------------- Memory: which tensors kernels can read in place, and how results are laid out.
@@ -759,9 +762,10 @@ class Launch:
         """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
         function = getattr(self.file, self.name)
         compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
-        parts = None if compiled is None else parts_of(compiled)  # the interpreter compiles nothing
-        if parts:
-            constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
+        if parts := parts_of(compiled, [*args, *numbers, *constants]):
             self.parts = *parts, torch.cuda.current_device(), constants
 
 

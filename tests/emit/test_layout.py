@@ -119,6 +119,8 @@ def test_narrow_lines_of_modules_say_the_same(limit: int, monkeypatch: pytest.Mo
         "x = alpha * (beta + gamma) - tl.where(delta[:, None] < 3, -epsilon, tl.exp2(-(zeta + 1.5) * eta)) / theta",
         'store(PTR + at, value, mask=(first < 3) & ~((second >= 4) | (third == 5)) & (fourth[None, :] != 6), sem="a, (b")',
         "for tile in tl.range(tl.minimum(first * 128 // 64, second), tl.maximum(third - 1, fourth // 64 + fifth)):\n    pass",
+        "if (first_start + BLOCK > lengths) | (first_start + BLOCK > 1 + Nk + q_start - Nq) | (second < 3):\n    pass",
+        "while first_start + BLOCK * (third - 3) > 1 + Nk + q_start - Nq:\n    pass",
         "x = a_name_that_cannot_be_broken_and_is_longer_than_any_line_may_be_here",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.hopper.test_passes import lines
 from tests.passes.test_equality import Unequal
 
 WINDOW, STREAMING, DOCUMENTS = "window_gqa", "streaming_gqa", "document_gqa"
+LEFT_40 = {"sliding_window": {"left": 40}}
+INTS = {name: {"scalar": "int"} for name in ("first", "second", "third")}
 BOTH_ENDS, LENGTHS = {"sliding_window": {"left": 1023, "right": 0}}, {"key_padding": {"lengths": True}}
 CUT_LEFT, CUT_RIGHT = "BLOCK_Q + Nk - Nq + q_start - 1024 > kv_start", "BLOCK_KV + kv_start > Nk - Nq + q_start + 1"
 LEFT = f"mask %s where(kv_idx >= Nk - Nq + q_idx - 1023) cut({CUT_LEFT})"
@@ -76,17 +79,14 @@ def test_masks_are_split_where_tiles_are_cut_by_some_parts_alone(mask: Any, cuts
     assert [op.cut is not None for op in masks(asked(mask))] == cuts
 
 
-def test_bounds_beside_data_are_one_mask() -> None:
-    first, second = masks(asked({"all_of": [BOTH_ENDS, "document"]}))
-    assert str(second.where) == "Eq(document_q, document_kv)" and second.cut is None
-    assert {str(cut) for cut in first.cut.args} == {CUT_LEFT, CUT_RIGHT}  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("mask", "dim"),
     [
         ({"all_of": [BOTH_ENDS, {"block_sparse": {"block": 128}}]}, 128),  # tiles are listed
-        ({"all_of": [BOTH_ENDS, "document"]}, 256),  # three comparisons, and a wide head
+        ({"all_of": ["causal", "document"]}, 256),  # data, and a wide head
+        ({"all_of": ["causal", {"any_of": [LEFT_40, {"sink_tokens": {"count": 4}}]}]}, 256),  # three comparisons, and a wide head
+        ({"all_of": [BOTH_ENDS, "key_padding"]}, 64),  # two comparisons beside data
+        ({"all_of": ["causal", "key_padding", {"any_of": [LEFT_40, {"sink_tokens": {"count": 4}}]}]}, 64),  # three of bounds, beside data
     ],
 )
 def test_masks_that_would_spill_in_parts_stay_whole(mask: Any, dim: int) -> None:
@@ -109,10 +109,23 @@ CONDITIONS = (
 )
 
 
-@pytest.mark.parametrize("text", ["2*kv_idx < q_idx % 5 - 6", "2*kv_idx > q_idx % 5 - 6", "kv_idx > q_idx and kv_idx > q_idx % 5 - 6"])
+@pytest.mark.parametrize("text", ["2*kv_idx < q_idx % 5 - 6", "2*kv_idx > q_idx % 5 - 6"])
 def test_what_is_the_same_for_all_tiles_is_no_cut(text: str) -> None:
-    cut = cut_by(parse(text, "a test"), frozenset())
-    assert cut is None or is_whole_without(cut, parse(text, "a test"), frozenset())
+    """Its cut would be `true` or `false`."""
+    assert cut_by(parse(text, "a test"), frozenset()) is None
+
+
+FLOATS = ({"scalar": "float"}, {"tensor": ["B"], "dtype": "fp32"})
+
+
+@pytest.mark.parametrize("x", FLOATS)
+def test_comparisons_with_numbers_that_are_no_integers_have_no_cut(x: Any) -> None:
+    """Their bounds are proven over integers."""
+    name = "x" if "scalar" in x else "x[b]"
+    module = asked(
+        {"all_of": ["causal", {"any_of": [{"expr": f"3*kv_idx >= q_idx - {name}", "params": {"x": x}}, {"sink_tokens": {"count": 4}}]}]}
+    )
+    assert [None if op.cut is None else str(op.cut) for op in masks(module)] == [CUT_RIGHT, None]
 
 
 @pytest.mark.parametrize("text", CONDITIONS)
@@ -154,6 +167,13 @@ def test_a_cut_that_passes_over_a_hidden_pair_is_refused(what: str) -> None:
         verify(edited_module(after(WINDOW)["split-masks"], REFUSED[what]))
 
 
+@pytest.mark.parametrize("name", ["kv_idx", "q_idx", "h", "nothing"])
+def test_a_cut_names_places_and_numbers_alone(name: str) -> None:
+    made = edited_module(after(WINDOW)["split-masks"], (CUT_RIGHT, f"{CUT_RIGHT} or {name} > 3"))
+    with pytest.raises(VerifyError, match=f"rule `cuts`: .* asks for `{name}` to know whether it cuts a tile; expected BLOCK_KV, "):
+        verify(made)
+
+
 def test_a_weaker_cut_is_what_the_text_says() -> None:
     made = edited_module(after(WINDOW)["split-masks"], ("q_start - 1024 > kv_start", "q_start - 1000 > kv_start"))
     assert "cut(BLOCK_Q + Nk - Nq + q_start - 1000 > kv_start)" in print_module(verify(made))
@@ -178,7 +198,6 @@ def test_portable_kernels_have_no_cuts() -> None:
 # ---------------------------------------------------------------------------------------------- what is computed and printed
 
 
-LEFT_40 = {"sliding_window": {"left": 40}}
 COMPUTED = {
     "window": {"sliding_window": {"left": 40, "right": 20}},
     "padded window": {"all_of": [LEFT_40, "causal", LENGTHS]},
@@ -191,9 +210,24 @@ COMPUTED = {
 @pytest.mark.parametrize("what", COMPUTED)
 def test_split_masks_compute_what_naive_attention_does(what: str, dim: int) -> None:
     spec, module = asked_for(COMPUTED[what], dim), asked(COMPUTED[what], dim)
-    assert any(op.cut is not None for op in masks(module)) != ((what, dim) == ("streaming", 256))
+    assert any(op.cut is not None for op in masks(module)) != (dim == 256 and what in ("streaming", "chunks"))
     for seed in range(6):
         hold(module, what, seed, (65, 97) if seed == 5 else None, spec)
+
+
+PRINTED = (
+    {"all_of": [{"chunked": {"size": 16}}, "causal", {"expr": "kv_idx >= q_idx // 2 - 1"}, LENGTHS, {"expr": "kv_idx < q_idx + 8"}]},
+    {"all_of": ["document", {"chunked": {"size": 512}}, BOTH_ENDS, LENGTHS]},
+    {"all_of": ["causal", {"expr": "kv_idx + 4 >= q_idx % 5"}]},
+    {"all_of": ["causal", {"expr": "kv_idx >= q_idx % 128 - 127 or kv_idx < 4"}]},
+    {"all_of": [LEFT_40, {"expr": "kv_idx < min(q_idx + first, q_idx * 2 + second, q_idx // 3 + third)", "params": INTS}]},
+)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", PRINTED)
+def test_masks_of_many_parts_are_printed_as_python(mask: Any, dim: int) -> None:
+    ast.parse(render(asked(mask, dim))["hopper.py"])
 
 
 @pytest.mark.parametrize(("which", "wrong"), [("BLOCK_Q + Nk", "Nk"), ("BLOCK_KV + kv_start > Nk", "kv_start > Nk")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -21,6 +22,7 @@ from attngen.backends.hopper.facts import (
 from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
+from attngen.ir.expr import Bool
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Arg, Gather, Load, Loop, Map, Mask, Op
 from attngen.ir.roles import Give, Ring, Take, Turn, Work
@@ -150,14 +152,20 @@ def keeps_columns(module: Module, kernel: Kernel) -> bool:
     return light and consumer.registers == REGISTERS[ROOMY][0]
 
 
-def splits_mask(module: Module, op: Mask) -> bool:
-    """Whether parts of a mask may be passed over in tiles that they do not cut.
+def splits_mask(module: Module, kernel: Kernel, op: Mask, bounds: Sequence[Bool], others: Sequence[Bool]) -> bool:
+    """Whether bounds in a mask may be passed over in tiles that they do not cut; others: its parts of which no cut is known.
 
-    Not where all tiles apply it, as those that it does not cut pay for the question, too: 4% of a dilated mask's time. Not with wide heads
-    and more than two comparisons, which spill.
+    Not where all tiles apply it, as those that it does not cut pay for the question, too: 4% of a dilated mask's time. Nor where registers
+    spill, of which many were compiled: more than one comparison of bounds beside others; with wide heads any beside others, or three
+    comparisons; bounds alone where tiles are listed.
     """
     wide = max(module.head_dim_qk, module.head_dim_v) > STEADY
-    return op.when == "partial" and not (wide and len(op.where.atoms(Relational)) > 2)
+    compared = len({e for bound in bounds for e in bound.atoms(Relational)})
+    if op.when != "partial":
+        return False
+    if others:
+        return compared == 1 and not wide
+    return not any(loop.listed for loop in kernel.loops) and not (wide and compared > 2)
 
 
 def staying(module: Module, row: Row) -> int:

@@ -8,8 +8,8 @@ A tile is partial if any part of the mask cuts it. Most partial tiles are cut by
 key that a row sees, and the last by the newest. A comparison and a choice for each score take a quarter of the instructions of a tile's
 softmax, so the other parts are passed over. Whether a bound cuts a tile is one comparison for the tile, with the copy's own rows.
 
-Parts whose tiles are not known by their place, such as those that compare data, are one mask, the last. Then the bounds are one mask, too:
-more of them spill. For the same reason bounds alone stay whole where tiles are listed.
+Parts whose tiles are not known by their place, such as those that compare data, are one mask, the last. Some masks stay whole, as
+their parts would need more registers than there are (`choice.splits_mask`).
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class SplitMasks(Pass):
 
 def _split(module: Module, kernel: Kernel) -> Kernel:
     def change(_: str, op: Op) -> list[Op]:
-        return [*_parts(kernel, op)] if isinstance(op, Mask) and splits_mask(module, op) else [op]
+        return [*_parts(module, kernel, op)] if isinstance(op, Mask) else [op]
 
     return kernel.rewrite(change)
 
 
-def _parts(kernel: Kernel, op: Mask) -> list[Mask]:
-    """The mask as one after the other: the parts that cut known tiles, then the others together."""
+def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
+    """The mask as one after the other: each part that cuts known tiles, then the others together."""
     data = data_of(kernel, op)
     parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
-    apart = [part for part in parts if cut_by(part, data) is not None]
-    others = [part for part in parts if part not in apart]
-    listed = any(loop.listed for loop in kernel.loops)
-    if not apart or (listed and not others) or sum(_differs_by_row(kernel, op, part) for part in parts) < 2:
+    bounds = {part: cut for part in parts if (cut := cut_by(part, data)) is not None}
+    others = [part for part in parts if part not in bounds]
+    alike = not bounds or (not others and len(set(bounds.values())) == 1)  # no part is ever passed over alone
+    if alike or sum(_differs_by_row(kernel, op, part) for part in parts) < 2 or not splits_mask(module, kernel, op, [*bounds], others):
         return [op]
-    pieces = [sympy.And(*apart), sympy.And(*others)] if others else apart
+    pieces = [*bounds.items(), *([(sympy.And(*others), None)] if others else [])]
     made: list[Mask] = []
-    for turn, where in enumerate(pieces, 1):
+    for turn, (where, cut) in enumerate(pieces, 1):
         last = turn == len(pieces)
         name = op.name if last else f"{op.name}_{turn}"
         uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
-        value, known, cut = made[-1].name if made else op.value, op.known if last else (), cut_by(where, data)
+        value, known = made[-1].name if made else op.value, op.known if last else ()
         made.append(replace(op, name=name, value=value, where=where, uses=uses, known=known, cut=cut))
     return made
 
