@@ -5,19 +5,20 @@ from __future__ import annotations
 import sympy
 
 from attngen.bounds.intervals import Bound, Scene, extremes, solve
-from attngen.ir.expr import Bool, Expr, conjuncts, symbol, symbol_names
+from attngen.bounds.ranges import scene_of
+from attngen.ir.expr import INEQUALITIES, Bool, Expr, conjuncts, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Mask
 from attngen.ir.prove import excess, prove_le
 
-FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, ("q_start", "BLOCK_Q", "kv_start", "BLOCK_KV"))
+PLACES = ("q_start", "BLOCK_Q", "kv_start", "BLOCK_KV")  # where a tile is, and its size
+FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, PLACES)
 
 
 def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
     """The names in a mask's condition of what is no integer, or differs from pair to pair but for positions."""
-    refs = {name: dict(op.uses).get(name, name) for name in symbol_names(op.where)}
-    types = {name: kernel.type_of(ref) for name, ref in refs.items() if ref.split(".")[0] in kernel.graph}
-    return frozenset(name for name, type_ in types.items() if type_.dtype != "i32" or type_.dims)
+    scene = scene_of(kernel, kernel.graph.nodes[op.name]["block"])
+    return scene.rows | scene.others
 
 
 def cut_by(where: Bool, data: frozenset[str]) -> Bool | None:
@@ -55,15 +56,14 @@ def is_whole_without(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
 
 def _follows(bounds: list[Expr], cut: Bool) -> bool:
     """Whether one of the numbers is proven to be at most 0 wherever any of the cut's comparisons is false."""
-    comparisons = (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
     parts = sympy.And.make_args(cut)
-    return all(isinstance(part, comparisons) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds) for part in parts)
+    return all(isinstance(part, INEQUALITIES) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds) for part in parts)
 
 
 def _beyond(comparison: Bool, data: frozenset[str]) -> tuple[Expr, Expr] | None:
     """(a, b) where the comparison is true for all pairs of a tile if a <= b; None if that is not known."""
     scene = Scene("q", "kv", others=data)
-    if not isinstance(comparison, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+    if not isinstance(comparison, INEQUALITIES):
         return None
     solved = solve(comparison, scene)
     if not isinstance(solved, Bound) or not solved.side:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from attngen.ir.expr import REAL, TO_INTEGER, Bool, Expr, apart, clamp, floordiv, mod, select, symbol
+from attngen.ir.expr import INEQUALITIES, REAL, TO_INTEGER, Bool, Expr, apart, clamp, floordiv, mod, select, symbol
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 from attngen.ir.prove import excess, prove_le
 
@@ -108,7 +108,7 @@ def _union(e: Bool, scene: Scene) -> list[Literals]:
         return [tuple(x for literals in choice for x in literals) for choice in product(*parts)]
     if (parts := apart(e)) != e:
         return _union(parts, scene)
-    if isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+    if isinstance(e, INEQUALITIES):
         solved = solve(e, scene)
         if solved is not None:
             return [(solved,)] if isinstance(solved, Bound) else _union(_plain(solved, scene), scene)
@@ -265,7 +265,7 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
 
 def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
     """(a, c, rest) such that the condition is a*own_idx + c*loop_idx + rest <= 0 over integers; None if it is not linear."""
-    if not isinstance(condition, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+    if not isinstance(condition, INEQUALITIES):
         return None
     difference = excess(condition)
     own_idx, loop_idx = symbol(f"{own}_idx"), symbol(f"{loop}_idx")

@@ -30,7 +30,7 @@ from attngen.emit.render import templates_dir
 from attngen.emit.signature import signatures
 from attngen.emit.tilemap import TileMap, chosen, tile_maps
 from attngen.errors import AttngenError
-from attngen.ir.expr import Bool, Expr, symbol, to_text
+from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import If, Launch
 from attngen.ir.ops import Map, Mask, Position
@@ -133,7 +133,7 @@ def _general(logical: Module, module: Module, typeset: MathML) -> list[Group]:
 
 
 def _is_inequality(e: Any) -> bool:
-    return isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt))
+    return isinstance(e, INEQUALITIES)
 
 
 def _solved(inequality: Bool) -> Bool:

@@ -22,6 +22,7 @@ from attngen.ir.names import INTEGERS
 
 Expr: TypeAlias = Any  # a sympy expression; sympy has no types of its own
 Bool: TypeAlias = Any  # a sympy boolean
+INEQUALITIES = (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
 
 
 # Sympy compares the arguments of each new Min and Max in pairs. That is most of the work of building bounds, and the pairs recur. The
@@ -415,7 +416,7 @@ def conjuncts(e: Bool) -> list[Bool]:
 
 def apart(e: Bool) -> Bool:
     """What is below the least of some numbers, or above the greatest, compared with each: `x <= Min(a, b)` is `x <= a and x <= b`."""
-    if not isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+    if not isinstance(e, INEQUALITIES):
         return e
     below = e if isinstance(e, (sympy.Le, sympy.Lt)) else e.reversed
     if isinstance(below.rhs, sympy.Min):

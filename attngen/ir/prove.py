@@ -6,7 +6,7 @@ from functools import cache
 
 import sympy
 
-from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select
+from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select
 
 
 @cache
@@ -69,7 +69,7 @@ def excess(comparison: Bool) -> Expr:
 
 def entails(first: Bool, second: Bool) -> bool:
     """True only if the second comparison of integers holds wherever the first does."""
-    if not all(isinstance(c, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)) for c in (first, second)):
+    if not all(isinstance(c, INEQUALITIES) for c in (first, second)):
         return bool(first == second)
     return prove_le(excess(second), excess(first))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.expr import TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
+from attngen.ir.expr import INEQUALITIES, TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
 NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
@@ -48,7 +48,7 @@ def normal(e: Any) -> Any:
         whole = e.args[0].replace(log, lambda x: LN2 * log2(x)).xreplace(NUMBERS)
         return e.func(normal(whole))
     args = [normal(a) for a in e.args]
-    if isinstance(e, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)):
+    if isinstance(e, INEQUALITIES):
         return _compared(args, isinstance(e, (sympy.Ge, sympy.Gt)), isinstance(e, (sympy.Lt, sympy.Gt)))
     if isinstance(e, (sympy.Eq, sympy.Ne)) and not any(a.is_Boolean and not a.is_Symbol for a in args):
         difference = sympy.expand(args[0] - args[1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from attngen.bounds.cuts import cut_by, data_of, is_whole_without
+from attngen.bounds.cuts import PLACES, cut_by, data_of, is_whole_without
 from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
 from attngen.bounds.ranges import rows_of, tile_ranges
 from attngen.ir.expr import conjuncts, select, symbol, symbol_names, to_text
@@ -156,23 +156,20 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
                 )
 
 
-PLACES = {"q_start", "kv_start", "BLOCK_Q", "BLOCK_KV"}  # where a tile is, and its size
-POSITIONS = {"q_idx", "kv_idx"}
-
-
 def cuts(module: Module, kernel: Kernel) -> Iterator[str]:
     """A mask is passed over only in tiles for all pairs of which its formula is proven."""
     for op in kernel.ops():
         if not isinstance(op, Mask) or op.cut is None:
             continue
+        data = data_of(kernel, op)
         if not kernel.backend:
             yield f"%{op.name} is passed over in some tiles; expected that of copies of a role, which have rows of their own"
-        elif strangers := set(symbol_names(op.cut)) - (set(symbol_names(op.where)) - data_of(kernel, op) - POSITIONS | PLACES):
+        elif strangers := set(symbol_names(op.cut)) - (set(symbol_names(op.where)) - data - {"q_idx", "kv_idx"}) - {*PLACES}:
             named = ", ".join(f"`{name}`" for name in sorted(strangers))
             known = f"{', '.join(sorted(PLACES))} and numbers of its condition"
             yield f"%{op.name} asks for {named} to know whether it cuts a tile; expected {known}"
-        elif not is_whole_without(op.cut, op.where, data_of(kernel, op)):
-            expected = cut_by(op.where, data_of(kernel, op))
+        elif not is_whole_without(op.cut, op.where, data):
+            expected = cut_by(op.where, data)
             hint = f"a weaker condition, such as `cut({to_text(expected)})`" if expected is not None else "no `cut`"
             yield f"%{op.name} is passed over in tiles that `{to_text(op.where)}` is not proven for; expected {hint}"
 

@@ -159,10 +159,10 @@ def splits_mask(module: Module, kernel: Kernel, op: Mask, bounds: Sequence[Bool]
     spill, of which many were compiled: more than one comparison of bounds beside others; with wide heads any beside others, or three
     comparisons; bounds alone where tiles are listed.
     """
-    wide = max(module.head_dim_qk, module.head_dim_v) > STEADY
-    compared = len({e for bound in bounds for e in bound.atoms(Relational)})
     if op.when != "partial":
         return False
+    wide = max(module.head_dim_qk, module.head_dim_v) > STEADY
+    compared = len({e for bound in bounds for e in bound.atoms(Relational)})
     if others:
         return compared == 1 and not wide
     return not any(loop.listed for loop in kernel.loops) and not (wide and compared > 2)

@@ -46,7 +46,7 @@ def _split(module: Module, kernel: Kernel) -> Kernel:
 def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
     """The mask as one after the other: each part that cuts known tiles, then the others together."""
     data = data_of(kernel, op)
-    parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
+    parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)  # below the least of two numbers is one comparison
     bounds = {part: cut for part in parts if (cut := cut_by(part, data)) is not None}
     others = [part for part in parts if part not in bounds]
     alike = not bounds or (not others and len(set(bounds.values())) == 1)  # no part is ever passed over alone
