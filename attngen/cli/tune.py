@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attngen.cli.common import Every, SpecPaths, given, load_specs, make_each, naming
-from attngen.devices import DEVICES
+from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
@@ -29,14 +29,16 @@ def tune(
         int | None, typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
     ] = None,
     results: Annotated[Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")] = None,
-    table: Annotated[Path | None, typer.Option(metavar="FILE", help="the table [default: the device's, in attngen/schedules]")] = None,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the table [default: that of the device's class, in attngen/schedules]")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
 ) -> None:
     """Measure the schedules that the model left, and keep the fastest.
 
     What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 512,
     1k, 4k and 16k queries and keys. The fastest go into a table, from which `attngen build` takes them for every kernel of their
-    class; where none is faster than the model's choice by more than times spread, that stays. On Hopper, forwards whose warps have
+    class; where none is faster than the model's choice in all rounds but one, and by 2%, that stays. On Hopper, forwards whose warps have
     roles compete from 1k on, if the compiler gives them their certificate; a build takes them where they beat the portable kernel.
 
     \b
@@ -99,8 +101,12 @@ def _measure(
     from attngen.schedules.table import Table, path_of, read_table
     from attngen.tune import run, summary
 
-    path = table or path_of(device)
-    before = read_table(path) if path.is_file() else Table(device)
+    of_class = DEVICES[device].cls
+    home = CLASSES[of_class].tuned_on or device  # the device whose table modules of the class are built from
+    path = table or path_of(home)
+    before = read_table(path) if path.is_file() else Table(home)
+    if DEVICES[before.device].cls != of_class:
+        raise AttngenError(f"{path}: a table of {before.device}; expected one of the class {of_class}, as {device} is, or no file yet")
     found = run.read_results(results, device, plans)
     print(summary.aligned(summary.MEASURED))
     for plan, known in run.known(plans, found):

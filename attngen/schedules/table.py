@@ -54,10 +54,12 @@ class Entry:
     model_ms: float | None  # None: it cannot run there, or spills
     triton: str  # the version that compiled what was measured
     divided: tuple[Divided, ...] | None = None
+    gpu: str = ""  # that measured it, as its driver names it, if it is not the table's
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "divided" or value is not None}
+        unsaid = {"divided": None, "gpu": ""}
+        return {name: value for name, value in asdict(self).items() if name not in unsaid or value != unsaid[name]}
 
 
 @dataclass(frozen=True)

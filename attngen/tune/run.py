@@ -217,10 +217,14 @@ def compare_all(plans: Sequence[Plan], gpu: Machine, rows: int) -> Iterator[tupl
 
 
 def tabled(table: Table, plans: Sequence[Plan], results: Results) -> Table:
-    """The table with the entries that the results give, and what measured them. Of cells that share a key, the first counts."""
+    """The table with the entries that the results give, and what measured them. Of cells that share a key, the first counts.
+
+    Where the table is of another GPU of the class, it stays so, and the entries say which GPU is theirs.
+    """
     entries: dict[Key, Entry] = {}
+    other = bool(table.gpu) and results.by.get("gpu", table.gpu) != table.gpu
     for plan, found in known(plans, results):
         made = found.entry(plan, results.by["triton"])
         if made:
-            entries.setdefault(plan.key(found.cell), made)
-    return replace(table, **results.by, entries={**table.entries, **entries})
+            entries.setdefault(plan.key(found.cell), replace(made, gpu=results.by["gpu"] if other else ""))
+    return replace(table, **({} if other else results.by), entries={**table.entries, **entries})

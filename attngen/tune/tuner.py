@@ -116,18 +116,15 @@ class Tried:
         return statistics.median(self.rounds) if self.rounds else self.ms or float("inf")
 
     @property
-    def spread(self) -> float:
-        """(largest - smallest) / median of the rounds."""
-        return (max(self.rounds) - min(self.rounds)) / self.median if self.rounds else 0.0
-
-    @property
     def portable(self) -> bool:
         """Whether its kernel is the portable one, not one that a backend divided."""
         return self.row.backend not in DIVIDERS
 
     def beats(self, other: Tried) -> bool:
-        """Whether it is faster by more than noise, and than both spread."""
-        return 1 - self.median / other.median > max(NOISE, self.spread, other.spread)
+        """Whether it is faster by more than noise, and in all rounds but one. A GPU that grows slower as it warms slows both of a round."""
+        ratios = [mine / theirs for mine, theirs in zip(self.rounds, other.rounds)] or [self.median / other.median]
+        lost = sum(ratio >= 1 for ratio in ratios)
+        return lost <= (len(ratios) == FINAL_ROUNDS) and 1 - statistics.median(ratios) > NOISE
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class Outcome:
     seconds: float
 
     def winner(self, plan: Plan) -> Tried | None:
-        """The fastest portable one that select-tiles would take, if it is faster than the model's choice by more than both spread."""
+        """The fastest portable one that select-tiles would take, if it beats the model's choice."""
         model, *_ = self.tried
         kernel = plan.kernel(self.cell)
         ran = [t for t in self.tried if t.ms is not None and t.portable and usable(plan.placed, kernel, t.row)]
@@ -150,7 +147,7 @@ class Outcome:
         return model if model in ran and not fastest.beats(model) else fastest
 
     def divided(self, plan: Plan) -> list[Tried]:
-        """Those of divided kernels that are faster than the fastest portable one by more than both spread, the fastest first."""
+        """Those of divided kernels that beat the fastest portable one, the fastest first."""
         best = self.winner(plan)
         ran = [t for t in self.tried if t.ms is not None and not t.portable and best and t.beats(best)]
         return sorted(ran, key=lambda t: (not t.rounds, t.median))

@@ -16,11 +16,11 @@ def tile(row: Row) -> str:
 
 
 class Gpu:
-    """Answers as one would: milliseconds by tile, or what else happens. Its clock does not move between rounds."""
+    """Answers as one would: milliseconds by tile, of all rounds or of each, or what else happens. `drift` is what each round adds."""
 
     def __init__(
         self,
-        times: dict[str, float | str | Lost],
+        times: dict[str, float | tuple[float, ...] | str | Lost],
         default: float | str = 1.0,
         drift: float = 0.0,
         faults: dict[tuple[str, Row], str] | None = None,
@@ -35,7 +35,10 @@ class Gpu:
         for answer in answers:
             if isinstance(answer, Lost):
                 raise answer
-        return [a if isinstance(a, str) else tuple(a * (1 + self.drift * i) for i in range(rounds)) for a in answers]
+        return [a if isinstance(a, str) else tuple(self._round(a, i) for i in range(rounds)) for a in answers]
+
+    def _round(self, time, i):
+        return (time[i % len(time)] if isinstance(time, tuple) else time) * (1 + self.drift * i)
 
     def start(self):
         return BY

@@ -15,7 +15,7 @@ from attngen.backends.triton.cost import cost, schedule_key, spills
 from attngen.backends.triton.sram import misfit
 from attngen.errors import AttngenError
 from attngen.policy import RANGES, SHORT_ROWS
-from attngen.schedules.table import Table, schedule_of
+from attngen.schedules.table import Table, read_table, schedule_of
 from attngen.tune import run, summary, tuner
 from attngen.tune.candidates import DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, choices, search
 from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman
@@ -88,9 +88,15 @@ def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
 
 @pytest.mark.parametrize(
     ("fastest", "drift", "wins"),
-    [(0.9, 0.0, True), (0.99, 0.0, False), (0.95, 0.005, True), (0.95, 0.02, False)],  # by less than noise, or than times spread
+    [
+        (0.9, 0.0, True),
+        (0.99, 0.0, False),  # by less than noise
+        (0.95, 0.02, True),  # all grow slower alike
+        ((0.9, 0.9, 0.9, 1.1, 0.9, 0.9, 0.9), 0.0, True),
+        ((0.9, 0.9, 0.9, 1.1, 0.9, 0.9, 1.1), 0.0, False),  # slower in two rounds
+    ],
 )
-def test_the_fastest_wins_if_it_is_faster_by_more_than_the_spread(fastest, drift, wins):
+def test_the_fastest_wins_if_it_is_faster_in_all_rounds_but_one(fastest, drift, wins):
     gpu = Gpu({kept()[4]: fastest}, drift=drift)
     found = compete(CELL, planned(), rows(), gpu)
     assert tile(found.winner(planned()).row) == kept()[4 if wins else 0]
@@ -230,3 +236,15 @@ def test_the_first_of_what_shares_a_key_counts_and_other_entries_stay():
     assert len(once.entries) == 12 and len(both.entries) == 24
     assert {e.ms for k, e in both.entries.items() if k.heads == "mha"} == {2.0}
     assert "nothing faster" in "\n".join(summary.totals(run.known([planned()], results)))
+
+
+def test_entries_of_another_gpu_of_the_class_say_so(tmp_path):
+    results = run.read_results(None, "H100", [planned()])
+    for cell, found in planned().cells():
+        results.keep(Outcome(cell, tuple(Tried(row, 1.0, 2.0) for row in found.kept[:1]), 0, 0.0), BY)
+    before = Table("H200", gpu="NVIDIA H200", torch="1", triton="1")
+    made = run.tabled(before, [planned()], results)
+    assert replace(made, entries={}) == before and {e.gpu for e in made.entries.values()} == {"a GPU"}
+    (path := tmp_path / "t.json").write_text(made.text())
+    assert read_table(path) == made and '"gpu": "a GPU"}' in made.text()
+    assert "gpu" not in run.tabled(Table("H200"), [planned()], results).text().partition("entries")[2]
