@@ -164,6 +164,10 @@ class Kernel:
         named = op.symbols - {symbol for symbol, _ in getattr(op, "uses", ())} - self.variables
         return {name for name in named if name in self.graph}
 
+    def only_known(self, op: Op) -> bool:
+        """Whether it is a load that no op reads: then only facts of masks name it, and it is not printed."""
+        return isinstance(op, (Gather, Load)) and not self.graph.out_degree(op.name)
+
     def around(self, block: str) -> list[Loop]:
         """The loops around a block, from the innermost out. If several loops share a body, the first of them."""
         found = []
@@ -228,7 +232,15 @@ class Kernel:
     @cached_property
     def reads_pairs(self) -> bool:
         """Whether its mask or modifiers read something for each score."""
-        return any(isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in self.ops())
+        return any(True for _ in self._of_pairs())
+
+    @cached_property
+    def looks_up(self) -> bool:
+        """Whether what they read for each score is all looked up in tables, at places that are computed."""
+        return self.reads_pairs and all(isinstance(op, Gather) for op in self._of_pairs())
+
+    def _of_pairs(self) -> Iterator[Op]:
+        return (op for op in self.ops() if isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"})
 
     @cached_property
     def writes(self) -> frozenset[str]:

@@ -9,7 +9,8 @@ after:   %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[]
 Lists are sorted, so the listed tiles between two bounds have consecutive positions. What was proven of the ranges still holds.
 
 Where data says which blocks count, a list has first the full blocks, then the cut ones. One full loop visits the former, one partial loop
-the latter; both run between the ends of the original ranges.
+the latter; both run between the ends of the original ranges. An end that is computed of a number for each row of a tile is left out, and
+they run to the end of the list: a block that no row sees is not in it.
 
 after:   %kv_end_full_at = position %KV_FULL_RANK_row tile(kv_end) : i32[]
          %keys_full = loop kv ranges(0 .. kv_end_full_at) ... cls(full) listed(%KV_LIST_row)
@@ -23,14 +24,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import networkx as nx
 import sympy
 
 from attngen.bounds.intervals import with_rows
 from attngen.bounds.ranges import rows_of
-from attngen.ir.expr import Expr, floordiv, symbol
+from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 from attngen.ir.graph import Blocks, Kernel, Module
 from attngen.ir.names import block_lists
-from attngen.ir.ops import Access, Base, Load, Loop, Op, Position, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Load, Loop, Map, Op, Position, Reduce, Type
 from attngen.ir.prove import prove_le
 from attngen.passes.base import Pass
 
@@ -86,7 +88,10 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
     def at_most(a: Expr, b: Expr) -> bool:
         return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis, rows_of(kernel)) for e in (a, b)))
 
-    pieces = {lo: hi for loop in reversed(group) for lo, hi in loop.ranges if lo != hi}
+    var = group[0].var
+    whole = [(sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[var]), symbol(AXIS_DIM[var])))]
+    bounds = [pair for loop in reversed(group) for pair in loop.ranges if pair[0] != pair[1]]
+    pieces = dict(whole if any(_of_rows(kernel, e) for pair in bounds for e in pair) else bounds)
     ends = set(pieces.values())
     ranges: list[tuple[Expr, Expr]] = []
     for lo, hi in pieces.items():
@@ -101,8 +106,20 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
     return [full, replace(full, name=f"{group[0].name.rpartition('_')[0]}_partial", cls="partial", carry=carried)]
 
 
+def _of_rows(kernel: Kernel, e: Expr) -> bool:
+    """Whether a bound is computed of a number for each row of a tile."""
+    used = {str(s) for s in e.free_symbols} & set(kernel.graph)
+    return any(isinstance(kernel.op(name), Reduce) for one in used for name in nx.ancestors(kernel.graph, one))
+
+
 def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: list[Op]) -> Expr:
     """A bound's position in the list, as a named scalar that is computed once."""
+    if not (e.is_Integer or e.is_Symbol):  # all tiles of the axis
+        tiles = f"{var}_all"
+        if tiles not in made:
+            made.add(tiles)
+            new.append(Map(tiles, e, (), Type("i32")))
+        e = symbol(tiles)
     name = f"{f'{var}_{e}' if e.is_Integer else e}{suffix}"
     if name not in made:
         made.add(name)

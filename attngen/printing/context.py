@@ -213,8 +213,8 @@ class KernelContext:
             return not _applies(op.when, cls)
         graph = self.kernel.graph
         read = graph.successors(op.name) if isinstance(op, Base) else (op.name,) if isinstance(op, (Gather, Load)) else ()
-        if read and all(isinstance(self.kernel.op(n), (Gather, Load)) and not graph.out_degree(n) for n in read):
-            return True  # only facts name it, and the bounds of tiles have what these say of it
+        if read and all(self.kernel.only_known(self.kernel.op(n)) for n in read):
+            return True  # the bounds of tiles have what facts say of it
         nodes = self.kernel.graph.nodes
         users = [nodes[n] for n in self.kernel.graph.successors(op.name)]
         masks = [u["op"] for u in users if isinstance(u["op"], Mask) and u["block"] == nodes[op.name]["block"]]
@@ -273,11 +273,16 @@ class KernelContext:
         return {"var": self._words(op.name), "args": args}
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
-        draw = self.kernel.op(op.keep)
-        assert isinstance(draw, Keep)
+        draw = self._draw(op.keep)
         zero = "0.0 * keep_scale" if self._cast_alone(op) and "keep_scale" in self.kernel.graph else "0.0"
         args = [self.var(op.value), self._words(op.keep), self.var(draw.threshold), zero, str(_transposed(op))]
         return {"var": self.var(op.name), "value": self.var(op.value), "args": args}
+
+    def _draw(self, keep: str) -> Keep:
+        """The op that draws what says which scores are kept."""
+        draw = self.kernel.op(keep)
+        assert isinstance(draw, Keep)
+        return draw
 
     def _words(self, keep: str) -> str:
         """The variable of the random words of a tile."""

@@ -49,7 +49,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     is `causal` where there are 1024 rows.
 
     What else, in this order: `blocks` are listed; `rows` of numbers are read beside the tiles (of padding, documents); a number is
-    read for each score (`pairs`); the `score` is modified; `dropout`.
+    read for each score (`pairs`), or all such are looked up in tables (`lookups`); the `score` is modified; `dropout`.
     """
     if not tile_loops(kernel):
         return "none"
@@ -59,7 +59,8 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     features = {
         "blocks": listed,
         "rows": any(_reads_row(kernel, op) for op in kernel.ops()),
-        "pairs": kernel.reads_pairs,
+        "pairs": kernel.reads_pairs and not kernel.looks_up,
+        "lookups": kernel.looks_up,
         "score": module.score != "none",
         "dropout": kernel.draws,
     }

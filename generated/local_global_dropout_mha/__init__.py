@@ -230,5 +230,5 @@ OPERANDS = (
     "float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("local_global_dropout_mha_b57f3986ae51", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("local_global_dropout_mha_709b318ebddb", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

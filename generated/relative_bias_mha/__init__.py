@@ -171,5 +171,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, relative_bias, scale, need_
 
 OPERANDS = "Tensor relative_bias, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("relative_bias_mha_f65cd7f185cd", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("relative_bias_mha_4a83b5b7b294", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -22,6 +22,7 @@ DEVICE_CLASSES = {
 }
 
 # kernel -> (device class, bytes per element) -> (rows of the tiled axis, at most; None: any, tile sizes and launch options)
+# With the name of a file as third: lines of the kernel there, which go before the others, but for rows without options.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -30,7 +31,7 @@ SCHEDULES = {
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -45,6 +46,10 @@ SCHEDULES = {
         ("any", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
         ),
     },
     "dq": {

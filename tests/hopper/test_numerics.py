@@ -73,6 +73,12 @@ def test_halves_that_are_joined_the_wrong_way_round_show() -> None:
         hold(made, "full_mha", 3, (20, 60))
 
 
+def test_a_half_that_is_dropped_by_the_words_of_the_other_shows() -> None:
+    made = edited("causal_dropout_mqa", ("%soft_left keep(%keep_halves.left)", "%soft_left keep(%keep_halves.right)"))
+    with pytest.raises(Unequal):
+        hold(made, "causal_dropout_mqa", 3, (20, 60))
+
+
 def test_a_missing_pass_stops_all_roles() -> None:
     with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, consumer 2, producer 0 wait for ever"):
         hold(edited("full_mha", ("    turn pass\n    %s = await", "    %s = await")), "full_mha", 3, (20, 60))

@@ -155,10 +155,34 @@ def test_other_sums_are_not_chained(old: str, new: str) -> None:
     assert ChainSums().run(other).divided == other.divided
 
 
-def test_dropout_drops_of_whole_weights() -> None:
+def test_dropout_drops_each_half_after_its_weights() -> None:
     step = lines("halve-softmax", "step", "causal_dropout_mqa")
-    assert at(step, "%soft_left") < at(step, "%acc_next") < at(step, "%soft_right") < at(step, "%soft_joined")
-    assert step[at(step, "%soft_joined") + 1].startswith("%p_kept = dropout %soft_joined keep(%keep)")
+    left = at(step, "%l_next_left")
+    assert step[left + 1 : left + 3] == [
+        "%keep_halves = halve %keep over(BLOCK_KV) : b1[BLOCK_Q, HALF_KV] @reg",
+        "%p_kept_left = dropout %soft_left keep(%keep_halves.left) : f32[BLOCK_Q, HALF_KV] @reg",
+    ]
+    assert left < at(step, "%acc_next") < at(step, "%soft_right")
+    right = at(step, "%p_kept_right")
+    assert step[right : right + 2] == [
+        "%p_kept_right = dropout %soft_right keep(%keep_halves.right) : f32[BLOCK_Q, HALF_KV] @reg",
+        "%p_kept = join %p_kept_left %p_kept_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg",
+    ]
+    assert not any("%soft_joined" in line for line in step)
+
+
+def test_a_half_is_dropped_by_its_own_half() -> None:
+    with pytest.raises(VerifyError, match="`types`: .*keeps the type of an f32 value, by a b1 of its dimensions"):
+        verify(edited("causal_dropout_mqa", ("keep(%keep_halves.left)", "keep(%keep)")))
+
+
+def test_dropout_drops_of_whole_weights_where_others_read_these() -> None:
+    made = after("causal_dropout_mqa")["overlap-softmax"]
+    before, at_kernel, rest = print_module(made).partition("kernel @fwd backend(hopper)")
+    drop, reader = "    %p_kept = dropout %soft.p", "    %twice = map expr(2*p) uses(p=%soft.p) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
+    other = parse_module(before + at_kernel + edit(rest, (drop, reader + drop)))
+    step = print_kernel(HalveSoftmax().run(other).divided[0])
+    assert "%p_kept = dropout %soft_joined keep(%keep)" in step and "halve %keep" not in step
 
 
 def test_short_tiles_and_other_sums_are_not_halved() -> None:
@@ -220,9 +244,12 @@ def test_take_turns_brackets_the_products_of_each_body() -> None:
 
 
 def test_who_takes_turns() -> None:
-    """Three consumers of narrow heads; two of wider ones, if all tiles of queries visit as many keys, or beyond 128 columns."""
+    """Three consumers of narrow heads; two of wider ones with dropout, beyond 128 columns, or if all tiles visit as many keys."""
     taking = [name for name in DIVIDED if any(isinstance(op, Turn) for op in whole(name).divided[0].ops())]
     assert taking == ["causal_d256", "cross_mha", "full_mha"]
+    for head_dim, mask, takes in ((128, "causal", True), (96, "none", True), (64, "causal", False)):
+        data = {"name": "drops", "head_dim": head_dim, "mask": mask, "dropout": True, "schedule": {"backend": "hopper"}}
+        assert any(isinstance(op, Turn) for op in lower(make_spec(data)).divided[0].ops()) == takes
     assert [name for name in DIVIDED if whole(name).rows("fwd", "hopper")[0].block_q == 192] == ["full_mha"]
     assert {"causal_gqa", "mla_dims", "padding_mha"} <= set(DIVIDED) - set(taking)
 
@@ -265,12 +292,14 @@ def test_what_cannot_be_divided_gets_one_sentence(name: str, why: str) -> None:
     assert str(error.value).endswith(why)
 
 
-def test_bounds_of_numbers_of_queries_keep_the_kernel_portable() -> None:
-    """A role would need a row of numbers before it starts."""
+def test_bounds_of_numbers_of_queries_divide_where_data_lists_blocks() -> None:
+    """A role would need a row of numbers before it starts. Lists of data have the blocks that count, so their ends need none."""
     limit = {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}}
-    assert auto(mask=limit) == []
+    assert auto(mask=limit) == auto(mask={"all_of": ["causal", limit]}) == ["hopper"]
+    listed = {"all_of": [{"block_sparse": {"block": 128}}, limit]}
+    assert auto(mask=listed) == []
     with pytest.raises(BuildError, match="where its loops end is computed of a number for each query of a tile"):
-        auto(mask=limit, schedule={"backend": "hopper"})
+        auto(mask=listed, schedule={"backend": "hopper"})
 
 
 def test_specs_may_give_the_tiles() -> None:
@@ -443,9 +472,16 @@ def auto(**data: object) -> list[str]:
 
 def test_without_a_word_of_the_spec_kernels_are_divided_where_that_pays() -> None:
     assert auto() == ["hopper"] and auto(head_dim=256, mask="none") == ["hopper"]
-    assert auto(head_dim=64, mask="none") == auto(head_dim=64) == ["hopper"] and auto(head_dim=32, mask="none") == []
-    assert auto(head_dim=64, score={"relative_bias": {"max_distance": 128}}) == []  # two programs would spill
-    assert auto(dropout=True) == auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
+    assert all(auto(head_dim=wide, mask=mask) == ["hopper"] for wide in (16, 32, 40, 64) for mask in ("none", "causal"))
+    looked_up = {"head_dim": 64, "score": {"relative_bias": {"max_distance": 128}}}
+    assert auto(**looked_up) == auto(**{**looked_up, "head_dim": 48}) == ["hopper"]
+    for other in ({"mask": "key_padding"}, {"mask": {"all_of": ["causal", "document"]}}, {"score": "dense_bias"}, {"dropout": True}):
+        assert auto(**{**looked_up, **other}) == []  # registers would spill, or it is slower
+    drops = {"head_dim": 96, "heads": {"sharing": "mqa"}, "mask": "none", "dropout": True}  # of which nothing was measured
+    assert auto(**drops) == auto(**{**drops, "mask": {"key_padding": {"lengths": True}}, "score": {"softcap": 30.0}}) == ["hopper"]
+    for other in ({"mask": "causal"}, {"head_dim": 64}, {"head_dim": 256}, {"score": "alibi"}, {"mask": "key_padding"}):
+        assert auto(**{**drops, **other}) == []  # not known to be faster, or registers would spill
+    assert auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
     assert auto(schedule={"block_q": 64}) == auto(schedule={"order": "kv_outer"}) == []  # tiles are those of the portable kernel
     parts = ("floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0", "int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))", "kv_idx <= q_idx")
     heavy = {"expr": " and ".join(parts)}

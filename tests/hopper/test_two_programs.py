@@ -139,6 +139,12 @@ def test_documents_share_a_multiprocessor(mask: Any) -> None:
     assert may_share(made) and made.divided[0].resident == 2
 
 
+def test_roles_are_told_no_number_that_facts_alone_name() -> None:
+    """Such a number is not loaded, as the bounds of tiles have what facts say of it."""
+    text = render(target_of(mask={"all_of": ["causal", {"not": {"key_padding": {"lengths": False}}}]}))["hopper.py"]
+    assert "tell(kv_end_at" in text and "key_padding_first" not in text.partition("def fwd(")[0]
+
+
 def test_tiles_say_whether_there_is_room_for_two() -> None:
     module = whole(NAME)
     tiles = {(q, kv, slots): resident(module, row(module, q, kv, slots)) for q in (64, 128, 192) for kv in (64, 128) for slots in (2, 3, 7)}

@@ -9,10 +9,10 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.graph import Blocks, Module
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.passes.list_tiles import ListTiles
-from attngen.passes.pipeline import lower
-from attngen.spec import parse_spec
+from attngen.passes.pipeline import lower, stages
+from attngen.spec import make_spec, parse_spec
 from attngen.verify import verify
 from attngen.verify.host import reasons
 from attngen.verify.tiles import lists
@@ -57,6 +57,26 @@ def test_ranges_of_tiles_become_ranges_of_positions():
         "+ %kv_end_at = position %KV_RANK_row tile(kv_end) : i32[] @?",
         "+ %keys_partial = loop kv ranges(kv_full_end_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) cls(partial) "
         "listed(%KV_LIST_row)",
+    ]
+
+
+def test_ends_that_are_of_rows_are_left_out_where_data_lists_blocks():
+    """A list of data ends with the last block that a row sees, so no number for each row is needed before the loops start."""
+    limit = {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}}
+    made = list(stages(make_spec({"name": "limit", "head_dim": 64, "mask": limit, "backward": False})))
+    at = [name for name, _ in made].index("list-tiles")
+    before, after = (print_kernel(one.kernel("fwd")).splitlines() for _, one in made[at - 1 : at + 1])
+    added = [line.strip() for line in after if line not in before]
+    assert any("kv_end" in line and "limit_greatest" in line for line in before)
+    assert [line for line in added if not line.startswith("%KV")] == [
+        "%kv_all = map expr(cdiv(Nk, BLOCK_KV)) : i32[] @?",
+        "%kv_all_full_at = position %KV_FULL_RANK_row tile(kv_all) : i32[] @?",
+        "%keys_full = loop kv ranges(0 .. kv_all_full_at) carry(m=%m_init, l=%l_init, acc=%acc_init) body(@step) cls(full) "
+        "listed(%KV_LIST_row)",
+        "%kv_0_at = position %KV_RANK_row tile(0) : i32[] @?",
+        "%kv_all_at = position %KV_RANK_row tile(kv_all) : i32[] @?",
+        "%keys_partial = loop kv ranges(kv_0_at .. kv_all_at) carry(m=%keys_full.m, l=%keys_full.l, acc=%keys_full.acc) body(@step) "
+        "cls(partial) listed(%KV_LIST_row)",
     ]
 
 

@@ -71,7 +71,7 @@ CLASSES_OF = {
     "packed_document_gqa": "full+rows full+rows short+rows short+rows",
     "padding_mha": "full+rows full+rows full+rows full+rows",
     "prefix_lm_gqa": "full full full full",  # as if the prefix were all
-    "relative_bias_mha": "full+pairs+score full+pairs+score full+pairs+score full+pairs+score",
+    "relative_bias_mha": "full+lookups+score full+lookups+score full+lookups+score full+lookups+score",
     "sinks_window_gqa": "masked+score masked+score masked+score masked+score",
     "softcap_window_gqa": "causal+score causal+score causal+score causal+score",
     "streaming_gqa": "causal causal short short",

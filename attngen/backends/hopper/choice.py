@@ -61,9 +61,6 @@ def obstacle(module: Module, kernel: Kernel) -> str:
         return "no dtype of the spec has 16 bits"
     if module.blocks and module.blocks.size < ROWS:
         return f"its mask lists blocks of {module.blocks.size} queries, and a consumer has {ROWS}"
-    loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
-    if len({loop.listed for loop in loops}) > 1:
-        return "its full and partial tiles are in different lists"
     read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
     if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
         return "where its loops end is computed of a number for each query of a tile"
@@ -79,18 +76,17 @@ def is_shared(op: Op) -> bool:
 def declined(module: Module) -> str:
     """Why the forward stays portable if nobody asks for a divided one, as the end of a sentence; empty text if it is divided.
 
-    That is where it cannot be divided, or where the divided kernel is not known to be faster: with dropout, whose random words take longer
-    than what roles save; with narrow heads, but for three consumers or two programs of 64 columns; and of masks and modifiers that
-    compute more for a score than those that were compiled, as registers may spill.
+    That is where it cannot be divided, or where the divided kernel is not known to be faster: with dropout, but for heads of 65 to 128
+    columns and little beside it; with narrow heads, but for three consumers, two programs, or numbers that are looked up; and of masks and
+    modifiers that compute more for a score than those that were compiled, as registers may spill.
     """
     kernel, wide = module.kernel(KERNEL), max(module.head_dim_qk, module.head_dim_v)
     if why := obstacle(module, kernel):
         return why
-    if module.dropout:
-        return "with dropout the portable kernel is faster"
-    if wide < NARROW:
-        return f"its heads have {wide} columns, and with fewer than {NARROW} no divided kernel was measured"
-    if wide == NARROW and not (takes_three(module, kernel) or may_share(module)):
+    bare = not kernel.reads_pairs and _is_plain(module, kernel)
+    if module.dropout and not (NARROW < wide <= STEADY and _is_even(kernel) and bare):
+        return "with dropout and such heads, mask and modifiers the portable kernel is about as fast"
+    if wide <= NARROW and not (takes_three(module, kernel) or may_share(module) or _looks_up(module, kernel)):
         return f"its heads have {wide} columns, and with such a mask and modifiers the portable kernel is about as fast"
     work, most = _work(kernel), f"of more than {MOST_WORK} registers may spill"
     return f"its mask and modifiers take {work} operations for each score, and {most}" if work > MOST_WORK else ""
@@ -110,19 +106,31 @@ def takes_three(module: Module, kernel: Kernel) -> bool:
 
 
 def _is_light(module: Module, kernel: Kernel) -> bool:
-    """Whether masks and modifiers take so little that a third of the registers is enough for a consumer.
+    """Whether masks and modifiers take so little that a third of the registers is enough for a consumer, without random words."""
+    few = not (module.dropout or kernel.reads_pairs) and _work(kernel) <= MOST_OF_THREE
+    return few and _is_plain(module, kernel)
 
-    Kernels at hand spill if their loop runs over several ranges, if they draw random words, load a number for each key or score, or have a
-    modifier of positions.
+
+def _is_plain(module: Module, kernel: Kernel) -> bool:
+    """Whether loops run over one range of tiles of each class, no number is loaded for each key, and no modifier is of positions.
+
+    Of the kernels that are not so, those at hand spill that have three consumers, draw random words, or look up a number for each score.
     """
-    if module.dropout or module.blocks or kernel.reads_pairs or _work(kernel) > MOST_OF_THREE:
-        return False
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
     apart = any(len(loop.ranges) > 1 or loop.listed for loop in loops)
     of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",) for op in kernel.ops())
     maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == PAIR)
     placed = any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
-    return not (apart or of_keys or placed)
+    return not (module.blocks or apart or of_keys or placed)
+
+
+def _looks_up(module: Module, kernel: Kernel) -> bool:
+    """Whether numbers for scores are looked up in tables, such as one of distances, and little is beside that.
+
+    Then two consumers are five times as fast as the portable kernel (docs/perf-log.md, section 30). A tensor with a number for each score
+    is read faster by that one.
+    """
+    return kernel.looks_up and not module.dropout and _is_plain(module, kernel)
 
 
 def _work(kernel: Kernel) -> int:
@@ -135,7 +143,7 @@ def is_of_keys(kernel: Kernel, op: Op) -> bool:
     """Whether it loads a number of 32 bits for each key of a tile, which the producer can put beside the tile; 0 beyond the keys."""
     if not isinstance(op, Load) or op.type.dims != ("BLOCK_KV",) or op.type.dtype not in ("f32", "i32"):
         return False
-    return op.other == 0 and kernel.graph.out_degree(op.name) > 0  # else only facts name it
+    return op.other == 0 and not kernel.only_known(op)
 
 
 def key_bytes(module: Module, row: Row) -> int:
@@ -212,11 +220,12 @@ def in_turns(module: Module, row: Row) -> int:
 
     Three copies of narrow heads do. Two are slower in turns there: their products end before the other's softmax does. Two copies of wider
     heads with light masks are faster if all tiles of queries visit as many keys, or if values have more than 128 columns
-    (docs/perf-log.md, section 27): programs that keep in step read the same keys at the same time, and the L2 serves fewer reads.
+    (docs/perf-log.md, section 27): programs that keep in step read the same keys at the same time, and the L2 serves fewer reads. Two that
+    draw random words are faster, too (section 30): while one computes, products of the other run.
     """
     kernel, copies = module.kernel(KERNEL), row.block_q // ROWS
-    steady = _is_even(kernel) or module.head_dim_v > STEADY
-    wanted = copies > 2 if is_narrow(module) else copies > 1 and steady and _is_light(module, kernel)
+    steady = (_is_even(kernel) or module.head_dim_v > STEADY) and _is_light(module, kernel)
+    wanted = copies > 2 if is_narrow(module) else copies > 1 and (steady or module.dropout)
     barriers = 2 * row.num_stages + copies  # at least: of rings of keys and values, and of turns
     return copies if wanted and barriers <= NAMED_BARRIERS - FIRST_BARRIER else 0
 
@@ -343,8 +352,8 @@ def known_numbers(kernel: Kernel) -> list[str]:
     read = {
         name for block in kernel.blocks if block.name != before for op in block.ops for name in (*op.operands(), *kernel.scalars_of(op))
     }
-    ops = kernel.block(before).ops if before else ()
-    return [op.name for op in ops if op.name in read and not op.results()[""].dims and op.results()[""].dtype == "i32"]
+    ops = [op for op in kernel.block(before).ops if op.name in read and not kernel.only_known(op)] if before else []
+    return [op.name for op in ops if not op.results()[""].dims and op.results()[""].dtype == "i32"]
 
 
 def turns(kernel: Kernel) -> int:

@@ -22,7 +22,13 @@ after:   %soft = softmax_rows %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @reg
          %p_cast = pack %soft_joined : T[BLOCK_Q, BLOCK_KV] @reg
 
 The product takes about as long as half of the exponentials. So its sums are rescaled, and weights are packed, beside the other half: it is
-worth 3 to 7% at 128 columns of a head. Masks and modifiers come before both halves, and dropout after these, each of the whole tile.
+worth 3 to 7% at 128 columns of a head. Masks and modifiers come before both halves, each of the whole tile. Dropout drops each half after
+its weights, so that of the left half stands before the wait, too:
+
+         %soft_left = weigh ...
+         %p_sum_left = reduce sum %soft_left over(HALF_KV) : f32[BLOCK_Q] @reg
+         %keep_halves = halve %keep over(BLOCK_KV) : b1[BLOCK_Q, HALF_KV] @reg
+         %p_kept_left = dropout %soft_left keep(%keep_halves.left) : f32[BLOCK_Q, HALF_KV] @reg
 
 A kernel stays as it is if tiles have fewer than 64 keys, of which halves are too short, or if it does not add the sum of weights to its
 own of the rows.
@@ -39,7 +45,7 @@ import sympy
 
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Map, Op, Reduce, SoftmaxStep, Type, Yield
+from attngen.ir.ops import Dropout, Map, Op, Reduce, SoftmaxStep, Type, Yield
 from attngen.ir.roles import HALVES, Await, Halve, Join, Pipeline, SoftmaxRows, Weigh
 from attngen.passes.base import Pass
 
@@ -64,7 +70,7 @@ class _Parts:
     sum: Reduce  # of its weights
     total: Map  # the new sums of rows
     term: str  # what `total` calls the sum of weights
-    awaited: Await  # the product of the tile before
+    dropped: Dropout | None  # what dropout leaves of the weights, if nothing but this and their sum reads them
 
 
 def _halved(module: Module, kernel: Kernel) -> Kernel:
@@ -89,7 +95,9 @@ def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts | None:
         return None
     term = next(name for name, ref in totals[0].uses if ref == sums[0].name)
     rest = sympy.expand(totals[0].expr - symbol(term))
-    return None if symbol(term) in rest.free_symbols else _Parts(softmax, sums[0], totals[0], term, awaited)
+    others = [op for op in ops if f"{softmax.name}.p" in op.operands() and op is not sums[0]]
+    dropped = others[0] if len(others) == 1 and isinstance(others[0], Dropout) else None
+    return None if symbol(term) in rest.free_symbols else _Parts(softmax, sums[0], totals[0], term, dropped)
 
 
 def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
@@ -104,7 +112,8 @@ def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
         elif op in later or op in (parts.sum, parts.total):
             continue
         elif isinstance(op, Yield):
-            made += [*_right(parts), *(o.with_operands(joined) for o in later), op.with_operands(joined)]
+            others = (o for o in later if o is not parts.dropped)
+            made += [*_right(parts), *(o.with_operands(joined) for o in others), op.with_operands(joined)]
         else:
             made.append(op)
     return made
@@ -121,7 +130,7 @@ def _needs_weights(kernel: Kernel, parts: _Parts, name: str) -> bool:
 
 def _left(parts: _Parts) -> list[Op]:
     """What is of rows, the left half, and the sums with that."""
-    soft, name = parts.softmax, parts.softmax.name
+    soft, name, drop = parts.softmax, parts.softmax.name, parts.dropped
     row, half = replace(soft.type, dims=soft.type.dims[:1]), _half(soft.type)
     total = replace(parts.total.with_operands({parts.sum.name: f"{parts.sum.name}_left"}), name=f"{parts.total.name}_left")
     return [
@@ -130,20 +139,32 @@ def _left(parts: _Parts) -> list[Op]:
         Weigh(f"{name}_left", f"{name}_halves.left", f"{name}.base", half, soft.scale),
         replace(parts.sum, name=f"{parts.sum.name}_left", value=f"{name}_left", over=HALVES[KEYS]),
         total,
+        *([Halve(f"{drop.keep}_halves", drop.keep, KEYS, replace(half, dtype="b1"))] if drop else []),
+        *_kept(parts, "left"),
     ]
 
 
 def _right(parts: _Parts) -> list[Op]:
-    """The right half, and the sums with it."""
-    soft, name = parts.softmax, parts.softmax.name
+    """The right half, and the sums with it; and both halves joined."""
+    soft, name, drop = parts.softmax, parts.softmax.name, parts.dropped
     half, added = _half(soft.type), symbol("before") + symbol(parts.term)
     uses = (("before", f"{parts.total.name}_left"), (parts.term, f"{parts.sum.name}_right"))
+    whole, joined = (drop.name, drop.name) if drop else (name, f"{name}_joined")
     return [
         Weigh(f"{name}_right", f"{name}_halves.right", f"{name}.base", half, soft.scale),
         replace(parts.sum, name=f"{parts.sum.name}_right", value=f"{name}_right", over=HALVES[KEYS]),
         replace(parts.total, expr=added, uses=uses),
-        Join(f"{name}_joined", f"{name}_left", f"{name}_right", KEYS, soft.type),
+        *_kept(parts, "right"),
+        Join(joined, f"{whole}_left", f"{whole}_right", KEYS, soft.type),
     ]
+
+
+def _kept(parts: _Parts, side: str) -> list[Op]:
+    """What dropout leaves of a half; nothing without dropout."""
+    if (drop := parts.dropped) is None:
+        return []
+    value, keep = f"{parts.softmax.name}_{side}", f"{drop.keep}_halves.{side}"
+    return [Dropout(f"{drop.name}_{side}", value, keep, _half(drop.type))]
 
 
 def _half(whole: Type) -> Type:

@@ -34,7 +34,10 @@ class SoftmaxContext(KernelContext):
         return {"var": self.var(op.name), "at": "kv_off", "step": self.var(op.value), "kept": "BLOCK_KV - 8" if op.kept else "0"}
 
     def _halve(self, op: Halve, cls: str) -> dict[str, Any]:
-        return {"vars": ", ".join(self.var(f"{op.name}.{field}") for field in op.results()), "value": self.var(op.value)}
+        drawn = isinstance(self.kernel.op(op.value), Keep)
+        name = self._words if drawn else self.var
+        made = ", ".join(name(f"{op.name}.{field}") for field in op.results())
+        return {"vars": made, "value": name(op.value), "flag": "DROPOUT" if drawn else ""}
 
     def _join(self, op: Join, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "a": self.var(op.a), "b": self.var(op.b)}
@@ -55,6 +58,10 @@ class SoftmaxContext(KernelContext):
     def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
         args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", "BLOCK_KV", "SCORES"]
         return {"var": self._words(op.name), "args": args, "flag": "DROPOUT"}
+
+    def _draw(self, keep: str) -> Keep:
+        op = self.kernel.op(keep)
+        return super()._draw(op.value if isinstance(op, Halve) else keep)
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
         text = super()._dropout(op, cls)
