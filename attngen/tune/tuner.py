@@ -124,7 +124,8 @@ class Tried:
         """Whether it is faster by more than noise, and in all rounds but one. A GPU that grows slower as it warms slows both of a round."""
         ratios = [mine / theirs for mine, theirs in zip(self.rounds, other.rounds)] or [self.median / other.median]
         lost = sum(ratio >= 1 for ratio in ratios)
-        return lost <= (len(ratios) == FINAL_ROUNDS) and 1 - statistics.median(ratios) > NOISE
+        most = 1 if len(ratios) == FINAL_ROUNDS else 0
+        return lost <= most and 1 - statistics.median(ratios) > NOISE
 
 
 @dataclass(frozen=True)

@@ -555,7 +555,7 @@ def test_extremes_of_rows_in_no_order_are_reduced(old, new):
     error = refused(edit(limited(), (old, new)))
     assert (error.rule, error.reason) == (
         "extremes",
-        "kernel @fwd: %limit_greatest is not proven to be the max of %limit over the rows of the program's own tile",
+        "kernel @blocks: %limit_greatest is not proven to be the max of %limit over the rows of the program's own tile",
     )
 
 
