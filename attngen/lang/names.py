@@ -49,15 +49,17 @@ RESERVED: dict[str, frozenset[str]] = {
         *("warpgroup_mma", "warpgroup_mma_wait"),
     )),
     "a variable of kernels": frozenset(("d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn"))
-    | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")},
+    | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
+    | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
+    | {"piece", "slot", "ticket"},
 }  # fmt: skip
 TAKEN = frozenset().union(*RESERVED.values())
 # Values of the kernels, and how those made of them are named.
 _VALUES = "acc alpha count d[koqpsv] delta dlse dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p product q qk "
 _VALUES += "queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights tell flush drain fill copy put give"
-_MADE = "all at batch cast column end first full head init k kept keys list new next o out partial place q rank row rows scale scale2 seen "
-_MADE += "step sum v words"
-_OF_RINGS = "[a-z0-9_]*_ring|(q|k|v|o|work)_(fills|full|phase|slot)"
+_MADE = "acc all alpha at base batch cast chains column deferred end first flight full halves head held in init joined k kept keys l left "
+_MADE += "list m new next o operand out partial place q rank right row rows scale scale2 seen skip step sum sums v weights words"
+_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(q|k|v|o|work)_(fills|full|phase|slot)"
 VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_RINGS})"
 
 

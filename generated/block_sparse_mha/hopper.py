@@ -420,10 +420,10 @@ def fwd_consumer(
         partial_tiles = kv_end_at - kv_full_end_at
         full_tiles = kv_full_end_at
         if partial_tiles + full_tiles > 0:
-            first = kv_full_end_at
+            first_tile = kv_full_end_at
             first_full = 0
-            first = gl.where(partial_tiles > 0, first, first_full)
-            kv_tile = tile_at(KV_LIST_row, first, True, BLOCK // BLOCK_KV)
+            first_tile = gl.where(partial_tiles > 0, first_tile, first_full)
+            kv_tile = tile_at(KV_LIST_row, first_tile, True, BLOCK // BLOCK_KV)
             mbarrier.wait(k_full.index(k_slot), k_phase)
             k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
             s_flight = warpgroup_mma(

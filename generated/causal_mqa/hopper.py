@@ -640,8 +640,8 @@ def fwd_long_consumer(
             arrive(7 + SLOTS + v_slot, THREADS)
             v_slot, v_phase = following(v_slot, v_phase, SLOTS)
         if hidden_tiles < partial_tiles + full_tiles:
-            first = gl.where(hidden_tiles < partial_tiles, kv_end - 1 - hidden_tiles, hidden_tiles - partial_tiles)
-            kv_tile = first
+            first_tile = gl.where(hidden_tiles < partial_tiles, kv_end - 1 - hidden_tiles, hidden_tiles - partial_tiles)
+            kv_tile = first_tile
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
             mbarrier.wait(k_full.index(k_slot), k_phase)

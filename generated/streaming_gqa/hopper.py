@@ -383,13 +383,13 @@ def fwd_consumer(
         partial_tiles = (kv_end - kv_full_end) + (kv_full_first_2 - kv_first_2) + (kv_end_2 - kv_full_end_2)
         full_tiles = kv_full_end + (kv_full_end_2 - kv_full_first_2)
         if partial_tiles + full_tiles > 0:
-            first = kv_full_end
-            first = gl.where(first < kv_end, first, first + (kv_first_2 - kv_end))
-            first = gl.where(first < kv_full_first_2, first, first + (kv_full_end_2 - kv_full_first_2))
+            first_tile = kv_full_end
+            first_tile = gl.where(first_tile < kv_end, first_tile, first_tile + (kv_first_2 - kv_end))
+            first_tile = gl.where(first_tile < kv_full_first_2, first_tile, first_tile + (kv_full_end_2 - kv_full_first_2))
             first_full = 0
             first_full = gl.where(first_full < kv_full_end, first_full, first_full + (kv_full_first_2 - kv_full_end))
-            first = gl.where(partial_tiles > 0, first, first_full)
-            kv_tile = first
+            first_tile = gl.where(partial_tiles > 0, first_tile, first_full)
+            kv_tile = first_tile
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
             mbarrier.wait(k_full.index(k_slot), k_phase)

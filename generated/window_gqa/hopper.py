@@ -369,11 +369,11 @@ def fwd_consumer(
         partial_tiles = (kv_full_first - kv_first) + (kv_end - kv_full_end)
         full_tiles = kv_full_end - kv_full_first
         if partial_tiles + full_tiles > 0:
-            first = kv_first
-            first = gl.where(first < kv_full_first, first, first + (kv_full_end - kv_full_first))
+            first_tile = kv_first
+            first_tile = gl.where(first_tile < kv_full_first, first_tile, first_tile + (kv_full_end - kv_full_first))
             first_full = kv_full_first
-            first = gl.where(partial_tiles > 0, first, first_full)
-            kv_tile = first
+            first_tile = gl.where(partial_tiles > 0, first_tile, first_full)
+            kv_tile = first_tile
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
             mbarrier.wait(k_full.index(k_slot), k_phase)

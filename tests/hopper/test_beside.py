@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from attngen.backends.hopper.choice import keeps_columns, key_bytes, least_rows
 from attngen.backends.hopper.shift_rows import ShiftRows
 from attngen.emit.render import render
 from attngen.errors import VerifyError
-from attngen.ir.graph import Module
+from attngen.ir.graph import Module, input_tensors
 from attngen.ir.roles import Ramp, Read, Ring
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
@@ -18,7 +19,7 @@ from attngen.passes.pipeline import lower
 from attngen.policy import SHORT_ROWS
 from attngen.spec import make_spec
 from attngen.verify import verify
-from tests.helpers import target
+from tests.helpers import SPECS, target
 from tests.hopper.common import after, edited, edited_module, kernel, whole
 from tests.hopper.test_numerics import hold
 from tests.hopper.test_passes import at, kinds, lines
@@ -105,6 +106,22 @@ def test_names_of_what_kernels_use_are_reserved() -> None:
         assert len(helpers) > 10 and not [name for name in helpers if not name.startswith("fwd") and not name_problem(name)]
     for name in ("score_column", "tell_place", "fill_k", "work", "ids_ring", "k_slot", "gl", "tma"):
         assert name_problem(name), name
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_variables_of_kernels_are_reserved(name: str) -> None:
+    """A parameter of the name of one would be overwritten, or read in place of it."""
+    made = target(name)
+    inputs = sorted(input_tensors(made.inputs, made.derived).keys() | {i.name for i in made.inputs})
+    reading = [k for k in (*made.kernels, *made.divided) if k.dots or k.counts_pairs or k.backend]  # what a spec names
+    functions = {k.name for k in reading} | {f"{k.name}_{b.name}" for k in made.divided for b in k.roles}
+    own = re.compile(rf"d?({'|'.join(map(re.escape, inputs))})(_\w+)?") if inputs else re.compile("(?!)")
+    for file, text in render(made).items():
+        for function in ast.walk(ast.parse(text)) if file in ("kernels.py", "hopper.py") else ():
+            if isinstance(function, ast.FunctionDef) and function.name in functions:
+                stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+                found = stored | {arg.arg for arg in function.args.args}
+                assert not [n for n in found if not name_problem(n) and not own.fullmatch(n)], function.name
 
 
 @pytest.mark.parametrize("name", ["block_sparse_mha", DOCUMENTS])

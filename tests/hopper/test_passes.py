@@ -481,6 +481,11 @@ def test_without_a_word_of_the_spec_kernels_are_divided_where_that_pays() -> Non
     assert auto(**drops) == auto(**{**drops, "mask": {"key_padding": {"lengths": True}}, "score": {"softcap": 30.0}}) == ["hopper"]
     for other in ({"mask": "causal"}, {"head_dim": 64}, {"head_dim": 256}, {"score": "alibi"}, {"mask": "key_padding"}):
         assert auto(**{**drops, **other}) == []  # not known to be faster, or registers would spill
+    limit = {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}}
+    parity = {"expr": "(q_idx*7 + kv_idx*3) % 5 != 0 and (q_idx//3 + kv_idx//7) % 3 != 1"}
+    assert auto(mask={"all_of": [limit, "key_padding"]}) == auto(**{**drops, "mask": parity}) == []  # registers would spill
+    assert auto(mask=limit, score={"relative_bias": {"max_distance": 9}}) == auto(mask=limit, score="alibi", head_dim=256) == []
+    assert auto(mask={"all_of": [limit, "key_padding"]}, head_dim=64) == ["hopper"]
     assert auto(dtype="fp32", fp32_precision="tf32") == auto(schedule={"backend": "triton"}) == []
     assert auto(schedule={"block_q": 64}) == auto(schedule={"order": "kv_outer"}) == []  # tiles are those of the portable kernel
     parts = ("floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0", "int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))", "kv_idx <= q_idx")

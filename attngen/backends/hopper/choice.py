@@ -88,8 +88,11 @@ def declined(module: Module) -> str:
         return "with dropout and such heads, mask and modifiers the portable kernel is about as fast"
     if wide <= NARROW and not (takes_three(module, kernel) or may_share(module) or _looks_up(module, kernel)):
         return f"its heads have {wide} columns, and with such a mask and modifiers the portable kernel is about as fast"
-    work, most = _work(kernel), f"of more than {MOST_WORK} registers may spill"
-    return f"its mask and modifiers take {work} operations for each score, and {most}" if work > MOST_WORK else ""
+    if wide > NARROW and _is_crowded(module, kernel):
+        return "its mask of data and its modifiers read so much that registers may spill"
+    work, most = _work(kernel), LITTLE_WORK if module.dropout else MOST_WORK
+    spills = f"its mask and modifiers take {work} operations for each score, and of more than {most} registers may spill"
+    return spills if work > most else ""
 
 
 def is_narrow(module: Module) -> bool:
@@ -119,18 +122,35 @@ def _is_plain(module: Module, kernel: Kernel) -> bool:
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
     apart = any(len(loop.ranges) > 1 or loop.listed for loop in loops)
     of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",) for op in kernel.ops())
-    maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == PAIR)
-    placed = any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
-    return not (module.blocks or apart or of_keys or placed)
+    return not (module.blocks or apart or of_keys or _is_placed(kernel))
 
 
 def _looks_up(module: Module, kernel: Kernel) -> bool:
     """Whether numbers for scores are looked up in tables, such as one of distances, and little is beside that.
 
-    Then two consumers are five times as fast as the portable kernel (docs/perf-log.md, section 30). A tensor with a number for each score
-    is read faster by that one.
+    Then two consumers are 2.4 to 7 times as fast as the portable kernel (docs/perf-log.md, section 30). A tensor with a number for each
+    score is read faster by that one.
     """
     return kernel.looks_up and not module.dropout and _is_plain(module, kernel)
+
+
+def _is_crowded(module: Module, kernel: Kernel) -> bool:
+    """Whether data lists the blocks, and wide heads leave no registers for what is read beside: kernels at hand that are so spill.
+
+    That is booleans of keys; or, beside numbers of queries, numbers for each score, or a modifier of positions where values have more than
+    128 columns.
+    """
+    read = [op for op in kernel.ops() if isinstance(op, (Gather, Load)) and not kernel.only_known(op)]
+    booleans = any(op.type.dims == ("BLOCK_KV",) and op.type.dtype == "b1" for op in read)
+    of_queries = any(op.type.dims == ("BLOCK_Q",) for op in read)
+    beside = kernel.reads_pairs or (module.head_dim_v > STEADY and _is_placed(kernel))
+    return bool(module.blocks and module.blocks.data) and (booleans or (of_queries and beside))
+
+
+def _is_placed(kernel: Kernel) -> bool:
+    """Whether a modifier of scores is of positions."""
+    maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == PAIR)
+    return any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
 
 
 def _work(kernel: Kernel) -> int:

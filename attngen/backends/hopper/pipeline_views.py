@@ -54,11 +54,11 @@ class PipelineContext(SoftmaxContext):
         sizes = {cls: self._count(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
         lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
         first = []
-        for ranges, name in ((op.partial, "first"), (op.full, "first_full" if both else "first")):
+        for ranges, name in ((op.partial, "first_tile"), (op.full, "first_full" if both else "first_tile")):
             if ranges:
                 first += [f"{name} = {self.scalar(ranges[0][0])}", *self._jumps(ranges, name)]
         if both:
-            first.append("first = gl.where(partial_tiles > 0, first, first_full)")
+            first.append("first_tile = gl.where(partial_tiles > 0, first_tile, first_full)")
         return {"counts": lines, "any": " + ".join(f"{cls}_tiles" for cls in sizes) + " > 0", "first": first}
 
     def _counted_backwards(self, op: Pipeline) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class PipelineContext(SoftmaxContext):
             last = self.scalar(op.partial[0][1])
             lines += [f"own_end = {self._of_copy(end)}", f"own_full_end = {self._of_copy(first)}"]
             lines += [f"hidden_tiles = {last} - own_end", f"masked_tiles = {last} - own_full_end"]
-        first = [f"first = {self._backwards(op, 'hidden_tiles', 'partial_tiles')}"] if op.first else []
+        first = [f"first_tile = {self._backwards(op, 'hidden_tiles', 'partial_tiles')}"] if op.first else []
         return {"counts": lines, "any": "hidden_tiles < partial_tiles + full_tiles" if op.first else "", "first": first}
 
     def _of_copy(self, e: Expr) -> str:
@@ -105,7 +105,7 @@ class PipelineContext(SoftmaxContext):
         """What comes before the first tile; the first tile; a loop over those that are left of each class; the last product."""
         first = self.block(op.first, "partial") if op.first else []
         words = names_in(first)
-        start = [self._told(op) if op.places else f"{op.var}_tile = {self._tile(op, 'first')}"]
+        start = [self._told(op) if op.places else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
         start += [f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
         text["start"] = start if words & self._where(op) else []
