@@ -17,8 +17,6 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.base import Pass
 
 Rule = Callable[[Module, Kernel], Iterator[str]]  # of the verifier: a reason for each thing that breaks it
-# A schedule row for each divided kernel that a kernel gets, the one for fewer rows first; or why it gets none, as the end of a sentence.
-Choose = Callable[[Module], tuple[Row, ...] | str]
 
 
 @dataclass(frozen=True)
@@ -125,18 +123,30 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Divider:
-    """A backend that divides kernels into roles, which stand in for the portable ones on one device class (see Module.divided)."""
+class Division:
+    """How a backend divides one kernel: whether it does, and under which schedule rows."""
 
-    name: str
-    device: str
-    kernel: str  # that it divides
-    passes: Callable[[Choose], tuple[Pass, ...]]
+    kernel: str
+    obstacle: Callable[[Module], str]  # why it cannot be divided, as the end of a sentence; empty text if it can
     row: Callable[[Module, int | None, int | None, int | None], Row]  # its own choice, with a spec's block_q, block_kv and stages in place
     long: Callable[[Module], Row | None]  # a row that is faster than that one from some number of rows on, if there is one
     least: Callable[[Module, Row], int]  # the rows of a call, beyond which a row of it is taken where smaller calls were not measured
     candidates: Callable[[Module], tuple[Row, ...]]  # rows that are worth measuring, for any number of rows; none if it cannot divide
     declined: Callable[[Module], str]  # why it leaves the kernel portable if nobody asks; empty text where it expects to be faster
+
+
+# A schedule row for each divided kernel that a kernel gets, the one for fewer rows first; or why it gets none, as the end of a sentence.
+Choose = Callable[[Division, Module], tuple[Row, ...] | str]
+
+
+@dataclass(frozen=True)
+class Divider:
+    """A backend that divides kernels into roles, which stand in for the portable ones on one device class (see Module.divided)."""
+
+    name: str
+    device: str
+    divisions: tuple[Division, ...]  # of the kernels that it divides
+    passes: Callable[[Choose], tuple[Pass, ...]]
     rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have
     file: str  # of the generated module: its kernels
     template: str

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from attngen.backends import DIVIDERS, backend_of
+from attngen.backends.base import Division
 from attngen.build import build_module
 from attngen.errors import SpecError, suggest
 from attngen.ir.graph import Module, Row
@@ -73,13 +74,18 @@ def undivided(spec: Spec, module: Module, tables: Mapping[str, Table] | None = N
     """A sentence for each backend that divides no kernel of a spec's module, on why. `module` is as after the pass dce."""
     tables = committed() if tables is None else tables
     for divider in DIVIDERS.values():
-        if isinstance(why := choose(divider, spec.schedule, tables, module), str):
-            yield f"On {divider.device} the kernel @{divider.kernel} has no row for {divider.name}: {why}."
+        for division in divider.divisions:
+            if isinstance(why := choose(divider, spec.schedule, tables, division, module), str):
+                yield f"On {divider.device} the kernel @{division.kernel} has no row for {divider.name}: {why}."
 
 
-def divide(module: Module, row: Row) -> Module:
-    """The target module of one that is as after the pass dce, with its kernel divided under a row of the row's backend."""
-    steps = (*DIVIDERS[row.backend].passes(lambda _: (row,)), *backend_of(module).legalize)
+def divide(module: Module, kernel: str, row: Row) -> Module:
+    """The target module of one that is as after the pass dce, with one kernel divided, under a row of the row's backend."""
+
+    def choose_it(division: Division, _: Module) -> tuple[Row, ...] | str:
+        return (row,) if division.kernel == kernel else "nobody asked"
+
+    steps = (*DIVIDERS[row.backend].passes(choose_it), *backend_of(module).legalize)
     *_, (_, made) = _run(module, steps)
     return made
 

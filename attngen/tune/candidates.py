@@ -81,8 +81,9 @@ def divided(module: Module, kernel: Kernel, chosen: Row) -> tuple[Row, ...]:
 
     Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device: few rows have none.
     """
-    able = (d for d in DIVIDERS.values() if (d.kernel, d.device) == (kernel.name, chosen.device) and chosen.max_rows is None)
-    return tuple(row for divider in able for row in divider.candidates(module) if row.elem_bytes == chosen.elem_bytes)
+    on_device = (divider for divider in DIVIDERS.values() if divider.device == chosen.device and chosen.max_rows is None)
+    able = (division for divider in on_device for division in divider.divisions if division.kernel == kernel.name)
+    return tuple(row for division in able for row in division.candidates(module) if row.elem_bytes == chosen.elem_bytes)
 
 
 def search(module: Module, kernel: Kernel, chosen: Row) -> Search:

@@ -71,7 +71,7 @@ class Plan:
     @cached_property
     def divided(self) -> dict[Row, Module]:
         """The module with its kernel divided, for each such row that is to be measured."""
-        return {row: divide(self.whole, row) for found in self.searches.values() for row in found.divided}
+        return {row: divide(self.whole, kernel, row) for (kernel, *_), found in self.searches.items() for row in found.divided}
 
     def kernel(self, cell: Cell) -> Kernel:
         return self.placed.kernel(cell.kernel)

@@ -35,7 +35,7 @@ OWN = "max(0, min(Nk, Nk - Nq + q_start + 1)) // BLOCK_KV .. cdiv(max(0, min(Nk,
 def three() -> Module:
     """A causal kernel of three copies, which take turns."""
     made = after(TWICE)["dce"]
-    return divide(made, row(made, 192, 64, 2))
+    return divide(made, "fwd", row(made, 192, 64, 2))
 
 
 def module_of(name: str) -> Module:

@@ -314,7 +314,7 @@ def test_specs_may_give_the_tiles() -> None:
     with pytest.raises(BuildError, match="is 32; expected 64 or 128 or 192 on the backend hopper"):
         lower(make_spec({**data, "schedule": {"backend": "hopper", "block_q": 32}}))
     with pytest.raises(BuildError, match="is 256; expected 64 or 128 or 192 on the backend hopper"):
-        AssignRoles(lambda module: (chosen_row(module, block_q=256),)).run(after("causal_gqa")["dce"])
+        AssignRoles(lambda division, module: (chosen_row(module, block_q=256),)).run(after("causal_gqa")["dce"])
 
 
 def test_the_spec_says_so_in_its_hash_alone_where_it_asks() -> None:

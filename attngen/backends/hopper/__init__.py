@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from attngen.backends.ahead import triton_version
 from attngen.backends.base import Compiler, Divider, Footprint
-from attngen.backends.hopper import certificate, choice, compiler, kernels, rules, sram
+from attngen.backends.hopper import certificate, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
-from attngen.backends.hopper.facts import DEVICE, KERNEL, NAME
+from attngen.backends.hopper.divisions import DIVISIONS
+from attngen.backends.hopper.facts import DEVICE, NAME
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
 from attngen.backends.hopper.hide_tiles import HideTiles
 from attngen.backends.hopper.issue_products import IssueProducts
@@ -22,7 +23,7 @@ from attngen.backends.hopper.take_turns import TakeTurns
 HOPPER = Divider(
     name=NAME,
     device=DEVICE,
-    kernel=KERNEL,
+    divisions=DIVISIONS,
     passes=lambda choose: (
         AssignRoles(choose),
         ShiftRows(),
@@ -37,11 +38,6 @@ HOPPER = Divider(
         TakeTurns(),
         LegalizeGluon(),
     ),
-    row=choice.row,
-    long=choice.long_row,
-    least=choice.least_rows,
-    candidates=choice.candidates,
-    declined=choice.declined,
     rules={"fits": rules.fits},
     file="hopper.py",
     template=kernels.TEMPLATE,

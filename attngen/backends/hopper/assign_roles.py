@@ -1,4 +1,4 @@
-"""assign-roles: divide the forward into roles, and choose the tiles of its programs.
+"""assign-roles: divide kernels into roles, and choose the tiles of its programs.
 
 before:  kernel @fwd own(q) grid(...)
 after:   (the same), and
@@ -24,9 +24,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from attngen.backends.base import Choose
-from attngen.backends.hopper.choice import is_shared, obstacle, resident, row
-from attngen.backends.hopper.facts import KERNEL, LONG_KERNEL, NAME, REGISTERS, ROWS, SHARED_REGISTERS
+from attngen.backends.base import Choose, Division
+from attngen.backends.hopper.choice import is_shared, resident
+from attngen.backends.hopper.divisions import DIVISIONS
+from attngen.backends.hopper.facts import NAME, REGISTERS, ROWS, SHARED_REGISTERS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module, Row
@@ -38,20 +39,26 @@ from attngen.passes.base import Pass, padded
 class AssignRoles(Pass):
     name: ClassVar[str] = "assign-roles"
     phase: ClassVar[str] = "scheduled"
-    choose: Choose = field(default=lambda module: (row(module),))
+    choose: Choose = field(default=lambda division, module: (division.row(module, None, None, None),))
 
     def run(self, module: Module) -> Module:
-        kernel, chosen = module.kernel(KERNEL), self.choose(module)
-        if isinstance(chosen, str):
-            return module
-        if why := obstacle(module, kernel):
-            raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @fwd cannot be divided into roles: {why}")
-        padded_kernel = _padded(module, kernel)
-        divided = [_divided(padded_kernel, _copies(module, row), resident(module, row)) for row in chosen]
-        own = [replace(k, name=LONG_KERNEL, of=KERNEL, about=f"{k.about} For long sequences.") for k in divided[1:]]
-        schedules = [(name, (*has, chosen[0]) if name == kernel.name else has) for name, has in module.schedules]
-        schedules += [(k.name, (row,)) for k, row in zip(own, chosen[1:], strict=True)]
-        return replace(module, divided=(divided[0], *own), schedules=tuple(schedules))
+        for division in DIVISIONS:
+            chosen = self.choose(division, module)
+            module = module if isinstance(chosen, str) else _assigned(module, division, chosen)
+        return module
+
+
+def _assigned(module: Module, division: Division, chosen: tuple[Row, ...]) -> Module:
+    """The module with one kernel divided, once for each row."""
+    name = division.kernel
+    if why := division.obstacle(module):
+        raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be divided into roles: {why}")
+    kernel = _padded(module, module.kernel(name))
+    divided = [_divided(kernel, _copies(module, row), resident(module, row)) for row in chosen]
+    own = [replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in divided[1:]]
+    schedules = [(of, (*has, chosen[0]) if of == name else has) for of, has in module.schedules]
+    schedules += [(k.name, (row,)) for k, row in zip(own, chosen[1:], strict=True)]
+    return replace(module, divided=(*module.divided, divided[0], *own), schedules=tuple(schedules))
 
 
 def _copies(module: Module, row: Row) -> int:

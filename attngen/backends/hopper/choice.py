@@ -11,7 +11,7 @@ from sympy.core.relational import Relational
 from attngen.backends.hopper.facts import (
     DEVICE,
     FIRST_BARRIER,
-    KERNEL,
+    FORWARD,
     NAME,
     NAMED_BARRIERS,
     REGISTERS,
@@ -55,7 +55,7 @@ PAIRED = 64  # rows of keys at most, where a number is loaded for each score: of
 
 def obstacle(module: Module, kernel: Kernel) -> str:
     """Why a kernel cannot be divided, as the end of a sentence; empty text if it can."""
-    if kernel.name != KERNEL or kernel.walks or kernel.packs:
+    if kernel.name != FORWARD or kernel.walks or kernel.packs:
         return "its programs own no tile of queries (`order: kv_outer`)"
     if not any(row.elem_bytes == 2 for row in module.rows(kernel.name)):
         return "no dtype of the spec has 16 bits"
@@ -80,7 +80,7 @@ def declined(module: Module) -> str:
     columns and little beside it; with narrow heads, but for three consumers, two programs, or numbers that are looked up; and of masks and
     modifiers that compute more for a score than those that were compiled, as registers may spill.
     """
-    kernel, wide = module.kernel(KERNEL), max(module.head_dim_qk, module.head_dim_v)
+    kernel, wide = module.kernel(FORWARD), max(module.head_dim_qk, module.head_dim_v)
     if why := obstacle(module, kernel):
         return why
     bare = not kernel.reads_pairs and _is_plain(module, kernel)
@@ -168,7 +168,7 @@ def is_of_keys(kernel: Kernel, op: Op) -> bool:
 
 def key_bytes(module: Module, row: Row) -> int:
     """Bytes of shared memory for numbers that lie beside tiles of keys."""
-    kernel = module.kernel(KERNEL)
+    kernel = module.kernel(FORWARD)
     tensors = {op.src.tensor for op in kernel.ops() if isinstance(op, Load) and is_of_keys(kernel, op)}
     return 4 * row.block_kv * row.num_stages * len(tensors)
 
@@ -203,7 +203,7 @@ def staying(module: Module, row: Row) -> int:
     that takes turns. There is one slot where a consumer has a loop for each class of tiles, and no product before both: ptxas 12.8
     computes a slot's address at the start of one of the loops alone (see unset.py).
     """
-    kernel = module.kernel(KERNEL)
+    kernel = module.kernel(FORWARD)
     if kernel.reads_pairs:
         return 0  # it would spill: what addresses of data depend on lives through all products
     apart = resident(module, row) > 1 and len(kernel.loops) > 1 and not may_hide(module, row)
@@ -220,7 +220,7 @@ def may_hide(module: Module, row: Row) -> bool:
     So it is where the rows of all copies but one are at least as many as the keys of a tile, no mask reads what is loaded for a tile, and
     the bounds of the loops say which tiles a copy's rows see.
     """
-    kernel = module.kernel(KERNEL)
+    kernel = module.kernel(FORWARD)
     loads = (op for op in kernel.ops() if isinstance(op, (Gather, Load)))
     of_masks = (op for op in loads if not {"D_QK", "D_V"} & set(op.type.unpadded))
     if row.block_q - ROWS < row.block_kv or any("BLOCK_KV" in op.type.dims for op in of_masks):
@@ -243,7 +243,7 @@ def in_turns(module: Module, row: Row) -> int:
     (docs/perf-log.md, section 27): programs that keep in step read the same keys at the same time, and the L2 serves fewer reads. Two that
     draw random words are faster, too (section 30): while one computes, products of the other run.
     """
-    kernel, copies = module.kernel(KERNEL), row.block_q // ROWS
+    kernel, copies = module.kernel(FORWARD), row.block_q // ROWS
     steady = (_is_even(kernel) or module.head_dim_v > STEADY) and _is_light(module, kernel)
     wanted = copies > 2 if is_narrow(module) else copies > 1 and (steady or module.dropout)
     barriers = 2 * row.num_stages + copies  # at least: of rings of keys and values, and of turns
@@ -258,7 +258,7 @@ def output_columns(module: Module, row: Row, slots: int) -> int:
     """
     _, v = laid_out(module)
     programs = resident(module, row)
-    whole = shares_slot(module) and not _is_even(module.kernel(KERNEL))
+    whole = shares_slot(module) and not _is_even(module.kernel(FORWARD))
     return next((n for n in ((v,) if whole else (v, v // 2)) if _has_room(module, row, programs, slots, n)), 0)
 
 
@@ -289,7 +289,7 @@ def may_share(module: Module) -> bool:
     So it is with narrow heads. A consumer has half of the registers then. Random words of dropout take more, and so do numbers that are
     loaded for each score; those for rows and for keys, too, if more is computed than masks of documents do.
     """
-    kernel = module.kernel(KERNEL)
+    kernel = module.kernel(FORWARD)
     heavy = module.dropout or kernel.reads_pairs or (_loads_both(kernel) and _work(kernel) > WORK_OF_BOTH)
     return is_narrow(module) and not heavy and not (module.blocks and module.blocks.size < SHARED_ROWS)
 
@@ -313,7 +313,7 @@ def shares_slot(module: Module) -> bool:
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
-    three = is_narrow(module) and takes_three(module, module.kernel(KERNEL))
+    three = is_narrow(module) and takes_three(module, module.kernel(FORWARD))
     fitting = (tiles for (qk, v), tiles in TILES.items() if module.head_dim_qk <= qk and module.head_dim_v <= v)
     usual = THREE if three else TWICE if may_share(module) else next(fitting)
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
@@ -332,14 +332,14 @@ def long_row(module: Module) -> Row | None:
 
     So it is where more keys are visited, the more there are, as under a causal mask: then few of them are in tiles that the mask cuts.
     """
-    kernel, chosen = module.kernel(KERNEL), row(module, *THREE)
+    kernel, chosen = module.kernel(FORWARD), row(module, *THREE)
     able = resident(module, row(module)) > 1 and _is_light(module, kernel) and may_hide(module, chosen)
     return replace(chosen, min_rows=LONG) if able and mask_class(module, kernel, 2 * LONG).startswith("causal") else None
 
 
 def candidates(module: Module) -> tuple[Row, ...]:
     """Rows of the forward that are worth measuring: those whose rings fit shared memory, and whose tiles fit a consumer's registers."""
-    if obstacle(module, module.kernel(KERNEL)):
+    if obstacle(module, module.kernel(FORWARD)):
         return ()
     keys = [n for n in KEYS if n <= _most_keys(module)]
     rows = (row(module, ROWS * copies, *tiles) for copies in REGISTERS for tiles in product(keys, SLOTS))
@@ -348,7 +348,7 @@ def candidates(module: Module) -> tuple[Row, ...]:
 
 def _most_keys(module: Module) -> int:
     """The rows of keys that a tile has at most, where attngen chooses."""
-    paired = any(isinstance(op, Load) and set(op.type.dims) == PAIR for op in module.kernel(KERNEL).ops())
+    paired = any(isinstance(op, Load) and set(op.type.dims) == PAIR for op in module.kernel(FORWARD).ops())
     return PAIRED if paired else max(KEYS)
 
 

@@ -7,8 +7,7 @@ the program was launched with: 65,536 registers for each multiprocessor, in grou
 from __future__ import annotations
 
 NAME = "hopper"
-KERNEL = "fwd"  # that is divided
-LONG_KERNEL = "fwd_long"  # the one for long sequences, where it is another
+FORWARD = "fwd"  # the kernel of the forward
 DEVICE = "sm90"  # the device class of attngen/devices.py
 ROWS = 64  # of the program's tile that each consumer has
 REGISTERS = {1: (240, 64), 2: (240, 24), 3: (160, 32)}  # copies of the consumer -> registers per thread, of it and of the producer
