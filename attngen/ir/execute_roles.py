@@ -130,16 +130,16 @@ class DividedLaunch(Launch):
     def role(self, block: Block, role: Role, copy: int, values: Values) -> Generator[bool, None, Values]:
         """A copy of a role: the program's tile is divided among those that have rows. It yields whether it is waiting."""
         mine = {**values, "copy": copy, "taken": {}, "parts": role.copies if role.rows else 1}
-        if "q_start" in values:
+        if f"{self.kernel.own_axis}_start" in values:
             mine |= self.share(copy, mine["parts"], values)
         return (yield from self.block(block.name, mine, "entry"))
 
-    @staticmethod
-    def share(copy: int, copies: int, values: Values) -> Values:
+    def share(self, copy: int, copies: int, values: Values) -> Values:
         """What one copy's part of the program's rows is."""
-        rows = values["BLOCK_Q"] // copies
-        first = values["q_start"] + copy * rows
-        return {"BLOCK_Q": rows, "q_start": first, "q_idx": first + np.arange(rows)}
+        own = self.kernel.own_axis
+        rows = values[AXIS_DIM[own]] // copies
+        first = values[f"{own}_start"] + copy * rows
+        return {AXIS_DIM[own]: rows, f"{own}_start": first, f"{own}_idx": first + np.arange(rows)}
 
     # ------------------------------------------------------------------ control
 
@@ -213,7 +213,8 @@ class DividedLaunch(Launch):
             return
         owner = next((b.role for b in self.kernel.roles if b.name == op.each), None)
         copies = owner.copies if owner else 1
-        sizes = {**values, "BLOCK_Q": values["BLOCK_Q"] // copies}
+        own = AXIS_DIM[self.kernel.own_axis]
+        sizes = {**values, own: values[own] // copies}
         takers = sum(b.role.copies for b in self.kernel.roles if b.role and self.takes(b.name, op.name))
         slots = int(compiled(op.slots)(values))
         found = []

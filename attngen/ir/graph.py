@@ -268,6 +268,11 @@ class Kernel:
         """The axis of whose tiles a program owns one, q or kv: from `own`, else from the grid or the loop of class `all`."""
         return self.own or self.tiled_axis
 
+    @property
+    def loop_axis(self) -> str:
+        """The other axis, over whose tiles its loops run."""
+        return "kv" if self.own_axis == "q" else "q"
+
     @cached_property
     def tiled_axis(self) -> str:
         """The axis of tiles that the grid has, or that a loop of class `all` runs over; empty where there is none. Of two it is `own`."""
@@ -433,6 +438,10 @@ class Row:
     measured: bool = False
     backend: str = DEFAULT_BACKEND  # of attngen/backends: what compiles the kernel
     min_rows: int = 0
+
+    def rows_of(self, axis: str) -> int:
+        """The rows of a tile of an axis, `q` or `kv`."""
+        return self.block_q if axis == "q" else self.block_kv
 
 
 @dataclass(frozen=True)

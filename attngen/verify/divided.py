@@ -77,8 +77,8 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
             who = f"each of {kernel.resident} programs on a multiprocessor" if kernel.resident > 1 else "a program"
             yield f"the roles' groups of four warps have {given} registers for each lane; {who} has {most} at its launch"
         for name, role in found.items():
-            if role and role.rows and role.copies * role.rows != row.block_q:
-                yield f"@{name} has {role.copies} copies of {role.rows} rows, and {row.device} has BLOCK_Q={row.block_q}"
+            if role and role.rows and role.copies * role.rows != (own := row.rows_of(kernel.own_axis)):
+                yield f"@{name} has {role.copies} copies of {role.rows} rows, and {row.device} has {AXIS_DIM[kernel.own_axis]}={own}"
 
 
 def scopes(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import sympy
 
+from attngen.backends.hopper.forward import with_forwards
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Init, Map, Op, Reduce, Type, Yield
@@ -42,7 +43,7 @@ class ChainSums(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(map(_chained, module.divided)))
+        return with_forwards(module, _chained)
 
 
 def _chained(kernel: Kernel) -> Kernel:

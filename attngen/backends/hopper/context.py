@@ -14,7 +14,7 @@ from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, pieces
 from attngen.ir.graph import Module
-from attngen.ir.ops import AXIS_DIM, Access, Arg, Block, Init, Loop, Map, Mask, Op, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Arg, Block, Init, Loop, Map, Mask, Op, Yield
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
@@ -57,6 +57,7 @@ class DividedContext(PipelineContext):
         divided = next(kernel for kernel in module.divided if kernel.name == name)
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
         self.stays = any(isinstance(op, Work) for op in divided.ops())
+        self.own, self.loop = divided.own_axis, divided.loop_axis
         super().__init__(module, divided)
         self.portable = KernelContext(module, module.kernel(divided.stands_for))
         # With modifiers, ptxas would move their arithmetic up past the await of P V, if nothing stood there.
@@ -135,7 +136,7 @@ class DividedContext(PipelineContext):
         return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
 
     def _described_tensors(self, params: list[str]) -> list[tuple[str, ...]]:
-        rows = {"q": str(ROWS), "kv": '"BLOCK_KV"'}
+        rows = {self.own: str(ROWS), self.loop: f'"{AXIS_DIM[self.loop]}"'}
         copied = [
             (op.src, op.ring) if isinstance(op, Fill) else (op.dst, op.through) for op in self.kernel.ops() if isinstance(op, (Fill, Put))
         ]
@@ -171,7 +172,7 @@ class DividedContext(PipelineContext):
         return self.scalar(ring.slots).replace("num_stages", "SLOTS")
 
     def _dims(self, dims: tuple[str, ...], each: bool = True) -> list[str]:
-        return ["ROWS" if d == "BLOCK_Q" and each else d for d in dims]
+        return ["ROWS" if d == AXIS_DIM[self.own] and each else d for d in dims]
 
     def _role(self, block: Block, params: list[str]) -> RoleView:
         assert block.role is not None
@@ -226,25 +227,25 @@ class DividedContext(PipelineContext):
 
     def _positions(self, words: set[str]) -> list[str]:
         """Layouts, and the positions of rows and of keys in their tiles."""
-        lines = ["SCORES: gl.constexpr = layout_of(BLOCK_KV)"]
+        lines = [f"SCORES: gl.constexpr = layout_of({AXIS_DIM[self.loop]})"]
         if words & {"SUMS", "OPERAND"}:
             lines.append(f"SUMS: gl.constexpr = layout_of({self._width('d_v')})")
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
         if "CHAINED" in words:
             lines.append("CHAINED: gl.constexpr = chained_layout()")
-        if "q_off" in words or "q_idx" in words:
-            lines.append("q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
-        if "kv_off" in words or "kv_idx" in words:
-            lines.append("kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))")
+        if words & {f"{self.own}_off", f"{self.own}_idx"}:
+            lines.append(f"{self.own}_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
+        if words & {f"{self.loop}_off", f"{self.loop}_idx"}:
+            lines.append(f"{self.loop}_off = gl.arange(0, {AXIS_DIM[self.loop]}, layout=gl.SliceLayout(0, SCORES))")
         if "dtype" in words:
             lines.append("dtype = O.dtype")
         return lines
 
-    @staticmethod
-    def _own_rows(words: set[str]) -> list[str]:
+    def _own_rows(self, words: set[str]) -> list[str]:
         """The positions of the copy's own rows."""
-        return ["q_start = q_start + COPY * ROWS", *(["q_idx = q_start + q_off"] if "q_idx" in words else [])]
+        start, own = f"{self.own}_start", f"{self.own}_idx"
+        return [f"{start} = {start} + COPY * ROWS", *([f"{own} = {start} + {self.own}_off"] if own in words else [])]
 
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """The next slot of each ring that a role fills or takes from; the phase of its barrier, or how often the role has filled it."""
@@ -306,7 +307,8 @@ class DividedContext(PipelineContext):
         assert isinstance(tensor, Arg)
         first = next(name for name, ring in self.rings.items() if ring.beside == tiles)
         start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)
-        row = {"start": f"{start} + kv_start", "left": "Nk - kv_start", "into": self._short(op.ring)}
+        at, extent = f"{self.loop}_start", AXIS_EXTENT[self.loop]
+        row = {"start": f"{start} + {at}", "left": f"{extent} - {at}", "into": self._short(op.ring)}
         return {"ring": self._short(tiles), "row": row, "waits": first == op.ring, **self._slot(tiles)}
 
     def _tell(self, op: Tell, cls: str) -> dict[str, Any]:
@@ -342,7 +344,7 @@ class DividedContext(PipelineContext):
 
     def _place(self, access: Access, moved: str = "", column: str = "0") -> str:
         """The coordinates of a tile's first element."""
-        starts = {"q": f"q_start{moved}", "kv": "kv_start"}
+        starts = {self.own: f"{self.own}_start{moved}", self.loop: f"{self.loop}_start"}
         return ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in access.index)
 
     def _take(self, op: Take, cls: str) -> dict[str, Any]:

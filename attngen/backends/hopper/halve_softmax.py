@@ -43,6 +43,7 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
+from attngen.backends.hopper.forward import with_forwards
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Dropout, Map, Op, Reduce, SoftmaxStep, Type, Yield
@@ -59,7 +60,7 @@ class HalveSoftmax(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_halved(module, kernel) for kernel in module.divided))
+        return with_forwards(module, lambda kernel: _halved(module, kernel))
 
 
 @dataclass(frozen=True)

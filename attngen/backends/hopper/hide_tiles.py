@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import may_hide
+from attngen.backends.hopper.forward import with_forwards
 from attngen.bounds.copies import copy_bounds
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Loop, Op
@@ -41,7 +42,7 @@ class HideTiles(Pass):
         def chosen(kernel: Kernel) -> bool:
             return all(may_hide(module, row) for row in module.rows(kernel.name, kernel.backend))
 
-        return replace(module, divided=tuple(_hiding(kernel) if chosen(kernel) else kernel for kernel in module.divided))
+        return with_forwards(module, lambda kernel: _hiding(kernel) if chosen(kernel) else kernel)
 
 
 def _hiding(kernel: Kernel) -> Kernel:

@@ -21,6 +21,7 @@ from typing import ClassVar
 import networkx as nx
 
 from attngen.backends.hopper.choice import overlaps
+from attngen.backends.hopper.forward import with_forwards
 from attngen.bounds.intervals import mentions
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Gather, Load, Loop, Mask, Op, Type, Yield
@@ -36,7 +37,7 @@ class OverlapSoftmax(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_overlapped(kernel) if overlaps(kernel) else kernel for kernel in module.divided))
+        return with_forwards(module, lambda kernel: _overlapped(kernel) if overlaps(kernel) else kernel)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import AXIS_DIM
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -21,15 +22,15 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
             continue
         need, has = ring_bytes(module, kernel, row), room_of(kernel.resident)
         if need > has:
-            given = f"BLOCK_KV={row.block_kv} and num_stages={row.num_stages}"
+            given = f"{AXIS_DIM[kernel.loop_axis]}={row.rows_of(kernel.loop_axis)} and num_stages={row.num_stages}"
             yield f"with {given} it needs {need:,} bytes of shared memory; {_who(kernel)} has {has:,}"
         slots = sum(slots_of(op, row) for op in rings(kernel) if is_reused(kernel, op.name))
         most = NAMED_BARRIERS - FIRST_BARRIER - turns(kernel)
         if slots > most:
             others = ", as copies that take turns have the others" if turns(kernel) else ""
             yield f"its rings have {slots} slots; expected {most} at most, of which each takes a named barrier{others}"
-        if not is_power_of_two(row.block_kv) or not 16 <= row.block_kv <= 256:
-            yield f"BLOCK_KV={row.block_kv}; expected a power of two from 16 to 256"
+        if not is_power_of_two(visited := row.rows_of(kernel.loop_axis)) or not 16 <= visited <= 256:
+            yield f"{AXIS_DIM[kernel.loop_axis]}={visited}; expected a power of two from 16 to 256"
 
 
 def _who(kernel: Kernel) -> str:

@@ -32,6 +32,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import PLACE_SLOTS, staying
+from attngen.backends.hopper.forward import with_forwards
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Loop, Op, Type
 from attngen.ir.roles import Drain, Give, Pipeline, Recall, Ring, Take, Work
@@ -46,11 +47,11 @@ class ScheduleWork(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        divided = []
-        for kernel in module.divided:
+        def changed(kernel: Kernel) -> Kernel:
             slots = min(staying(module, row) for row in module.rows(kernel.name, kernel.backend))
-            divided.append(_staying(kernel, slots) if slots else kernel)
-        return replace(module, divided=tuple(divided))
+            return _staying(kernel, slots) if slots else kernel
+
+        return with_forwards(module, changed)
 
 
 def _staying(kernel: Kernel, slots: int) -> Kernel:

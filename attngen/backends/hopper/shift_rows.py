@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import keeps_columns
+from attngen.backends.hopper.forward import with_forwards
 from attngen.bounds.intervals import implies
 from attngen.ir.expr import Expr, conjuncts, symbol
 from attngen.ir.graph import Kernel, Module
@@ -41,7 +42,7 @@ class ShiftRows(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_shifted(kernel, keeps_columns(module, kernel)) for kernel in module.divided))
+        return with_forwards(module, lambda kernel: _shifted(kernel, keeps_columns(module, kernel)))
 
 
 def _shifted(kernel: Kernel, kept: bool) -> Kernel:

@@ -20,6 +20,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import splits_mask
+from attngen.backends.hopper.forward import with_forwards
 from attngen.bounds.cuts import cut_by, data_of
 from attngen.ir.expr import Bool, symbol_names
 from attngen.ir.graph import Kernel, Module
@@ -33,7 +34,7 @@ class SplitMasks(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_split(module, kernel) for kernel in module.divided))
+        return with_forwards(module, lambda kernel: _split(module, kernel))
 
 
 def _split(module: Module, kernel: Kernel) -> Kernel:

@@ -27,7 +27,7 @@ from attngen.bounds.sizes import STAGES, sizes, tile_bytes
 from attngen.bounds.tiles import evaluate
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import DTYPE_BYTES, Arg
+from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Arg
 from attngen.ir.roles import Fill, Ring, Work
 
 BARRIER_BYTES, BARRIER_ALIGNMENT = 8, 16
@@ -81,7 +81,7 @@ def slots_of(ring: Ring, row: Row) -> int:
 def _tiles(module: Module, kernel: Kernel, ring: Ring) -> Expr:
     """Bytes of a ring's tiles. Copies that have a ring each share the rows of the program's tile."""
     tile = replace(ring.type, dims=(*ring.type.dims[:-1], str(width_of(module, ring)))) if ring.columns else ring.type
-    times = 1 if "BLOCK_Q" in ring.type.dims else copies_of(kernel, ring)
+    times = 1 if AXIS_DIM[kernel.own_axis] in ring.type.dims else copies_of(kernel, ring)
     return times * ring.slots.subs(symbol("num_stages"), STAGES) * tile_bytes(tile)
 
 

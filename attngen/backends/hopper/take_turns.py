@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import in_turns
+from attngen.backends.hopper.forward import with_forwards
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Op
 from attngen.ir.roles import Issue, Pipeline, Turn
@@ -40,7 +41,7 @@ class TakeTurns(Pass):
         def chosen(kernel: Kernel) -> bool:
             return all(in_turns(module, row) for row in module.rows(kernel.name, kernel.backend))
 
-        return replace(module, divided=tuple(_in_turns(kernel) if chosen(kernel) else kernel for kernel in module.divided))
+        return with_forwards(module, lambda kernel: _in_turns(kernel) if chosen(kernel) else kernel)
 
 
 def _in_turns(kernel: Kernel) -> Kernel:
