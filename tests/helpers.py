@@ -19,7 +19,6 @@ from attngen.ir.graph import Meaning, Module, Row
 from attngen.ir.ops import Mask
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.base import Pass
-from attngen.passes.drop_undivided import without
 from attngen.passes.pipeline import lower, stages
 from attngen.spec import Spec, load_spec
 from attngen.verify import verify
@@ -96,9 +95,8 @@ def target(name: str) -> Module:
 
 
 def portable(name: str) -> Module:
-    """The same without divided kernels, which would have to be edited with those that they stand in for, and what runs divided alone."""
-    whole = target(name)
-    module = without(replace(whole, divided=()), {kernel.name for kernel in whole.kernels if kernel.adds})
+    """The same without divided kernels, which would have to be edited with those that they stand in for."""
+    module = target(name)
     rows = tuple((k, tuple(r for r in rows if not isinstance(r, Row) or r.backend == module.backend)) for k, rows in module.schedules)
     return replace(module, divided=(), schedules=rows)
 

@@ -15,7 +15,7 @@ from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Plac
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
-from attngen.policy import FUSED_KEYS, SPLIT_KEYS
+from attngen.policy import SPLIT_KEYS
 from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
@@ -158,14 +158,7 @@ def _backward(module: Module) -> Host:
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
-    if walks:
-        _launch_by_key(b, module)
-    elif fused := next((kernel for kernel in module.kernels if kernel.adds), None):
-        b.branch("In_one_pass", "one_pass", where=sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys()), orelse="apart")
-        _launch_fused(b, fused)
-        _launch_by_owner(b, module, "apart")
-    else:
-        _launch_by_owner(b, module)
+    (_launch_by_key if walks else _launch_by_owner)(b, module)
     results = {"dQ": "dQ", "dK": "dK", "dV": "dV"}
     if walks:  # @bwd always writes both
         b.branch("Needed", "both", where=NEED_KV, orelse="neither")
@@ -189,30 +182,14 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
     b.launch("dq_end", "queries")
 
 
-def _many_keys() -> Bool:
-    """Whether each multiprocessor has several programs of key tiles: of few, most would wait for their first turns."""
-    batch, heads, keys, processors = map(symbol, ("B", "Hq", "Nk", "processors"))
-    return sympy.Ge(batch * heads * keys, FUSED_KEYS * processors)
-
-
-def _launch_fused(b: HostBuilder, fused: Kernel) -> None:
-    """One kernel for all gradients, whose sums of dQ a last one turns into the element type."""
-    b.launch("delta", "one_pass")
-    for arg in fused.args:
-        if arg.name not in ("dK", "dV") and arg.role in ("out", "sum"):
-            b.alloc(arg.name, "one_pass", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)
-    b.launch("bwd", "one_pass")
-    b.launch("dq_end", "one_pass")
-
-
-def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> None:
+def _launch_by_owner(b: HostBuilder, module: Module) -> None:
     """First the kernel that owns queries, which also computes what the others need of each query; then the kernels that own keys."""
-    b.branch("By_query", "queries", block, of=("dQ",), orelse="statistics")
+    b.branch("By_query", "queries", of=("dQ",), orelse="statistics")
     b.launch("dq", "queries")
     b.branch("By_rows", "rows_alone", "statistics", of=("O",))
     b.launch("delta", "rows_alone")
-    b.branch("By_key", "keys", block, of=("dK",))
-    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv" and not kernel.adds]
+    b.branch("By_key", "keys", of=("dK",))
+    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv"]
     parts: dict[str, str] = {}
     if any(sharing(kernel.grid) for kernel in owners):
         b.add(Map("splits", _splits(), (), Type("i32", (), "reg")), "keys")

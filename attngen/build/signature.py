@@ -17,8 +17,7 @@ class Signature(NamedTuple):
 
     What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one tile.
     One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
-    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part. To what it `adds` to, other
-    programs add, too.
+    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part.
     """
 
     name: str
@@ -28,7 +27,6 @@ class Signature(NamedTuple):
     rewrites: tuple[str, ...] = ()
     packs: bool = False
     shares: str = ""
-    adds: tuple[str, ...] = ()
     about: str = ""
 
     @property
@@ -85,7 +83,7 @@ def tensor_args(
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(signature.own, blocks.data).items()]
     if dropout and signature.scores:
         args.append(Arg("SEED", "in", Type("i64")))
-    return [*args, *tensors(signature.rewrites, "inout"), *tensors(signature.adds, "sum"), *tensors(signature.writes, "out"), *parts]
+    return [*args, *tensors(signature.rewrites, "inout"), *tensors(signature.writes, "out"), *parts]
 
 
 def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:

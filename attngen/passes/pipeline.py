@@ -14,7 +14,6 @@ from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.dce import Dce
-from attngen.passes.drop_undivided import DropUndivided
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
 from attngen.passes.list_tiles import ListTiles
@@ -54,7 +53,6 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         PipelineLoads(num_stages=s.stages),
         Dce(),
         *(p for divider in DIVIDERS.values() for p in divider.passes(partial(choose, divider, s, tables))),
-        DropUndivided(),
         *backend.legalize,
     )
 
@@ -87,7 +85,7 @@ def divide(module: Module, kernel: str, row: Row) -> Module:
     def choose_it(division: Division, _: Module) -> tuple[Row, ...] | str:
         return (row,) if division.kernel == kernel else "nobody asked"
 
-    steps = (*DIVIDERS[row.backend].passes(choose_it), DropUndivided(), *backend_of(module).legalize)
+    steps = (*DIVIDERS[row.backend].passes(choose_it), *backend_of(module).legalize)
     *_, (_, made) = _run(module, steps)
     return made
 

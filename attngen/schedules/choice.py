@@ -19,11 +19,11 @@ def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], divis
     """The rows of the divided kernels of one kernel, one for each; or why there are none, as the end of a sentence.
 
     A spec that asks for the backend has the kernel divided for any number of rows, others for more than the backend says at least. Its
-    tiles are those of the first kernel that the backend divides, the forward. Others are divided where they would be without a word.
+    tiles are those of the first kernel that the backend divides, the forward. What else cannot be divided stays portable.
     """
     table = tables.get(divider.device)
     if asked.backend == divider.name and division is not divider.divisions[0]:
-        return division.declined(module) or _expected(division, module)
+        return division.obstacle(module) or _expected(division, module)
     if asked.backend == divider.name:
         tiles = asked.block_q, asked.block_kv, asked.stages
         if any(tiles):
@@ -75,7 +75,9 @@ def _automatic(divider: Divider, division: Division, table: Table | None, module
     return (bounded(replace(next(iter(others)), max_rows=chosen.min_rows)), chosen) if others else (chosen,)
 
 
-def _faster(divider: Divider, division: Division, table: Table | None, module: Module, max_rows: int | None) -> dict[Row, float] | None:
+def _faster(
+    divider: Divider, division: Division, table: Table | None, module: Module, max_rows: int | None
+) -> dict[Row, float] | None:
     """Rows that this module can have, and that were measured to be faster than the portable kernel in a range, with their times.
 
     They are in order, the fastest first. None if none was measured.

@@ -24,8 +24,8 @@ from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import AXIS_DIM, Arg, Gather, Load, Loop, Map, Mask, Op
-from attngen.ir.roles import Give, Ring, Share, Take, Turn, Work
+from attngen.ir.ops import Arg, Gather, Load, Loop, Map, Mask, Op
+from attngen.ir.roles import Give, Ring, Take, Turn, Work
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
 
@@ -160,11 +160,8 @@ def _work(kernel: Kernel) -> int:
 
 
 def is_of_keys(kernel: Kernel, op: Op) -> bool:
-    """Whether it loads a number of 32 bits for each row of a tile that a loop visits, which the producer can put beside the tile.
-
-    Beyond the end it is 0.
-    """
-    if not isinstance(op, Load) or op.type.dims != (AXIS_DIM[kernel.loop_axis],) or op.type.dtype not in ("f32", "i32"):
+    """Whether it loads a number of 32 bits for each key of a tile, which the producer can put beside the tile; 0 beyond the keys."""
+    if not isinstance(op, Load) or op.type.dims != ("BLOCK_KV",) or op.type.dtype not in ("f32", "i32"):
         return False
     return op.other == 0 and not kernel.only_known(op)
 
@@ -388,24 +385,6 @@ def turns(kernel: Kernel) -> int:
 def copies_of(kernel: Kernel, ring: Ring) -> int:
     """How many rings there are of one that each copy of a role has; else 1."""
     return next((b.role.copies for b in kernel.roles if b.role and b.name == ring.each), 1)
-
-
-def handed_over(kernel: Kernel) -> dict[str, bool]:
-    """The rings through which copies share a tile, and whether another role takes it."""
-    shares = {op.ring: role.name for role in kernel.roles for op in kernel.within(role.name) if isinstance(op, Share)}
-    takes = {op.ring: role.name for role in kernel.roles for op in kernel.within(role.name) if isinstance(op, Take)}
-    return {ring: takes.get(ring) != role for ring, role in shares.items()}
-
-
-def barriers_of(kernel: Kernel, ring: str) -> int:
-    """The named barriers of each slot of a ring: of one that is filled again, one; of a tile that copies share, one for each of them.
-
-    Where another role takes that, barriers in shared memory say when it is full, and when it is free.
-    """
-    shared = handed_over(kernel)
-    if ring in shared:
-        return 0 if shared[ring] else max(role.role.copies for role in kernel.roles if role.role)
-    return int(is_reused(kernel, ring))
 
 
 def is_reused(kernel: Kernel, ring: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attngen.backends.base import Division
-from attngen.backends.hopper import choice, gradients
-from attngen.backends.hopper.facts import BY_KEY, FORWARD, FUSED
+from attngen.backends.hopper import choice
+from attngen.backends.hopper.facts import FORWARD
 
 DIVISIONS = (
     Division(
@@ -15,23 +15,5 @@ DIVISIONS = (
         least=choice.least_rows,
         candidates=choice.candidates,
         declined=choice.declined,
-    ),
-    Division(
-        kernel=BY_KEY,
-        obstacle=gradients.obstacle,
-        row=gradients.row,
-        long=lambda module: None,
-        least=lambda module, row: choice.FEW,
-        candidates=lambda module: (),
-        declined=gradients.declined,
-    ),
-    Division(
-        kernel=FUSED,
-        obstacle=lambda module: gradients.obstacle(module, FUSED),
-        row=gradients.row,
-        long=lambda module: None,
-        least=lambda module, row: choice.FEW,
-        candidates=lambda module: (),
-        declined=lambda module: gradients.declined(module, FUSED),
     ),
 )

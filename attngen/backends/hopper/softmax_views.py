@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.backends.hopper.choice import PAIR
 from attngen.ir.ops import Dropout, Keep, Reduce, SoftmaxStep
 from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, Ramp, SoftmaxRows, Weigh
 from attngen.printing.context import KernelContext
@@ -52,8 +51,7 @@ class SoftmaxContext(KernelContext):
         return {"var": self.var(op.name), "value": self.var(op.value), "dtype": "dtype"}
 
     def _hold(self, op: Hold | Defer, cls: str) -> dict[str, Any]:
-        text = {"var": self.var(op.name), "value": self.var(op.value), "each": 2 * len(op.type.dims)}
-        return {**text, "tile": {*op.type.dims} == PAIR}
+        return {"var": self.var(op.name), "value": self.var(op.value), "each": 2 * len(op.type.dims)}
 
     _defer = _hold
 
