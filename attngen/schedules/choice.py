@@ -75,9 +75,7 @@ def _automatic(divider: Divider, division: Division, table: Table | None, module
     return (bounded(replace(next(iter(others)), max_rows=chosen.min_rows)), chosen) if others else (chosen,)
 
 
-def _faster(
-    divider: Divider, division: Division, table: Table | None, module: Module, max_rows: int | None
-) -> dict[Row, float] | None:
+def _faster(divider: Divider, division: Division, table: Table | None, module: Module, max_rows: int | None) -> dict[Row, float] | None:
     """Rows that this module can have, and that were measured to be faster than the portable kernel in a range, with their times.
 
     They are in order, the fastest first. None if none was measured.

@@ -1,4 +1,4 @@
-"""assign-roles: divide kernels into roles, and choose the tiles of its programs.
+"""assign-roles: divide kernels into roles, and choose the tiles of their programs.
 
 before:  kernel @fwd own(q) grid(...)
 after:   (the same), and
