@@ -8,9 +8,16 @@ FEW_QUERIES = 64  # so many fill a tile: with fewer, grouped heads that share ke
 # The query heads of a group are split among programs, so that those which own few keys keep a device busy: a multiprocessor has so
 # many keys of all sequences and heads at least (docs/perf-log.md, section 18).
 SPLIT_KEYS = 512
+# Where one kernel computes dQ, dK and dV, each multiprocessor has so many keys of all sequences and heads at least, as of few most programs
+# would wait for their first turns; and a sequence has so many queries, and keys (docs/perf-log.md, section 31).
+FUSED_KEYS = 480
+FUSED_ROWS = 1024
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
 # Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
 ABREAST = 8
+# Bytes of what programs stream that add to dQ in turns, of the heads that run together: each program starts when the one before it has a
+# lead, and finds its tiles in the L2 (docs/perf-log.md, section 31).
+TOGETHER = 16 * 2**20
 
 # ---------------------------------------------------------------- lists of blocks that data gives
 

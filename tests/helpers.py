@@ -15,10 +15,13 @@ import torch
 
 from attngen.emit.files import write_module
 from attngen.emit.render import render
+from attngen.ir.expr import symbol
 from attngen.ir.graph import Meaning, Module, Row
-from attngen.ir.ops import Mask
+from attngen.ir.host import If
+from attngen.ir.ops import Mask, Op
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.base import Pass
+from attngen.passes.drop_undivided import without
 from attngen.passes.pipeline import lower, stages
 from attngen.spec import Spec, load_spec
 from attngen.verify import verify
@@ -95,10 +98,23 @@ def target(name: str) -> Module:
 
 
 def portable(name: str) -> Module:
-    """The same without divided kernels, which would have to be edited with those that they stand in for."""
-    module = target(name)
+    """The same without divided kernels, which would have to be edited with those that they stand in for, and what runs divided alone."""
+    whole = target(name)
+    module = without(replace(whole, divided=()), {kernel.name for kernel in whole.kernels if kernel.adds})
     rows = tuple((k, tuple(r for r in rows if not isinstance(r, Row) or r.backend == module.backend)) for k, rows in module.schedules)
     return replace(module, divided=(), schedules=rows)
+
+
+def in_one_pass(module: Module) -> Module:
+    """The module whose calls compute gradients in one pass, where it has a kernel for that, however short sequences are."""
+
+    def change(op: Op) -> list[Op]:
+        if not isinstance(op, If) or op.then != "one_pass":
+            return [op]
+        asked = (condition for condition in op.where.args if condition.free_symbols <= {*map(symbol, ("need_q", "need_kv", "fused"))})
+        return [replace(op, where=sympy.And(*asked))]
+
+    return replace(module, hosts=tuple(host.rewrite(change) for host in module.hosts))
 
 
 def edit(text: str, *changes: tuple[str, str]) -> str:

@@ -18,7 +18,7 @@ from attngen.bounds.sizes import tile_bytes
 from attngen.bounds.tiles import extent, heads, own_tiles
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import Arg, Base, Load, Op, Scatter, Store, Type
+from attngen.ir.ops import Add, Arg, Base, Load, Op, Scatter, Store, Type
 from attngen.ir.shares import sharing
 
 CACHE = sympy.Symbol("cache", positive=True)  # bytes of the last-level cache, the one before device memory
@@ -43,7 +43,7 @@ def _moves(kernel: Kernel, size: Callable[[Type], Expr]) -> Iterator[tuple[str, 
         for op in block.ops:
             if isinstance(op, Load) and op.type.dims:
                 yield block.name, op, size(op.type), none
-            elif isinstance(op, Scatter):
+            elif isinstance(op, (Add, Scatter)):
                 yield block.name, op, size(kernel.type_of(op.value)), size(kernel.type_of(op.value))
             elif isinstance(op, Store):
                 sums = Type("f32", ("BLOCK_KV",))  # sums by distance, for two turns of the diagonals
@@ -110,13 +110,13 @@ def dram_bytes(kernel: Kernel) -> Traffic:
         streamed = [streamed[0] + TILES * read, streamed[1] + TILES * written]
         arg = _tensor(kernel, op)
         once[arg.name] = (
-            tile_bytes(arg.type) if arg.role in ("in", "inout") else sympy.Integer(0),
-            tile_bytes(arg.type) if arg.role in ("out", "inout") else sympy.Integer(0),
+            tile_bytes(arg.type) if arg.role in ("in", "inout", "sum") else sympy.Integer(0),
+            tile_bytes(arg.type) if arg.role in ("out", "inout", "sum") else sympy.Integer(0),
         )
     if not once:
         return Traffic(kept[0], kept[1])
     every = [sympy.Min(streamed[i], sympy.Add(*(pair[i] for pair in once.values()))) for i in (0, 1)]
-    abreast = sympy.Min(kernel.grid[0].abreast, _heads(kernel)) if kernel.grid[0].abreast > 1 else sympy.Integer(1)
+    abreast = sympy.Min(kernel.grid[0].heads, _heads(kernel)) if kernel.grid[0].heads != 1 else sympy.Integer(1)
     at_once = sympy.Min(_heads(kernel), IN_FLIGHT if kernel.walks else sympy.Max(abreast, IN_FLIGHT / tiles))
     fits = sympy.Add(*(sympy.Max(*pair) for pair in once.values())) * at_once / _heads(kernel) <= CACHE
     together = sympy.Integer(1) if kernel.walks else sympy.Max(1, sympy.Min(IN_FLIGHT / abreast, tiles))
@@ -147,7 +147,7 @@ def compulsory_bytes(kernel: Kernel) -> Expr:
 
     Scratch memory is in a cache, and not moved.
     """
-    times = {"scalar": 0, "scratch": 0, "in": 1, "out": 1, "inout": 2}
+    times = {"scalar": 0, "scratch": 0, "in": 1, "out": 1, "inout": 2, "sum": 2}
     moved = sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args))
     return moved.subs({symbol("Nq"): extent(kernel, "q"), symbol("Nlse"): 0})
 

@@ -84,7 +84,7 @@ def done(module: Module, problem: Problem) -> Iterator[Done]:
         yield Done(shown, work[0], work[1], *_kept(forward, backward, numbers))
     forward, backward = (module.kernels_of(direction) for direction in DIRECTIONS)
     kept, saved = _kept(forward, backward, numbers)
-    of = {kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in module.kernels if kernel.loops}
+    of = {kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in (*forward, *backward) if kernel.loops}
     last = {d: next(k.name for k in reversed(module.kernels_of(d)) if k.loops) for d in module.directions}
     useful = {d: _value(useful_flops(module, d), of[name]) for d, name in last.items()}
     run = sum(_value(executed_flops(kernel), of[kernel.name]) for kernel in backward if kernel.loops)

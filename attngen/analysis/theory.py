@@ -205,9 +205,12 @@ def flash1() -> list[Theorem]:
 
 def emitted(module: Module, cls: str) -> list[Theorem]:
     """Theorems on each kernel. Kernels without a loop over tiles get one, on their traffic. Others get up to three: a program's tile has
-    Theta(M / d) rows; the traffic at the share of tiles that the mask leaves, unless it tends to 0; the traffic at any share s."""
+    Theta(M / d) rows; the traffic at the share of tiles that the mask leaves, unless it tends to 0; the traffic at any share s.
+
+    A kernel that adds to what others add to has none: its tiles are its backend's, and do not grow with M.
+    """
     found = []
-    for kernel in module.kernels:
+    for kernel in (k for k in module.kernels if not k.adds):
         if not tile_loops(kernel):
             found.append(Theorem(f"@{kernel.name}", "", moved([kernel]), N if kernel.prepares else N * D, (Regime("any M"),)))
             continue

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Row
-from attngen.ir.ops import Role
 
 GROUP = 4  # warps that have a number of registers together: those of a copy are filled up to a multiple
 
 
-def groups_of(role: Role) -> int:
-    """The groups of four warps of all copies of a role."""
-    return role.copies * -(-role.warps // GROUP)
+def groups(kernel: Kernel) -> list[int]:
+    """The registers of each lane of a kernel's groups of four warps. Roles of fewer warps share groups, which have those of the most."""
+    roles = [block.role for block in kernel.roles if block.role]
+    whole = [role.registers for role in roles for _ in range(role.copies * (role.warps // GROUP))]
+    rest = sorted((role.registers for role in roles for _ in range(role.copies * (role.warps % GROUP))), reverse=True)
+    return [*whole, *rest[::GROUP]]
 
 
 def launch_registers(kernel: Kernel, row: Row) -> int:
     """The registers of each thread of a program at its launch, with which so many programs fit a multiprocessor: a multiple of 8."""
     device = CLASSES[row.device]
-    threads = max(1, _groups(kernel)) * GROUP * device.threads_per_warp
+    threads = max(1, len(groups(kernel))) * GROUP * device.threads_per_warp
     return min(device.registers_per_thread + 1, device.registers_per_sm // (kernel.resident * threads)) // 8 * 8
 
 
 def lane_registers(kernel: Kernel, row: Row) -> int:
     """Those of all groups of a program, for each lane: roles share them."""
-    return _groups(kernel) * launch_registers(kernel, row)
+    return len(groups(kernel)) * launch_registers(kernel, row)
 
 
 def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     """The options of a launch, by Triton's names. Where programs share a multiprocessor, the registers at launch are among them."""
     limit = {"maxnreg": launch_registers(kernel, row)} if kernel.resident > 1 else {}
     return {"num_warps": row.num_warps, **limit}
-
-
-def _groups(kernel: Kernel) -> int:
-    return sum(groups_of(block.role) for block in kernel.roles if block.role)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attngen import __version__
-from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, learned
+from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, build_fused, fuses, learned
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.build.host import build_hosts
@@ -12,28 +14,32 @@ from attngen.build.programs import add_programs
 from attngen.build.results import with_results
 from attngen.build.semantics import listed_blocks, meaning
 from attngen.errors import BuildError
-from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Module
+from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Kernel, Module
 from attngen.spec import Spec
 
+Build = Callable[[Spec], Kernel]
 WAYS = (PACKED,)  # to compute the forward of some calls: a call takes the first whose condition holds, else @fwd
 
 
 def build_module(spec: Spec) -> Module:
     """The logical module of a spec: its kernels, and the host programs that launch them.
 
-    In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of the backward; also
-    those of WAYS that apply, and `blocks` if data says which blocks of scores count. In FlashAttention-1's order (`kv_outer`), programs
-    walk over the key tiles of a head, and further kernels finish what these have rewritten. Specs with `backward: false` have the kernels
-    of the forward alone.
+    In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of the backward; two
+    of a backward in one pass, if it can be; also those of WAYS that apply, and `blocks` if data says which blocks of scores count. In
+    FlashAttention-1's order (`kv_outer`), programs walk over the key tiles of a head, and further kernels finish what these have
+    rewritten. Specs with `backward: false` have the kernels of the forward alone.
 
     Raises BuildError where the spec asks for something that has no kernels.
     """
     blocks = listed_blocks(spec)
     _check_tiles(spec, blocks)
+    forward: tuple[Build, ...]
+    backward: tuple[Build, ...]
     forward, backward = {
         "q_outer": ((build_forward,), (build_dq, build_delta, build_dkdv)),
         "kv_outer": ((build_forward_by_key, build_forward_end), (build_delta, build_dkdv, build_dq_end)),
     }[spec.schedule.order]
+    backward += (build_fused, build_dq_end) if fuses(spec) else ()
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
     ways = [way for way in WAYS if way.applies(spec)]
     kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))

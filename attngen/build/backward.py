@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.build.semantics import S, derivative, modified, singular, varies
+from attngen.build.semantics import S, derivative, listed_blocks, modified, singular, varies
 from attngen.build.signature import Signature
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
@@ -19,6 +19,7 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import Access, Gather, Store, Type, Yield
 from attngen.ir.shares import part
 from attngen.parts import KV, NATURAL, Q
+from attngen.policy import WIDEST
 from attngen.spec import Spec
 
 _ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
@@ -52,6 +53,15 @@ BWD = Signature(
     ("dK", "dV"),
     ("DQ_ACC",),
     about="Backward: one program per head, over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.",
+)
+# In one pass, where programs add what they have of dQ.
+FUSED = Signature(
+    "bwd",
+    "kv",
+    ("Q", "K", "V", "dO", "LSE2", "DELTA"),
+    ("dK", "dV"),
+    adds=("DQ_ACC",),
+    about="Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.",
 )
 DQ_END = Signature("dq_end", "q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type.")
 
@@ -167,7 +177,7 @@ def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed."""
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
-    sums_keys = b.own_axis == "q" or b.signature.rewrites
+    sums_keys = b.own_axis == "q" or b.signature.rewrites or b.signature.adds
     where = sympy.And(b.where, in_bounds("kv")) if sums_keys else b.where
     if b.own_axis == "kv" and singular(b.spec, b.score):  # hide queries past the end, too
         where = sympy.And(where, in_bounds("q"))
@@ -205,7 +215,24 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
     b.map(name, sympy.Mul(*map(symbol, uses)), block, dtype, False, **uses)
 
 
-def build_dkdv(spec: Spec) -> Kernel:
+def fuses(spec: Spec) -> bool:
+    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else."""
+    wide = spec.head_dim.qk + spec.head_dim.v > WIDEST
+    plain = not (wide or spec.dropout or listed_blocks(spec) or spec.schedule.order == "kv_outer")
+    return spec.trains and plain and all(x.by == "row" for x in learned(spec))
+
+
+def build_fused(spec: Spec) -> Kernel:
+    """dQ, dK and dV in one pass over the scores: @dkdv, whose programs also add their part of each query tile's dQ, in fp32.
+
+    Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). If the spec's backward is
+    deterministic, programs add in the order of their keys, from the last ones on. Where query heads share a key head, a program has one
+    of them, and the host sums dK and dV of a group.
+    """
+    return build_dkdv(spec, fused=True)
+
+
+def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its whole head group.
 
     If keys are few, several programs share a key tile, each for some heads of the group. The host sums what they write.
@@ -218,7 +245,7 @@ def build_dkdv(spec: Spec) -> Kernel:
     to it and writes it back for each of them. dQ starts as 0 and stays in fp32 until `dq_end`.
     """
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
-    signature = BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
+    signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
     factor = derivative(modified(spec), S)
     b = KernelBuilder(spec, signature, [factor])
     b.tensors()
@@ -226,7 +253,7 @@ def build_dkdv(spec: Spec) -> Kernel:
     b.sizes()
     b.seed()
 
-    kv, head, shared = sharing.owned, sharing.member, sharing.is_shared
+    kv, head, shared = (sharing.read, symbol("h"), False) if fused else (sharing.owned, sharing.member, sharing.is_shared)
     b.scale()
     home = "tile" if walks else "entry"
     if walks:
@@ -255,15 +282,24 @@ def build_dkdv(spec: Spec) -> Kernel:
     _score_gradients(b, p, factor)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
+    if fused:
+        b.dot("dq", "ds", "k", "BLOCK_KV", "step")
+        b.accumulate("DQ_ACC", ("b", head, "q", "d_qk"), "dq", "DQ_TURNS" if "DQ_TURNS" in signature.adds else "")
     if walks:
         b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
         b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
-    _store_key_gradients(b, kv, home)
+    _store_key_gradients(b, head if fused else kv, home)
     if walks:
         b.add(Yield("yield_tile", ()), home)
     return b.kernel()
+
+
+def _fused(spec: Spec) -> Signature:
+    ordered = spec.backward is not None and spec.backward.deterministic
+    signature = FUSED._replace(apart=SHARINGS[spec.heads.sharing].is_shared)
+    return signature._replace(writes=("DQ_ACC", *FUSED.writes), adds=("DQ_TURNS",)) if ordered else signature
 
 
 def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], shared: bool) -> None:
@@ -280,9 +316,9 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], shar
     b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
 
 
-def _store_key_gradients(b: KernelBuilder, kv: Any, home: str) -> None:
-    """dK and dV, with the factors left to the end, of the program's key head, and of its split of the group."""
-    own = ("b", kv, *([b.shares.var] if b.shares else []), "kv")
+def _store_key_gradients(b: KernelBuilder, head: Any, home: str) -> None:
+    """dK and dV, with the factors left to the end, of the program's head, and of its split of the group."""
+    own = ("b", head, *([b.shares.var] if b.shares else []), "kv")
     _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", block=home)
     b.store("dK", (*own, "d_qk"), "dk_out", home)
     _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
@@ -290,14 +326,18 @@ def _store_key_gradients(b: KernelBuilder, kv: Any, home: str) -> None:
 
 
 def build_dq_end(spec: Spec) -> Kernel:
-    """dQ in the element type, from the sums of `bwd`."""
-    b = KernelBuilder(spec, DQ_END)
+    """dQ in the element type, from the sums of `bwd`. Where programs take turns, none may come to rows that see no key: these get zeros."""
+    ordered = spec.schedule.order != "kv_outer" and spec.backward is not None and spec.backward.deterministic
+    b = KernelBuilder(spec, DQ_END._replace(reads=("DQ_ACC", "LSE2")) if ordered else DQ_END)
     b.tensors()
     for name in ("scale", "Hq", "Nq"):
         b.scalar(name)
     rows = ("b", "h", "q", "d_qk")
     b.load("dq", "DQ_ACC", rows)
-    _scaled(b, "dq_out", "dq", "scale")
+    if ordered:
+        b.load("lse2", "LSE2", rows[:3])
+        b.map("dq_seen", select(symbol("lse2") < sympy.oo, symbol("dq"), sympy.Integer(0)), dq="dq", lse2="lse2")
+    _scaled(b, "dq_out", "dq_seen" if ordered else "dq", "scale")
     b.store("dQ", rows, "dq_out")
     return b.kernel()
 

@@ -10,7 +10,7 @@ import sympy
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
-from attngen.ir.expr import Bool, floordiv, mod, select, span, symbol, to_text
+from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import DROPOUT_SCALARS, SCALARS
@@ -18,6 +18,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     Access,
+    Add,
     Arg,
     Block,
     Checks,
@@ -124,6 +125,16 @@ class KernelBuilder:
         own = self.own_axis
         check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ("q", "kv"))
         self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
+
+    def accumulate(self, tensor: str, index: tuple[Any, ...], value: str, turns: str = "") -> None:
+        """Add a tile to what other programs add to; with `turns`, from the last of the tiles that they own on."""
+        access = _access(tensor, index)
+        check: Checks = tuple((a, "partial") for a in access.axes() if a == self.loop_axis)
+        own = self.own_axis
+        place = _access(turns, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1])) if turns else None
+        tile, tiles = floordiv(symbol(f"{own}_start"), symbol(AXIS_DIM[own])), cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
+        turn = tiles - 1 - tile if turns else None  # all programs come to all tiles, as long as no pass knows better
+        self.add(Add(f"add_{value}", access, value, check, "", place, turn), "step")
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
         return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)

@@ -15,7 +15,7 @@ from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Plac
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
-from attngen.policy import SPLIT_KEYS
+from attngen.policy import FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
@@ -158,7 +158,14 @@ def _backward(module: Module) -> Host:
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
-    (_launch_by_key if walks else _launch_by_owner)(b, module)
+    if walks:
+        _launch_by_key(b, module)
+    elif fused := next((kernel for kernel in module.kernels if kernel.adds), None):
+        b.branch("In_one_pass", "one_pass", where=sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys()), orelse="apart")
+        _launch_fused(b, fused)
+        _launch_by_owner(b, module, "apart")
+    else:
+        _launch_by_owner(b, module)
     results = {"dQ": "dQ", "dK": "dK", "dV": "dV"}
     if walks:  # @bwd always writes both
         b.branch("Needed", "both", where=NEED_KV, orelse="neither")
@@ -182,14 +189,37 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
     b.launch("dq_end", "queries")
 
 
-def _launch_by_owner(b: HostBuilder, module: Module) -> None:
+def _many_keys() -> Bool:
+    """Whether sequences are long, and each multiprocessor has several programs of key tiles: of few, most would wait for first turns."""
+    batch, heads, queries, keys, processors = map(symbol, ("B", "Hq", "Nq", "Nk", "processors"))
+    long = sympy.And(queries >= FUSED_ROWS, keys >= FUSED_ROWS)
+    return sympy.And(long, sympy.Ge(batch * heads * keys, FUSED_KEYS * processors))
+
+
+def _launch_fused(b: HostBuilder, fused: Kernel) -> None:
+    """One kernel for all gradients, whose sums of dQ a last one turns into the element type."""
+    b.launch("delta", "one_pass")
+    for arg in fused.args:
+        if arg.name not in ("dK", "dV") and arg.role in ("out", "sum"):
+            b.alloc(arg.name, "one_pass", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)
+    apart = [arg for arg in fused.args if arg.name in ("dK", "dV") and arg.type.dims != known_type(arg.name).dims]  # of query heads
+    heads = {arg.name: b.alloc(f"{arg.name}_heads", "one_pass", replace(arg.type, space="hbm")) for arg in apart}
+    b.launch("bwd", "one_pass", tuple(heads.items()))
+    for arg in apart:
+        batch, _, *rest = arg.type.dims
+        b.add(View(f"{arg.name}_groups", heads[arg.name], "heads", Type("T", (batch, "Hkv", "group", *rest), "hbm")), "one_pass")
+        b.add(Sum(f"{arg.name}_total", f"{arg.name}_groups", ("group",), known_type(arg.name), into=arg.name), "one_pass")
+    b.launch("dq_end", "one_pass")
+
+
+def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> None:
     """First the kernel that owns queries, which also computes what the others need of each query; then the kernels that own keys."""
-    b.branch("By_query", "queries", of=("dQ",), orelse="statistics")
+    b.branch("By_query", "queries", block, of=("dQ",), orelse="statistics")
     b.launch("dq", "queries")
     b.branch("By_rows", "rows_alone", "statistics", of=("O",))
     b.launch("delta", "rows_alone")
-    b.branch("By_key", "keys", of=("dK",))
-    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv"]
+    b.branch("By_key", "keys", block, of=("dK",))
+    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv" and not kernel.adds]
     parts: dict[str, str] = {}
     if any(sharing(kernel.grid) for kernel in owners):
         b.add(Map("splits", _splits(), (), Type("i32", (), "reg")), "keys")

@@ -17,7 +17,8 @@ class Signature(NamedTuple):
 
     What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one tile.
     One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
-    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part.
+    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part. To what it `adds` to, other
+    programs add, too. If its heads are `apart`, a program has one of the query heads that share a K/V head, and writes gradients for that.
     """
 
     name: str
@@ -27,6 +28,8 @@ class Signature(NamedTuple):
     rewrites: tuple[str, ...] = ()
     packs: bool = False
     shares: str = ""
+    adds: tuple[str, ...] = ()
+    apart: bool = False
     about: str = ""
 
     @property
@@ -37,7 +40,7 @@ class Signature(NamedTuple):
     @property
     def by_key_head(self) -> bool:
         """Whether a program owns a K/V head, for all query heads that share it."""
-        return self.packs or self.transposed
+        return self.packs or (self.transposed and not self.apart)
 
     @property
     def scores(self) -> bool:
@@ -53,8 +56,10 @@ class Signature(NamedTuple):
 def tensor_type(name: str, signature: Signature) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes."""
     batch, heads, *rest = SHAPES[name]
-    parts = [SHARES[signature.shares]] if signature.shares and name in signature.writes and name in GRADIENTS else []
-    return Type(tensor_dtype(name), (batch, "Hkv" if signature.packs else heads, *parts, *rest))
+    written = name in signature.writes and name in GRADIENTS
+    parts = [SHARES[signature.shares]] if signature.shares and written else []
+    heads = "Hkv" if signature.packs else "Hq" if written and signature.apart else heads
+    return Type(tensor_dtype(name), (batch, heads, *parts, *rest))
 
 
 def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]:
@@ -83,7 +88,7 @@ def tensor_args(
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(signature.own, blocks.data).items()]
     if dropout and signature.scores:
         args.append(Arg("SEED", "in", Type("i64")))
-    return [*args, *tensors(signature.rewrites, "inout"), *tensors(signature.writes, "out"), *parts]
+    return [*args, *tensors(signature.rewrites, "inout"), *tensors(signature.adds, "sum"), *tensors(signature.writes, "out"), *parts]
 
 
 def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:

@@ -113,14 +113,14 @@ _USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
 _RANGES: Codec = (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges)
 _CODECS: dict[str, Codec] = {
     "type": (print_type, parse_type),
-    **dict.fromkeys(("src", "dst"), _ACCESS),
+    **dict.fromkeys(("src", "dst", "turns"), _ACCESS),
     **dict.fromkeys(
         ("a", "b", "acc", "value", "s", "m", "scale", "shift", "seed", "threshold", "keep", "listed", "places", "ring", "beside", "holds"),
         _REF,
     ),
     **dict.fromkeys(("through", "base"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "cut", "other", "head", "tile", "slots"), _EXPR),
+    **dict.fromkeys(("expr", "where", "cut", "other", "head", "tile", "slots", "turn"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to", "do"), _WORD),
     **dict.fromkeys(("score", "recompute", "draws", "backwards", "kept"), _FLAG),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),

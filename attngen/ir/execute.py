@@ -33,6 +33,7 @@ from attngen.ir.ops import (
     KIND,
     PADDED,
     Access,
+    Add,
     Arg,
     Barrier,
     Base,
@@ -185,6 +186,8 @@ class Launch:
                     yield  # all threads of the program are one here: it only pauses
                 case Loop():
                     yield from self.loop(op, values)
+                case Add():
+                    yield from self.add(op, values, cls)
                 case Yield():
                     return {field: values[ref] for field, ref in op.values}
                 case SoftmaxStep():
@@ -325,6 +328,34 @@ class Launch:
         written = values[op.value][part] if dims else values[op.value]
         values[op.dst.tensor][places] = spread(written, dims, self._axes(op.dst, dims))
         return None
+
+    def add(self, op: Add, values: Values, cls: str) -> Program:
+        """In its turn, if there are some: until then the program pauses."""
+        if op.turns is None or op.turn is None:
+            self._add(op, values, cls, False)
+            return values
+        turns, place = values[op.turns.tensor], self.turn_at(op.turns, values)
+        turn = int(self.expression(op.turn, values))
+        while turns[place] != turn:
+            if turns[place] > turn:
+                raise AttngenError(f"@{self.kernel.name}: {turns[place]} programs have added to %{op.dst.tensor}, and turn {turn} comes")
+            yield
+        self._add(op, values, cls, turn == 0)
+        self.passed(op.turns, values)
+        return values
+
+    def turn_at(self, turns: Access, values: Values) -> tuple[int, ...]:
+        return tuple(int(self.expression(e, values)) for e in turns.index)
+
+    def passed(self, turns: Access, values: Values) -> None:
+        """The next program's turn comes."""
+        values[turns.tensor][self.turn_at(turns, values)] += 1
+
+    def _add(self, op: Add, values: Values, cls: str, first: bool) -> None:
+        dims = self.dims[op.value]
+        places, part = self.window(op, op.dst, op.check, dims, values, cls)
+        written = spread(values[op.value][part], dims, self._axes(op.dst, dims))
+        values[op.dst.tensor][places] = written if first else values[op.dst.tensor][places] + written
 
     def _store_distances(self, op: Store, values: Values) -> None:
         """Sums of a tile of scores by distance, key less query, in lines of the program's own, at distance + Nq.

@@ -33,7 +33,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; where there is a backward, `grad_out` [B, Hq, Nq, D_V]
     and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none; `scale`; what the mask and modifiers read by the names of the module's inputs, and
     what Python derives of these; `block_mask` [B or 1, Hq or 1, Tq, Tk] where the module has one; `seed` and `threshold` with dropout;
-    `splits`, of groups of heads.
+    `splits`, of groups of heads; `fused`, 1 for the backward in one pass, where there is one.
     `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, all of them by default; others have no elements.
     tiles: BLOCK_Q and BLOCK_KV; dtypes: SINGLE or DOUBLE. Raises OutsideTensor where a kernel leaves a tensor.
     """
@@ -44,7 +44,8 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given |= {"dO": inputs["grad_out"], "dLSE": inputs["grad_lse"]} if module.trains else {}
 
     def run(name: str, of_tiles: Mapping[str, int] = tiles) -> Arrays:
-        return execute_host(module, module.host(name), given, of_tiles, dtypes, {"splits": inputs.get("splits", 1)})
+        chosen = {"splits": inputs.get("splits", 1), "fused": inputs.get("fused", 0)}
+        return execute_host(module, module.host(name), given, of_tiles, dtypes, chosen)
 
     given["Nq"] = inputs["q"].shape[2]
     for d in module.derived:
@@ -74,7 +75,7 @@ def execute_host(
     """
     values: Values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
     values |= {a.name: int(values[a.name]) for a in host.args if a.name in SIZES}
-    values |= _sizes(module, host, values, tiles)
+    values |= _sizes(module, host, values, tiles) | {"fused": chosen.get("fused", 0)}
     return _Run(module, host, tiles, dtypes, chosen).block("entry", values)
 
 

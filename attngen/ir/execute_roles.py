@@ -8,6 +8,7 @@ A role that can never go on raises RolesStuck.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,11 +20,13 @@ from attngen.errors import AttngenError
 from attngen.ir.execute import Launch, Program, Values, applies, spread
 from attngen.ir.expr import Expr
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Block, Loop, Op, Role
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Block, Loop, Op, Role
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
+    PARTS,
     ROLE_KIND,
+    WHOLE,
     Await,
     Chains,
     Convert,
@@ -36,13 +39,17 @@ from attngen.ir.roles import (
     Hold,
     Issue,
     Join,
+    Near,
+    Own,
     Pack,
     Pipeline,
     Put,
+    Raise,
     Ramp,
     Read,
     Recall,
     Ring,
+    Share,
     SoftmaxRows,
     Take,
     Tell,
@@ -71,6 +78,7 @@ class _Buffers:
     given: list[int]
     started: int = 0
     storing: bool = False  # the copy engine is to read from it
+    shared: list[int] = field(default_factory=list)  # how often each copy has written its part of a slot
     beside: dict[str, Any] = field(default_factory=dict)  # rings of numbers that lie beside it, by name
 
     def poison(self, slot: int) -> None:
@@ -92,15 +100,41 @@ class DividedLaunch(Launch):
 
     def programs(self, places: list[dict[str, int]], start: Values) -> Iterator[Program]:
         """One for each place; of programs that stay, a random number, which share the places by a counter."""
+        if self.kernel.adds:
+            first, *others = self.kernel.grid
+            ordered = sorted(places, key=lambda place: -place[first.var] if first.descending else place[first.var])
+            return iter([self.resident(deque(super().programs(ordered, start)))])
         if not any(isinstance(op, Work) for op in self.kernel.ops()):
             return super().programs(places, start)
         count = self.chance.randint(1, len(places)) if places else 0
         counter = iter(range(count, len(places)))
         return (self.program({}, {**start, "places": places, "own": own, "counter": counter}) for own in range(count))
 
-    def program(self, place: Mapping[str, int], start: Values) -> Program:
-        """All roles of a program, in turns."""
+    def resident(self, left: deque[Program]) -> Program:
+        """Programs that wait for each other: a random number has room at one time, and they start in their order.
+
+        Raises RolesStuck where all that have started wait for ever.
+        """
+        most, running, stuck = self.chance.randint(1, 4), list[Program](), 0
+        while left or running:
+            while left and len(running) < most:
+                running.append(left.popleft())
+            one = self.chance.choice(running)
+            try:
+                stuck = stuck + 1 if next(one) else 0
+            except StopIteration:
+                running.remove(one)
+                stuck = 0
+            if stuck > 50 * most:
+                raise RolesStuck(f"@{self.kernel.name}: programs wait for turns for ever")
+        return {}
+        yield
+
+    def program(self, place: Mapping[str, int], start: Values) -> Any:
+        """All roles of a program, in turns. It pauses where all that is left to do may wait for other programs."""
         values = {"num_stages": SLOTS, CHAINS: SUMS, **{half: start[whole] // 2 for whole, half in HALVES.items()}, **start}
+        copies = max(block.role.copies for block in self.kernel.roles if block.role)
+        values |= {whole: start[own] for own, whole in WHOLE.items()} | {part: start[of] // copies for of, part in PARTS.items()}
         for axis, number in place.items():
             values |= self.turn(axis, number, values)
         pending: list[Callable[[], None]] = []
@@ -124,12 +158,15 @@ class DividedLaunch(Launch):
                 del waiting[name]
                 stuck = 0
             if stuck > 200 * len(waiting) and not pending:
-                raise RolesStuck(f"@{self.kernel.name}: {', '.join(sorted(waiting))} wait for ever")
+                if not self.kernel.adds:
+                    raise RolesStuck(f"@{self.kernel.name}: {', '.join(sorted(waiting))} wait for ever")
+                yield True
         return {}
 
     def role(self, block: Block, role: Role, copy: int, values: Values) -> Generator[bool, None, Values]:
         """A copy of a role: the program's tile is divided among those that have rows. It yields whether it is waiting."""
         mine = {**values, "copy": copy, "taken": {}, "parts": role.copies if role.rows else 1}
+        mine["own rings"] = {op.ring for op in self.kernel.within(block.name) if isinstance(op, Take)}
         if f"{self.kernel.own_axis}_start" in values:
             mine |= self.share(copy, mine["parts"], values)
         return (yield from self.block(block.name, mine, "entry"))
@@ -154,6 +191,20 @@ class DividedLaunch(Launch):
                 continue
             yield from getattr(self, f"_{ROLE_KIND[type(op)]}")(op, values)
         return {}
+
+    def add(self, op: Add, values: Values, cls: str) -> Any:
+        """The same, and it says that it waits."""
+        for _ in super().add(op, values, cls):
+            yield True
+        return values
+
+    def passed(self, turns: Access, values: Values) -> None:
+        if not any(isinstance(op, Raise) for op in self.kernel.ops()):
+            super().passed(turns, values)
+
+    def _raise(self, op: Raise, values: Values) -> Any:
+        super().passed(op.turns, values)
+        yield False
 
     def _work(self, op: Work, values: Values) -> Any:
         """The body for the program's own tile, and for those that are drawn. The place of each, here its number, is told to the others."""
@@ -217,11 +268,43 @@ class DividedLaunch(Launch):
         sizes = {**values, own: values[own] // copies}
         takers = sum(b.role.copies for b in self.kernel.roles if b.role and self.takes(b.name, op.name))
         slots = int(compiled(op.slots)(values))
+        sharing = (b.role for b in self.kernel.roles if any(self.shares(o, op.name) for o in self.kernel.within(b.name)))
+        writers = sum(role.copies for role in sharing if role)
         found = []
         for _ in range(copies):
             tiles = [np.full(self.lying(op, sizes), np.nan, self.dtypes["T"]) for _ in range(slots)]
-            found.append(_Buffers(1 if op.each else takers, tiles, [0] * slots, [0] * slots))
+            found.append(_Buffers(1 if op.each else takers, tiles, [0] * slots, [0] * slots, shared=[0] * writers))
         values[op.name] = found
+        yield from ()
+
+    @staticmethod
+    def shares(op: Op, ring: str) -> bool:
+        return isinstance(op, Share) and op.ring == ring
+
+    def _share(self, op: Share, values: Values) -> Any:
+        """Write the copy's part of the next slot: of the first dimension of which it has fewer than the tile."""
+        (buffers,), copy = values[op.ring], values["copy"]
+        use, n = buffers.shared[copy], len(buffers.tiles)
+        slot = use % n
+        while op.ring not in values["own rings"] and buffers.given[slot] < buffers.takers * (use // n):
+            yield True
+        tile, part = buffers.tiles[slot], values[op.value]
+        axis = next(at for at, (whole, mine) in enumerate(zip(tile.shape, part.shape)) if whole != mine)
+        place = [slice(None)] * tile.ndim
+        place[axis] = slice(copy * part.shape[axis], (copy + 1) * part.shape[axis])
+        tile[tuple(place)] = part
+        buffers.shared[copy] += 1
+        if min(buffers.shared) > use:
+            buffers.fills[slot] += 1
+        yield False
+
+    def _own(self, op: Own, values: Values) -> Any:
+        rows = len(values[op.value]) // values["parts"]
+        values[op.name] = values[op.value][values["copy"] * rows : (values["copy"] + 1) * rows]
+        yield from ()
+
+    def _near(self, op: Near, values: Values) -> Any:
+        values[op.name] = values[op.value]
         yield from ()
 
     def lying(self, ring: Ring, values: Values) -> tuple[int, ...]:
@@ -396,6 +479,9 @@ class DividedLaunch(Launch):
         of_a, of_b = self.dims[issue.a], self.dims[issue.b]
         rows, columns = (next(d for d in dims if d != issue.over) for dims in (of_a, of_b))
         a, b = spread(values[issue.a], of_a, (rows, issue.over)), spread(values[issue.b], of_b, (issue.over, columns))
+        n, m = self.shape(op.type.dims, values)  # of a copy's part, if copies divide the product
+        a = a[n * values["copy"] :][:n] if len(a) != n else a
+        b = b[:, m * values["copy"] :][:, :m] if b.shape[1] != m else b
         found = np.matmul(a, b, dtype=self.dtypes[op.type.dtype])
         values[op.name] = found if issue.acc is None else found + values[issue.acc]
         yield False

@@ -13,12 +13,13 @@ import networkx as nx
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import Bool, Expr, symbol
+from attngen.ir.expr import Bool, Expr, floordiv, symbol
 from attngen.ir.host import Host
 from attngen.ir.names import DIRECTIONS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    Add,
     Arg,
     Base,
     Block,
@@ -48,12 +49,20 @@ class GridAxis:
 
     abreast: heads, counted over all sequences, are taken in groups of this many. In a group, programs run tile by tile: first one tile of
     every head, then the next tile of every head. So long tiles start early, and the last to run are short.
+    together: in place of a number of heads, as many as have so many rows together, one at least.
     """
 
     var: str
     extent: Expr
     descending: bool = False
     abreast: int = 1
+    together: int = 0
+
+    @property
+    def heads(self) -> Expr:
+        """How many heads are taken together."""
+        rows = sympy.Integer(self.together)
+        return sympy.Max(1, floordiv(rows, symbol(AXIS_EXTENT[self.var]))) if rows else sympy.Integer(self.abreast)
 
 
 @cache
@@ -218,6 +227,11 @@ class Kernel:
             loaded = {arg[op.src.tensor] for op in block.ops if isinstance(op, Load)}
             found |= {block.name for op in block.ops if isinstance(op, Store) and arg[op.dst.tensor] in loaded}
         return frozenset(found)
+
+    @cached_property
+    def adds(self) -> bool:
+        """Whether its programs add to what others add to: then it runs divided, by a copy engine that adds, or not at all."""
+        return any(isinstance(op, Add) for op in self.ops())
 
     @cached_property
     def draws(self) -> bool:
@@ -515,6 +529,10 @@ class Module:
         """The divided kernels that stand in for a kernel, each with a row of its schedule; those for fewer rows come first."""
         pairs = [(k, row) for k in self.divided if k.stands_for == kernel for row in self.rows(k.name, k.backend)]
         return sorted(pairs, key=lambda pair: pair[1].min_rows)
+
+    def divided_named(self, name: str) -> bool:
+        """Whether a divided kernel has this name of its own."""
+        return any(kernel.name == name and kernel.of for kernel in self.divided)
 
     def unfit(self, kernel: str) -> tuple[Unfit, ...]:
         return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Unfit))

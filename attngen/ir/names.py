@@ -52,6 +52,7 @@ INTEGERS = {
     "Nk": Name("keys of a sequence", ("N", "k"), 0, _LONGEST, "n", "k.shape[2]", uses="scalar dim", word="kv_len"),
     "Gq": Name("queries of a sequence, of all heads of a group", source="group * Nq"),
     "processors": Name("multiprocessors of the device", None, 1, source="runtime.processors(q.device)"),
+    "fused": Name("1 if one kernel computes dQ, dK and dV", None, 0, 1, source='runtime.is_scheduled(kernels, "bwd", q, k.shape[2])'),
     "Nlse": Name("Nq, or 0 if the LSE has no gradient", source="grad_lse.shape[2]", uses="scalar dim"),
     "Tq": Name("blocks along the queries", ("T", "q"), letter="t", source="-(-Nq // BLOCK)", uses="dim"),
     "Tk": Name("blocks along the keys", ("T", "k"), letter="t", source="-(-Nk // BLOCK)", uses="dim"),
@@ -102,6 +103,7 @@ SHAPES = {
     "ROW_MAX": ("B", "Hq", "Nq"),
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
+    "DQ_TURNS": ("B", "Hq", "Nq"),
 }
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
@@ -127,7 +129,8 @@ FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "need_inputs"}
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "kv_full_rank", "q_full_rank", "count", "blocks", "inputs"}
 WRAPPER |= {"dropout_p", "seed", *DROPOUT_SCALARS, "scale", "return_lse", "shapes", "group", "splits", "queries", "device", "n_q", "n_kv"}
-WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum", "dq_acc"}
+WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
+WRAPPER |= {"dq_acc", "dq_turns", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 ORDERS = ("q_outer", "kv_outer")  # of loops
 DIRECTIONS = ("forward", "backward")
@@ -141,7 +144,7 @@ def stride_names(tensor: str, dims: Sequence[str]) -> list[str]:
 
 def tensor_dtype(name: str) -> str:
     """The element type of a tensor that has one in every module."""
-    return "f32" if name in FP32 else "T"
+    return "f32" if name in FP32 else "i32" if name == "DQ_TURNS" else "T"
 
 
 def block_lists(own: str, from_data: bool) -> dict[str, tuple[str, ...]]:

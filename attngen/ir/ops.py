@@ -17,7 +17,7 @@ import sympy
 
 from attngen.ir.expr import Bool, Expr, cdiv, symbol, symbol_names
 
-TENSORS = ("in", "out", "inout", "scratch")  # roles of a kernel's arguments that lie in device memory
+TENSORS = ("in", "out", "inout", "scratch", "sum")  # roles of a kernel's arguments that lie in device memory
 DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T`, and the type of results, depend on the module
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
@@ -142,7 +142,8 @@ class Op:
 class Arg(Op):
     """A parameter: of the kernel (`in`, `out`, `inout`, `scratch`, `scalar`) or of a loop body (`carry`).
 
-    A tensor of role `scratch` is the kernel's own: each program fills its part and reads it again, and nothing else does.
+    A tensor of role `scratch` is the kernel's own: each program fills its part and reads it again, and nothing else does. One of role
+    `sum` is 0 before the launch, and programs add to it.
     """
 
     role: str
@@ -367,6 +368,18 @@ class Scatter(Op):
 
 
 @dataclass(frozen=True)
+class Add(Store):
+    """Add a tile to one of a tensor, to which other programs add theirs.
+
+    With `turns`, an integer that is 0 before the launch, they add in a fixed order: a program waits until it is `turn`, which says how many
+    add before, adds, and then raises it by 1. The first one replaces what is there. Without, they add as they come.
+    """
+
+    turns: Access | None = field(default=None, metadata=OPERAND)
+    turn: Expr | None = None
+
+
+@dataclass(frozen=True)
 class Barrier(Op):
     """The program's threads wait for each other. Loads after it see what stores before it wrote, and no load after it starts earlier."""
 
@@ -418,6 +431,7 @@ OPS: dict[str, type[Op]] = {
     "yield": Yield,
     "store": Store,
     "scatter": Scatter,
+    "add": Add,
     "barrier": Barrier,
 }
 KIND = {cls: kind for kind, cls in OPS.items()}

@@ -19,6 +19,8 @@ from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
 Ranges = tuple[tuple[Expr, Expr], ...]
 CHAINS = "CHAINS"  # dimension of the sums of a row, whose number a backend chooses (see Chains)
 PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that say where a tile of keys is
+WHOLE = {"BLOCK_Q": "TILE_Q", "BLOCK_KV": "TILE_KV"}  # dimension of a copy's own rows -> that of those of all copies
+PARTS = {"BLOCK_Q": "PART_Q", "D_QK": "PART_QK"}  # dimension -> that of a copy's part of it, where copies divide a product
 HALVES = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see Halve)
 
 
@@ -85,6 +87,34 @@ class Give(Op):
 
 
 @dataclass(frozen=True)
+class Own(Op):
+    """The copy's own rows of a taken tile that has those of all copies."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Near(Op):
+    """The same tile, taken before the loop. Its address is computed in each turn, where registers are too few to keep it."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
+class Share(Op):
+    """Write the copy's own part of a tile to the ring's next slot. The slot is full when all copies have.
+
+    If another role takes from the ring, it first waits until that has given the slot back. If the copies themselves do, nobody waits:
+    each has given back what was there before it writes.
+    """
+
+    ring: str = field(metadata=OPERAND)
+    value: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
 class Drain(Op):
     """Wait until every slot of a ring is free: the last op of a role that fills it, so that no arrival is left unawaited."""
 
@@ -130,7 +160,7 @@ class Convert(Op):
 
 @dataclass(frozen=True)
 class Hold(Op):
-    """The same numbers of rows, none of them negative. What computes them comes before the next await: no compiler moves it past that."""
+    """The same numbers, of rows or of a tile, none negative. What computes them comes before the next await: no compiler moves it past."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -230,6 +260,13 @@ class Turn(Op):
 
 
 @dataclass(frozen=True)
+class Raise(Op):
+    """Say that this program has added to a tile in its turn (see Add): the next one's comes. In a divided kernel no add does so itself."""
+
+    turns: Access = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
 class Put(Op):
     """Write a tile to the calling copy's slot of a ring, from which the copy engine stores it later: `flush` waits for that.
 
@@ -319,6 +356,9 @@ ROLE_OPS: dict[str, type[Op]] = {
     "take": Take,
     "read": Read,
     "give": Give,
+    "own": Own,
+    "near": Near,
+    "share": Share,
     "drain": Drain,
     "issue": Issue,
     "await": Await,
@@ -333,6 +373,7 @@ ROLE_OPS: dict[str, type[Op]] = {
     "halve": Halve,
     "join": Join,
     "turn": Turn,
+    "raise": Raise,
     "put": Put,
     "flush": Flush,
     "work": Work,

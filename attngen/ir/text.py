@@ -37,6 +37,7 @@ _POSITIONAL = {
     "scan": ("op", "value"),
     "store": ("dst", "value"),
     "scatter": ("dst", "value"),
+    "add": ("dst", "value"),
     "view": ("src",),
     "copy": ("src",),
     "launch": ("kernel",),
@@ -50,6 +51,9 @@ _POSITIONAL = {
     "take": ("ring",),
     "read": ("ring",),
     "give": ("value",),
+    "own": ("value",),
+    "near": ("value",),
+    "share": ("ring", "value"),
     "drain": ("ring",),
     "issue": ("a", "b"),
     "await": ("value",),
@@ -64,6 +68,7 @@ _POSITIONAL = {
     "halve": ("value",),
     "join": ("a", "b"),
     "turn": ("do",),
+    "raise": ("turns",),
     "put": ("dst", "value"),
     "flush": ("through",),
     "work": ("ring",),
@@ -76,17 +81,20 @@ _UNNAMED = (
     "yield",
     "store",
     "scatter",
+    "add",
     "barrier",
     "launch",
     "copy",
     "fill",
     "give",
+    "share",
     "drain",
     "put",
     "flush",
     "tell",
     "recall",
     "turn",
+    "raise",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
@@ -135,16 +143,17 @@ def _print_role(block: Block) -> str:
 
 def print_kernel(kernel: Kernel) -> str:
     """A kernel's header and blocks."""
-    axes = (
-        f"{a.var} in {to_text(a.extent)}{' descending' if a.descending else ''}{f' abreast({a.abreast})' if a.abreast > 1 else ''}"
-        for a in kernel.grid
-    )
+    axes = (f"{a.var} in {to_text(a.extent)}{' descending' if a.descending else ''}{_print_abreast(a)}" for a in kernel.grid)
     own = f" own({kernel.own})" if kernel.own else ""
     backend = f" backend({kernel.backend})" if kernel.backend else ""
     resident = f" resident({kernel.resident})" if kernel.resident > 1 else ""
     of = f" of(@{kernel.of})" if kernel.of else ""
     header = f"kernel @{kernel.name}{of}{backend}{resident}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
+
+
+def _print_abreast(axis: GridAxis) -> str:
+    return f" together({axis.together})" if axis.together else f" abreast({axis.abreast})" if axis.abreast > 1 else ""
 
 
 def _print_row(row: Row | Unfit, backend: str) -> str:
@@ -256,10 +265,10 @@ def _split_type(text: str) -> tuple[str, str]:
 def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
     axes = []
     for part in split(text, ","):
-        match = re.fullmatch(r"\s*(\w+) in (.+?)( descending)?(?: abreast\(([0-9]{1,3})\))?\s*", part)
+        match = re.fullmatch(r"\s*(\w+) in (.+?)( descending)?(?: abreast\(([0-9]{1,3})\))?(?: together\(([0-9]{1,9})\))?\s*", part)
         if not match:
             raise IRError(f"{where}: `{part.strip()}` is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`")
-        axes.append(GridAxis(match[1], parse(match[2], where), bool(match[3]), int(match[4] or 1)))
+        axes.append(GridAxis(match[1], parse(match[2], where), bool(match[3]), int(match[4] or 1), int(match[5] or 0)))
     return tuple(axes)
 
 

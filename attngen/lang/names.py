@@ -43,12 +43,16 @@ RESERVED: dict[str, frozenset[str]] = {
         *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
     },
     "a function or a module that kernels for Hopper use": frozenset((
-        *("anew", "arrive", "arrive_soon", "async_copy", "beside", "chained_layout", "chains", "copy_in", "copy_numbers", "copy_out"),
-        *("copy_row", "defer", "draw", "drawn", "fence_async_shared", "following", "gl", "gluon", "halves", "hold", "joined", "layout_of"),
-        *("mbarrier", "meet", "moved", "moves", "pack", "ramp", "reset", "row_max", "row_sum", "rows_of", "tell", "tma", "told", "unpack"),
-        *("warpgroup_mma", "warpgroup_mma_wait"),
+        *("anew", "arrive", "arrive_soon", "async_copy", "await_turn", "beside", "chained_layout", "chains"),
+        *("copy_in", "copy_numbers", "copy_out", "copy_row", "defer", "draw", "drawn", "fence_async_shared"),
+        *("following", "gl", "gluon", "halves", "hold", "hold_tile", "in_place", "joined", "layout_of", "mbarrier"),
+        *("meet", "moved", "moves", "nothing", "pack", "pass_turn", "ramp", "reset", "row_max", "row_sum"),
+        *("rows_of", "seen_as", "sent", "shared_layout", "sixteens", "store_sums", "tell", "tma", "told"),
+        *("turned_layout", "turns_passed", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
     )),
-    "a variable of kernels": frozenset(("d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn"))
+    "a variable of kernels": frozenset(
+        ("abreast", "d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
+    )
     | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
     | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
     | {"piece", "slot", "ticket"},
@@ -58,8 +62,8 @@ TAKEN = frozenset().union(*RESERVED.values())
 _VALUES = "acc alpha count d[koqpsv] delta dlse dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p product q qk "
 _VALUES += "queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights tell flush drain fill copy put give"
 _MADE = "acc all alpha at base batch cast chains column deferred end first flight full halves head held in init joined k kept keys l left "
-_MADE += "list m new next o operand out partial place q rank right row rows scale scale2 seen skip step sum sums v weights words"
-_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(q|k|v|o|work)_(fills|full|phase|slot)"
+_MADE += "list m near new next o operand out partial place q rank right row rows scale scale2 seen skip step sum sums v weights words"
+_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(q|k|v|o|do|dq|ds|work)_(fills|free|full|phase|slot)"
 VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_RINGS})"
 
 

@@ -14,6 +14,7 @@ from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.dce import Dce
+from attngen.passes.drop_undivided import DropUndivided
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
 from attngen.passes.list_tiles import ListTiles
@@ -53,6 +54,7 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         PipelineLoads(num_stages=s.stages),
         Dce(),
         *(p for divider in DIVIDERS.values() for p in divider.passes(partial(choose, divider, s, tables))),
+        DropUndivided(),
         *backend.legalize,
     )
 
@@ -71,10 +73,10 @@ def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
 
 
 def undivided(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None) -> Iterator[str]:
-    """A sentence for each backend that divides no kernel of a spec's module, on why. `module` is as after the pass dce."""
+    """A sentence for each kernel of a spec's module that a backend could divide and does not, on why. `module` is as after the pass dce."""
     tables = committed() if tables is None else tables
     for divider in DIVIDERS.values():
-        for division in divider.divisions:
+        for division in (d for d in divider.divisions if any(kernel.name == d.kernel for kernel in module.kernels)):
             if isinstance(why := choose(divider, spec.schedule, tables, division, module), str):
                 yield f"On {divider.device} the kernel @{division.kernel} has no row for {divider.name}: {why}."
 
@@ -85,7 +87,7 @@ def divide(module: Module, kernel: str, row: Row) -> Module:
     def choose_it(division: Division, _: Module) -> tuple[Row, ...] | str:
         return (row,) if division.kernel == kernel else "nobody asked"
 
-    steps = (*DIVIDERS[row.backend].passes(choose_it), *backend_of(module).legalize)
+    steps = (*DIVIDERS[row.backend].passes(choose_it), DropUndivided(), *backend_of(module).legalize)
     *_, (_, made) = _run(module, steps)
     return made
 

@@ -8,7 +8,7 @@ after:   schedule @fwd
 What the spec asks for comes first. Otherwise a schedule that was measured to be the fastest for such kernels is taken (attngen/schedules),
 as in `... measured`; without one, the candidate that fits and that the cost model finds cheapest. If none fits, a line says why, as in
 `gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most tiles start first, ABREAST heads at a time, so that the
-last to finish are short.
+last to finish are short. A kernel that adds runs divided alone, and gets its rows from who divides it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from attngen.policy import (
     RANGES,
     SHORT_ROWS,
     STRIP,
+    TOGETHER,
     WALKED,
     WALKED_EACH,
 )
@@ -53,8 +54,8 @@ class SelectTiles(Pass):
     tables: Mapping[str, Table] = field(default_factory=committed)  # of measured schedules, by device class
 
     def run(self, module: Module) -> Module:
-        module = module.map_kernels(_longest_first)
-        schedules = tuple((k.name, tuple(self._rows(module, k))) for k in module.kernels)
+        module = module.map_kernels(lambda kernel: _in_turns(module, kernel) if kernel.adds else _longest_first(kernel))
+        schedules = tuple((k.name, () if k.adds else tuple(self._rows(module, k))) for k in module.kernels)
         return replace(module, schedules=schedules)
 
     def _rows(self, module: Module, kernel: Kernel) -> Iterator[Row | Unfit]:
@@ -156,6 +157,12 @@ def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
         same = isinstance(row, Row) and isinstance(after, Row) and row == replace(after, max_rows=row.max_rows, measured=row.measured)
         if not same:
             yield row
+
+
+def _in_turns(module: Module, kernel: Kernel) -> Kernel:
+    """Start with the last tiles, whose turns come first; as many heads together as the L2 has room for what is streamed of them."""
+    row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
+    return replace(kernel, grid=(replace(kernel.grid[0], descending=True, together=TOGETHER // row), *kernel.grid[1:]))
 
 
 def _longest_first(kernel: Kernel) -> Kernel:

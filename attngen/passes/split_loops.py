@@ -8,6 +8,8 @@ after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %k
 Empty tiles are in neither loop. With several runs of tiles, each loop has a range for each run. A range that is provably empty is left
 out, and so is a loop without ranges. Where programs share the loop before, they share each range of those after. Both loops run the same
 body; what it marks as `partial` applies only in the second. The order of tiles does not matter to online softmax or to sums of gradients.
+
+Where programs add to one tile in turns, the ranges say how many come to it before each. A kernel of which that is not known is left out.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.bounds.turns import last_first
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Loop, Map, Op, Type
+from attngen.ir.ops import Add, Arg, Loop, Map, Op, Type
 from attngen.ir.shares import part, shared
 from attngen.passes.base import Pass
+from attngen.passes.drop_undivided import without
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,21 @@ class SplitLoops(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module.map_kernels(_split), phase=self.phase)
+        made = module.map_kernels(lambda kernel: _with_turns(_split(kernel)))
+        return without(replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _is_unordered(kernel)})
+
+
+def _with_turns(kernel: Kernel) -> Kernel:
+    """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of them."""
+    if not any(isinstance(op, Add) and op.turns for op in kernel.ops()):
+        return kernel
+    turn = last_first(kernel)
+    return kernel.rewrite(lambda _, op: [replace(op, turn=turn) if isinstance(op, Add) and op.turns else op])
+
+
+def _is_unordered(kernel: Kernel) -> bool:
+    """Whether its programs should take turns, and these are not known."""
+    return any(isinstance(op, Add) and op.turns and op.turn is None for op in kernel.ops())
 
 
 def _split(kernel: Kernel) -> Kernel:

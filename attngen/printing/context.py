@@ -21,6 +21,7 @@ from attngen.ir.ops import (
     KIND,
     PADDED,
     Access,
+    Add,
     Arg,
     Barrier,
     Base,
@@ -156,10 +157,12 @@ class KernelContext:
             tiles = f"{own.var}_tiles"
             lines.append(f"{tiles} = {self.scalar(own.extent)}")
             position, rest = f"pid % {tiles}", f"pid // {tiles}"
-            if own.abreast > 1:
+            if own.abreast > 1 or own.together:
+                lines += [f"abreast = {self.scalar(own.heads)}"] if own.together else []
+                many = "abreast" if own.together else own.abreast
                 lines += [
-                    f"first_head = pid // ({own.abreast} * {tiles}) * {own.abreast}",
-                    f"heads_abreast = tl.minimum({own.abreast}, tl.num_programs(0) // {tiles} - first_head)  # which take turns",
+                    f"first_head = pid // ({many} * {tiles}) * {many}",
+                    f"heads_abreast = tl.minimum({many}, tl.num_programs(0) // {tiles} - first_head)  # which take turns",
                     f"turn = pid - first_head * {tiles}",
                     "own_head = first_head + turn % heads_abreast",
                 ]
@@ -410,6 +413,10 @@ class KernelContext:
         tile = self.kernel.type_of(op.value).dims
         check = self._check(op.check, op.dst, cls, tile)
         return {"learned": learned, "distances": (), "ptr": self._pointer(op.dst, tile), "value": self.var(op.value), "check": check}
+
+    def _add(self, op: Add, cls: str) -> dict[str, Any]:
+        turns = self.kernel.op(op.turns.tensor) if op.turns else None
+        return {"turns": self._start(Access(turns.name, op.turns.index[:-1]), turns) if op.turns and isinstance(turns, Arg) else ""}
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         value = self._constant(op.value) if op.type.dtype == "f32" else self.scalar(op.value)

@@ -19,11 +19,11 @@ def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], divis
     """The rows of the divided kernels of one kernel, one for each; or why there are none, as the end of a sentence.
 
     A spec that asks for the backend has the kernel divided for any number of rows, others for more than the backend says at least. Its
-    tiles are those of the first kernel that the backend divides, the forward. What else cannot be divided stays portable.
+    tiles are those of the first kernel that the backend divides, the forward. Others are divided where they would be without a word.
     """
     table = tables.get(divider.device)
     if asked.backend == divider.name and division is not divider.divisions[0]:
-        return division.obstacle(module) or _expected(division, module)
+        return division.declined(module) or _expected(division, module)
     if asked.backend == divider.name:
         tiles = asked.block_q, asked.block_kv, asked.stages
         if any(tiles):

@@ -23,6 +23,7 @@ from attngen.verify.protocol import protocol
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, shares, signature
 from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists
+from attngen.verify.turns import turns
 from attngen.verify.types import types
 
 _STRUCTURE: dict[str, Rule] = {
@@ -45,6 +46,7 @@ _SCHEDULED: dict[str, Rule] = {
     "full-is-proven": full_is_proven,
     "cuts": cuts,
     "ends-hidden": ends_hidden,
+    "turns": turns,
     "placed": placed,
 }
 _TARGET: dict[str, Rule] = {

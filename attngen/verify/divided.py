@@ -10,15 +10,17 @@ import networkx as nx
 
 from attngen.bounds.copies import copy_bounds
 from attngen.bounds.intervals import mentions
-from attngen.bounds.launches import groups_of, lane_registers
+from attngen.bounds.launches import groups, lane_registers
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Arg, Load, Loop, Map, Op, Store, Yield
+from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
+    PARTS,
     PLACE,
+    WHOLE,
     Await,
     Chains,
     Convert,
@@ -31,14 +33,18 @@ from attngen.ir.roles import (
     Hold,
     Issue,
     Join,
+    Near,
+    Own,
     Pack,
     Pipeline,
     Put,
+    Raise,
     Ramp,
     Ranges,
     Read,
     Recall,
     Ring,
+    Share,
     SoftmaxRows,
     Take,
     Tell,
@@ -49,6 +55,9 @@ from attngen.ir.roles import (
 )
 from attngen.verify.types import types
 
+_ROWS: set[tuple[str, tuple[str, ...]]] = {("f32", ("BLOCK_Q",))}
+_HELD = {Defer: _ROWS, Hold: _ROWS | {("f32", ("BLOCK_Q", CHAINS)), ("f32", ("BLOCK_KV", "BLOCK_Q"))}}
+_OF_WHOLE = {whole: own for own, whole in WHOLE.items()}
 SPREADS = ("scores", "sums", "chains", "operand")
 TURNS = ("start", "take", "pass", "end")
 
@@ -61,7 +70,9 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
     if kernel.args != module.kernel(kernel.stands_for).args:
         yield f"it has other arguments than @{kernel.stands_for}, for which it stands in"
     found = {block.name: block.role for block in kernel.blocks if block.role}
-    fills, takes = ({r for r in found for op in kernel.within(r) if isinstance(op, kind)} for kind in (Fill, Take))
+    filled = {op.ring for op in kernel.ops() if isinstance(op, Fill)}
+    fills, takes = ({r for r in found for op in kernel.within(r) if isinstance(op, kind) and op.ring in filled} for kind in (Fill, Take))
+    yield from _sharing(kernel)
     if kernel.blocks[0].name != "entry" or kernel.blocks[0].role:
         yield "its first block is not @entry"
     if any(isinstance(op, (Fill, Take)) for op in kernel.ops()) and (len(fills), len(takes), len(fills & takes)) != (1, 1, 0):
@@ -71,7 +82,7 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"@{name} has {role.copies} copies; expected 1 to 3"
         if role is not None and (role.registers % 8 > 0 or not 24 <= role.registers <= 240):
             yield f"@{name} has {role.registers} registers; expected a multiple of 8 from 24 to 240"
-    given = sum(groups_of(role) * role.registers for role in found.values() if role is not None)
+    given = sum(groups(kernel))
     for row in module.rows(kernel.name, kernel.backend):
         if row.device in CLASSES and given > (most := lane_registers(kernel, row)):
             who = f"each of {kernel.resident} programs on a multiprocessor" if kernel.resident > 1 else "a program"
@@ -79,6 +90,23 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
         for name, role in found.items():
             if role and role.rows and role.copies * role.rows != (own := row.rows_of(kernel.own_axis)):
                 yield f"@{name} has {role.copies} copies of {role.rows} rows, and {row.device} has {AXIS_DIM[kernel.own_axis]}={own}"
+
+
+def _sharing(kernel: Kernel) -> Iterator[str]:
+    """A ring that copies of a role share a tile through has one such role, and one that takes from it: the same, or one of one copy."""
+    rings = {op.ring for op in kernel.ops() if isinstance(op, Share)}
+    for ring in sorted(rings):
+        using = [(b, [type(op) for op in kernel.within(b.name) if isinstance(op, (Share, Take)) and op.ring == ring]) for b in kernel.roles]
+        shares, takes = ([b for b, kinds in using if kind in kinds] for kind in (Share, Take))
+        alone = [b.role.copies == 1 for b in takes if b.role]
+        if len(shares) != 1 or len(takes) != 1 or not (takes == shares or alone == [True]):
+            who, whom = (", ".join(f"@{b.name}" for b in found) or "nobody" for found in (shares, takes))
+            yield f"%{ring} is shared by {who} and taken by {whom}; expected one role each, the same, or the second of one copy"
+        for b in shares:
+            if b.role and b.role.copies != 2:
+                yield f"{b.role.copies} copies of @{b.name} share a tile through %{ring}; expected 2"
+        if any(isinstance(op, Fill) and op.ring == ring for op in kernel.ops()):
+            yield f"%{ring} is filled by the copy engine and by copies of a role"
 
 
 def scopes(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -172,8 +200,16 @@ def _yielded(kernel: Kernel, body: str) -> dict[str, Any]:
 
 
 def walks(module: Module, kernel: Kernel) -> Iterator[str]:
-    """All roles run over the same tiles in the same order: those of the kernel for which this one stands in, full and partial."""
+    """All roles run over the same tiles in the same order: those of the kernel for which this one stands in, full and partial.
+
+    Programs are those of that kernel, in its order, and add in the same turns.
+    """
     portable = module.kernel(kernel.stands_for)
+    if kernel.grid != portable.grid:
+        yield f"its grid is not that of @{portable.name} as it is portable"
+    turns, expected = ([(op.turns, op.turn) for op in k.ops() if isinstance(op, Add)] for k in (kernel, portable))
+    if turns != expected:
+        yield f"its programs add in other turns than those of @{portable.name} as it is portable"
     wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed) for loop in portable.loops}
     scalars = dict(portable.named)
     for name, expr in kernel.named:
@@ -205,9 +241,9 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read, but for what acts by itself."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
-        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Recall, Store, Tell, Turn, Work, Yield))
+        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Raise, Recall, Share, Store, Tell, Turn, Work, Yield))
         acts |= isinstance(op, Arg) and op.role != "carry"
-        acts |= any(isinstance(o, Fill) for body in bodies_of(op) for o in kernel.block(body).ops)
+        acts |= any(isinstance(o, (Add, Fill)) for body in bodies_of(op) for o in kernel.block(body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
 
@@ -275,7 +311,7 @@ def _fill_errors(kernel: Kernel, op: Fill) -> Iterator[str]:
         not isinstance(source, Arg)
         or source.role != "in"
         or not isinstance(ring, Ring)
-        or (dims, source.type.dtype) != (ring.type.unpadded, ring.type.dtype)
+        or (dims, source.type.dtype) != (tuple(_OF_WHOLE.get(d, d) for d in ring.type.unpadded), ring.type.dtype)
     ):
         yield "fills a ring with tiles of another type"
     if isinstance(ring, Ring):
@@ -343,6 +379,28 @@ def _give_errors(kernel: Kernel, op: Give) -> Iterator[str]:
         yield "gives back what this block has not taken"
 
 
+def _own_errors(kernel: Kernel, op: Own) -> Iterator[str]:
+    whole, own = kernel.type_of(op.value), AXIS_DIM[kernel.own_axis]
+    mine = replace(op.type, dims=tuple(WHOLE[own] if d == own else d for d in op.type.dims))
+    if not isinstance(kernel.op(op.value), (Near, Take)) or op.type.dims[:1] != (own,) or mine != whole:
+        yield f"is of the copy's own rows, {own}, of a taken tile of {WHOLE[own]}"
+
+
+def _near_errors(kernel: Kernel, op: Near) -> Iterator[str]:
+    if not isinstance(kernel.op(op.value), Take) or kernel.type_of(op.value) != op.type:
+        yield f"is %{op.value} under another type, or that is no taken tile"
+
+
+def _share_errors(kernel: Kernel, op: Share) -> Iterator[str]:
+    ring, value = kernel.type_of(op.ring), kernel.type_of(op.value)
+    wholes = {part: whole for whole, part in PARTS.items()} | WHOLE
+    parts = [at for at, (mine, whole) in enumerate(zip(value.dims, ring.dims)) if mine != whole]
+    fits = len(value.dims) == len(ring.dims) and len(parts) == 1 and wholes.get(value.dims[parts[0]]) == ring.dims[parts[0]]
+    if not isinstance(kernel.op(op.ring), Ring) or not fits or value.dtype != ring.dtype or value.space != "reg":
+        found, tile = (f"{t.dtype}[{', '.join(t.dims)}]" for t in (value, ring))
+        yield f"writes {found} to %{op.ring}, of {tile}; expected a copy's part of one dimension"
+
+
 def _ramp_errors(kernel: Kernel, op: Ramp) -> Iterator[str]:
     step = kernel.type_of(op.value)
     if (step.dtype, step.dims) != ("f32", ()) or (op.type.dtype, op.type.dims, op.type.space) != ("f32", ("BLOCK_KV",), "reg"):
@@ -352,7 +410,9 @@ def _ramp_errors(kernel: Kernel, op: Ramp) -> Iterator[str]:
 def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
     a, b = kernel.type_of(op.a), kernel.type_of(op.b)
     dims = tuple(d for t in (a, b) for d in t.dims if d != op.over)
-    if op.over not in a.dims or op.over not in b.dims or op.type.dims != dims or (op.type.dtype, op.type.space) != ("f32", "flight"):
+    parts = [tuple(PARTS[d] if d == whole else d for d in dims) for whole in PARTS if whole in dims and op.over in WHOLE.values()]
+    fits = op.over in a.dims and op.over in b.dims and op.type.dims in (dims, *parts)
+    if not fits or (op.type.dtype, op.type.space) != ("f32", "flight"):
         yield f"the product is f32[{', '.join(dims)}] @flight"
     if {a.dtype, b.dtype} != {"T"} or b.space != "sram":
         yield "multiplies values of the tensors' element type, the second in sram"
@@ -389,9 +449,8 @@ def _same_errors(kernel: Kernel, op: Convert | Defer | Hold) -> Iterator[str]:
         yield "changes the type of a value"
     if isinstance(op, Convert) and op.to not in SPREADS:
         yield f"converts to({op.to}); expected {', '.join(SPREADS)}"
-    chained = isinstance(op, Hold) and op.type.dims[1:] == (CHAINS,)
-    if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims[: 1 if chained else None]) != ("f32", ("BLOCK_Q",)):
-        yield f"{'holds' if isinstance(op, Hold) else 'defers'} a row of f32"
+    if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims) not in _HELD[type(op)]:
+        yield f"{'holds' if isinstance(op, Hold) else 'defers'} {op.type.dtype}[{', '.join(op.type.dims)}]; expected a row of f32"
     if isinstance(op, Defer):
         home = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
         if not any(isinstance(other, Await) for other in home[: home.index(op)]):
@@ -429,6 +488,13 @@ def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
         yield f"has halves of {half.dtype}[{', '.join(half.dims)}] over {op.over}; expected {whole.dtype}[{', '.join(dims)}]"
 
 
+def _add_errors(kernel: Kernel, op: Add) -> Iterator[str]:
+    later = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
+    raised = [o for o in later[later.index(op) :] if isinstance(o, Raise)]
+    if isinstance(kernel.op(op.value), Take) and op.turns is not None and [o.turns for o in raised] != [op.turns]:
+        yield "has a turn, and it is not raised once after it, in the same block"
+
+
 def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
     if op.do not in TURNS:
         yield f"does `{op.do}`; expected {', '.join(TURNS)}"
@@ -456,6 +522,9 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Pipeline: _places_errors,
     Ramp: _ramp_errors,
     Give: _give_errors,
+    Own: _own_errors,
+    Near: _near_errors,
+    Share: _share_errors,
     Issue: _issue_errors,
     Await: _await_errors,
     Pack: _pack_errors,
@@ -468,6 +537,7 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Halve: _halve_errors,
     Join: _halve_errors,
     Turn: _turn_errors,
+    Add: _add_errors,
     Put: _put_errors,
     Work: _work_errors,
     Recall: _recall_errors,

@@ -242,10 +242,10 @@ class _Writes:
         given = dict(op.args)
         args = self.kernels[op.kernel].args
         for arg in args:
-            if arg.role in ("in", "inout"):
+            if arg.role in ("in", "inout", "sum"):
                 self._read(f"@{op.kernel}", given.get(arg.name, arg.name), state)
         for arg in args:
-            if arg.role in ("out", "inout"):
+            if arg.role in ("out", "inout", "sum"):
                 state = state | self._write(given.get(arg.name, arg.name))
         return state
 

@@ -17,6 +17,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     PADDED,
+    Add,
     Arg,
     Base,
     Gather,
@@ -39,7 +40,7 @@ CONSTANTS = {"LOG2E", "LN2"}
 # names in the printed kernel that are not values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
 RESERVED |= {*PADDED.values(), "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
-RESERVED |= {"first_head", "heads_abreast", "own_head", "turn"}
+RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "turn"}
 RESERVED |= {
     "at",
     "BLOCK",
@@ -81,7 +82,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
             if index not in right:
                 expected = " or ".join(map(to_text, right))
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
-        if isinstance(op, Store):
+        if isinstance(op, Store) and not isinstance(op, Add):
             named = {name for e in indices for name in symbol_names(e)}
             if op.by:  # it writes rows of the own tile
                 named.add(kernel.own_axis)

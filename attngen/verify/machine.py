@@ -24,7 +24,7 @@ _OWN = ("issue", "await", "put", "flush")  # steps that touch nothing of other r
 
 
 class Step(NamedTuple):
-    """What a role does: `fill`, `take`, `give`, `drain` of a ring, `put` through one, `flush`; `turn`; `issue`, `await` of a product."""
+    """What a role does: `fill`, `share`, `take`, `give`, `drain` of a ring, `put` through one, `flush`; `turn`; `issue`, `await`."""
 
     kind: str
     what: str  # a ring, or a product; what is done about turns, as Turn says
@@ -166,6 +166,7 @@ class Agent(NamedTuple):
     full: tuple[bool, ...]  # whether it has filled all slots of the ring once
     flying: tuple[int, ...] = ()  # places of products that are not awaited
     storing: frozenset[int] = frozenset()  # rings from which the copy engine stores what it has put there
+    shared: tuple[int, ...] = ()  # parts that it has written; of each ring
 
 
 class Slot(NamedTuple):
@@ -206,6 +207,8 @@ class _Machine:
             frozenset(i for i, (_, who) in enumerate(self.programs) if ring in kinds[i] and owner in ("", who))
             for ring, owner in self.names
         ]
+        self.sharers = [frozenset(i for i, (p, _) in enumerate(self.programs) if Step("share", ring) in p.steps) for ring, _ in self.names]
+        self.periods = [(4 if self.sharers[r] else _PERIOD) * n for r, n in enumerate(self.slots)]
         gives = {s.what for p, _ in self.programs for s in p.steps if s.kind == "give"}
         self.returned = [ring in gives for ring, _ in self.names]
         self.filler = [
@@ -215,7 +218,7 @@ class _Machine:
 
     def start(self) -> State:
         none = (0,) * len(self.names)
-        agents = [Agent(0, 0, none, none, (False,) * len(self.names)) for _ in self.programs]
+        agents = [Agent(0, 0, none, none, (False,) * len(self.names), shared=none) for _ in self.programs]
         state = State(tuple(agents), tuple((Slot(-1, False, 0, frozenset()),) * n for n in self.slots))
         for i in range(len(agents)):
             state = self.onward(state, i)
@@ -264,6 +267,8 @@ class _Machine:
         if step == Step("turn", "take"):  # no other copy passes before this one has
             copies = (j for j, (program, _) in enumerate(self.programs) if program is self.programs[i][0] and j != i)
             return not any(self.may_pass(state, j) for j in copies)
+        if any(self.sharers[r] for r in rings):
+            return False
         if step.kind == "take":
             return all(i not in state.rings[r][agent.uses[r] % self.slots[r]].arrived for r in rings)
         if step.kind == "fill":
@@ -313,10 +318,27 @@ class _Machine:
             agents = tuple(agent._replace(asked=max(0, agent.asked - base)) for agent in state.agents)
             state = state._replace(agents=agents, answers=state.answers[base:])
         for r, n in enumerate(self.slots):
+            if self.sharers[r]:
+                state = self.recounted(state, r)
+                continue
             filler = state.agents[self.filler[r]]
             if filler.full[r] and filler.uses[r]:
                 state = self.turned(state, r, filler.uses[r], n)
         return state
+
+    def recounted(self, state: State, r: int) -> State:
+        """The same state with parts, takes and gives of a shared ring counted from the least of these numbers on."""
+        period = self.periods[r]
+        numbers = [state.agents[i].shared[r] for i in self.sharers[r]]
+        numbers += [n for i in self.takers[r] for n in (state.agents[i].uses[r], state.agents[i].given[r])]
+        by = min((n - numbers[0] + period // 2) % period - period // 2 for n in numbers) + numbers[0]
+        agents = list(state.agents)
+        for i in self.sharers[r]:
+            agents[i] = agents[i]._replace(shared=_set(agents[i].shared, r, (agents[i].shared[r] - by) % period))
+        for i in self.takers[r]:
+            uses, given = ((n - by) % period for n in (agents[i].uses[r], agents[i].given[r]))
+            agents[i] = agents[i]._replace(uses=_set(agents[i].uses, r, uses), given=_set(agents[i].given, r, given))
+        return state._replace(agents=tuple(agents))
 
     def turned(self, state: State, r: int, by: int, n: int) -> State:
         """The same state with the uses of a ring counted from `by` on."""
@@ -355,6 +377,8 @@ class _Machine:
             rings = [r for r, (ring, _) in enumerate(self.names) if ring == step.what]
             return self.fill(state, i, rings) if step.kind == "fill" else self.drain(state, i, rings)
         r = self.index(step.what, who)
+        if step.kind == "share":
+            return self.share(state, i, r)
         if step.kind == "put":
             for reader in (self.product(i, at) for at in agent.flying):
                 if step.what in reader.tiles:
@@ -406,6 +430,19 @@ class _Machine:
             state = _with_agent(state, i, agent._replace(uses=_set(agent.uses, r, uses), full=_set(agent.full, r, full)))
         return state
 
+    def share(self, state: State, i: int, r: int) -> State | None:
+        """Write a part of the next slot, once another role that takes from the ring has given back what was there."""
+        agent, n, who = state.agents[i], self.slots[r], self.programs[i][1]
+        for j in self.takers[r]:
+            if (agent.shared[r] - state.agents[j].given[r]) % self.periods[r] >= n:
+                if self.takers[r] != self.sharers[r]:
+                    return None
+                raise Broken(f"{who} overwrites its part of a tile of %{self.names[r][0]}, which {self.programs[j][1]} has not given back")
+        for reader in (self.product(i, at) for at in agent.flying):
+            if self.names[r][0] in reader.tiles and self.slots[r] == 1:
+                raise Broken(f"{who} writes to %{self.names[r][0]} while %{reader.what} reads it")
+        return _with_agent(state, i, agent._replace(shared=_set(agent.shared, r, (agent.shared[r] + 1) % self.periods[r])))
+
     def holds(self, agent: Agent, r: int, s: int) -> bool:
         """Whether an agent has a tile in this slot that it has not given back."""
         period = _PERIOD * self.slots[r]
@@ -415,6 +452,10 @@ class _Machine:
     def take(self, state: State, i: int, r: int) -> State | None:
         agent, n = state.agents[i], self.slots[r]
         use = agent.uses[r]
+        if self.sharers[r]:
+            if any(state.agents[j].shared[r] == use for j in self.sharers[r]):
+                return None
+            return _with_agent(state, i, agent._replace(uses=_set(agent.uses, r, (use + 1) % self.periods[r])))
         slot = state.rings[r][use % n]
         if slot.phase == use // n % 2:  # the phase that it waits for is not complete
             return None
@@ -432,8 +473,10 @@ class _Machine:
         if r in agent.storing:
             raise Broken(f"{who} gives back a tile of %{ring} from which the copy engine stores")
         for product in (self.product(i, at) for at in agent.flying):
-            if ring in product.tiles and (agent.uses[r] - agent.given[r]) % (_PERIOD * n) == 1:
+            if ring in product.tiles and (agent.uses[r] - agent.given[r]) % self.periods[r] == 1:
                 raise Broken(f"{who} gives back a tile of %{ring} while %{product.what} reads it")
+        if self.sharers[r]:
+            return _with_agent(state, i, agent._replace(given=_set(agent.given, r, (agent.given[r] + 1) % self.periods[r])))
         s = agent.given[r] % n
         slot = state.rings[r][s]
         if i in slot.arrived:
@@ -459,6 +502,9 @@ class _Machine:
                 return f"arrivals at the barrier of %{ring} are awaited by nothing at the end"
         for i in sorted(state.passed):
             return f"a turn is passed to {self.programs[i][1]}, which takes none at the end"
+        for r, (ring, _) in enumerate(self.names):
+            if len({agent.shared[r] for i, agent in enumerate(state.agents) if i in self.sharers[r]} | self.taken(state, r)) > 1:
+                return f"not all parts of a tile of %{ring} are taken and given back at the end"
         for r, (ring, owner) in enumerate(self.names):
             for agent, (_, who) in zip(state.agents, self.programs):
                 if (
@@ -470,6 +516,11 @@ class _Machine:
                 ):
                     return f"{who} keeps a tile of %{ring} at the end"
         return ""
+
+    def taken(self, state: State, r: int) -> set[int]:
+        """How many tiles of a shared ring the agents that take from it have taken and given back."""
+        found = (state.agents[i] for i in self.takers[r] if self.sharers[r])
+        return {n for agent in found for n in (agent.uses[r], agent.given[r])}
 
     def fillers(self, r: int) -> set[str]:
         return {who for program, who in self.programs if any(s.kind == "fill" and s.what == self.names[r][0] for s in program.steps)}

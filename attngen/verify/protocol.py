@@ -7,9 +7,11 @@ the others follow (verify/machine.py). So what is found holds for any number of 
 
 What is modelled, as the hardware does it: a slot is full when the barrier's phase changes, which the copy engine does at any time after the
 fill; a wait for a phase passes on its parity alone. A slot is free by a named barrier, which opens when all takers and the producer have
-arrived. A turn is passed by a named barrier at which two copies meet: one more pass before the other has come would be counted as its
-coming. Products run until they are awaited, in the order in which they were issued, and read their tiles until then. What is put into a
-slot is read by the copy engine until the next put, or a flush.
+arrived. A tile that copies share is there when all have arrived with their parts; one that writes its next part waits for nobody but
+another role that takes from the ring. A turn is passed by a named barrier at which two copies meet: one more pass before the other has come
+would be counted as its coming. Products run until they are awaited, in the order in which they were issued, and read their tiles until
+then. What is put into a slot is read by the copy engine until the next put, or a flush. A program that waits for its turn among programs
+goes on at some time, as the rule `turns` says.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Block, Loop, Op
-from attngen.ir.roles import Await, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Take, Turn, Work
+from attngen.ir.roles import Await, Drain, Fill, Flush, Give, Issue, Near, Own, Pipeline, Put, Ring, Share, Take, Turn, Work
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
 
 
@@ -103,6 +105,8 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
                 yield Step("take", op.ring)
             case Give():
                 yield Step("give", _ring_of(kernel, op.value))
+            case Share():
+                yield Step("share", op.ring)
             case Drain():
                 yield Step("drain", op.ring)
             case Put():
@@ -112,7 +116,7 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
             case Turn():
                 yield Step("turn", op.do)
             case Issue():
-                yield Step("issue", op.name, tuple(_ring_of(kernel, ref) for ref in (op.a, op.b) if isinstance(kernel.op(ref), Take)))
+                yield Step("issue", op.name, tuple(ring for ref in (op.a, op.b) if (ring := _ring_of(kernel, ref))))
             case Await():
                 yield Step("await", op.value)
 
@@ -125,4 +129,6 @@ def _is_beside(kernel: Kernel, name: str) -> bool:
 
 def _ring_of(kernel: Kernel, ref: str) -> str:
     take = kernel.op(ref)
+    while isinstance(take, (Near, Own)):
+        take = kernel.op(take.value)
     return take.ring if isinstance(take, Take) else ""

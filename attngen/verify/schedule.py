@@ -20,6 +20,10 @@ def placed(module: Module, kernel: Kernel) -> Iterator[str]:
 def scheduled_everywhere(module: Module, kernel: Kernel) -> Iterator[str]:
     """There is a schedule for each device class and element size, ending in one for any number of rows, or one line that says
     why there is none; some class has one."""
+    if kernel.adds:
+        if not module.stand_ins(kernel.name):
+            yield "it adds to what others add to, and runs divided alone; expected a divided kernel to stand in for it"
+        return
     rows, unfit = module.rows(kernel.name), [(u.device, u.elem_bytes) for u in module.unfit(kernel.name)]
     for size in elem_sizes(module, kernel):
         if not any(r.elem_bytes == size for r in rows):

@@ -23,6 +23,7 @@ from attngen.ir.ops import (
     BLOCKS,
     DTYPE_BYTES,
     TENSORS,
+    Add,
     Arg,
     Barrier,
     Base,
@@ -120,7 +121,9 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     if len({axis.var for axis in kernel.grid}) < len(kernel.grid):
         yield f"an axis stands twice in the grid, {', '.join(axis.var for axis in kernel.grid)}"
     for at, axis in enumerate(kernel.grid):
-        if axis.abreast < 1 or (axis.abreast > 1 and (at or axis.var not in AXIS_EXTENT)):
+        if axis.abreast > 1 and axis.together:
+            yield f"abreast({axis.abreast}) and together({axis.together}) of the grid axis {axis.var}; expected one of them"
+        if axis.abreast < 1 or ((axis.abreast > 1 or axis.together) and (at or axis.var not in AXIS_EXTENT)):
             yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
     blocks = [b.name for b in kernel.blocks]
     homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
@@ -132,12 +135,16 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     result = result_type(module.dtypes)
     known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result)))
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
+    stores += [op.turns.tensor for op in kernel.ops() if isinstance(op, Add) and op.turns]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
-            tensor, role = kernel.accessed(op)[0], "out" if isinstance(op, Store) else "in"
-            if not isinstance(tensor, Arg) or tensor.role not in (role, "inout", *(["scratch"] if role == "out" else [])):
-                yield f"%{op.name} {'writes' if role == 'out' else 'reads'} %{tensor.name}, which is no tensor of role `{role}`"
+            added = isinstance(op, Add) and op.turns is None
+            tensor, role = kernel.accessed(op)[0], "sum" if added else "out" if isinstance(op, Store) else "in"
+            more = {"in": ["inout"], "out": ["inout", "scratch"]}.get(role, [])
+            if not isinstance(tensor, Arg) or tensor.role not in (role, *more):
+                does = "reads" if role == "in" else "adds to" if role == "sum" else "writes"
+                yield f"%{op.name} {does} %{tensor.name}, which is no tensor of role `{role}`"
     for block in kernel.blocks:
         roles = (*TENSORS, "scalar") if block.name == "entry" else ("carry",)
         for op in block.ops:

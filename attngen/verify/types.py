@@ -14,6 +14,7 @@ from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
     AXIS_DIM,
+    Add,
     Arg,
     Base,
     Dot,
@@ -226,6 +227,20 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
+def _add_errors(kernel: Kernel, op: Add) -> Iterator[str]:
+    yield from _access_errors(kernel, op)
+    if (op.turns is None) != (op.turn is None):
+        yield "has turns, or a turn, and not both"
+    if op.turns is None or op.turn is None:
+        return
+    declared = kernel.op(op.turns.tensor)
+    of = kernel.type_of(op.turns.tensor)
+    if not isinstance(declared, Arg) or declared.role != "sum" or of.dtype != "i32" or len(op.turns.index) != len(of.dims):
+        yield f"takes turns by %{op.turns.tensor}; expected one element of a tensor of i32 of role sum"
+    if not all(is_integral(kernel, e, {}) for e in (*op.turns.index, op.turn)):
+        yield "has a turn, or a place of turns, that is no integer"
+
+
 def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[str]:
     whole = dimensions(kernel, op)
     for _, ref in op.uses:
@@ -289,4 +304,5 @@ _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Base: _access_errors,
     Load: _access_errors,
     Store: _access_errors,
+    Add: _add_errors,
 }

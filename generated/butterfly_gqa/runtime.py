@@ -703,6 +703,15 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
     return str(kernels.DEVICE_CLASSES.get((properties.major, properties.minor), kernels.OTHER_CUDA))
 
 
+def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
+    """Whether a kernel that runs divided alone has a schedule for the dtype and device of x and for `rows`."""
+    mine = device_class(kernels, x.device), x.element_size()
+    for key, entries in kernels.SCHEDULES[kernel].items():
+        if key[:2] == mine and x.device.type == "cuda" and divided(kernels, key[2]):
+            return next((config is not None for most, config in entries if most is None or rows <= most), False)
+    return False
+
+
 def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
@@ -719,8 +728,9 @@ def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[Modul
     """(the file of a kernel, largest number of rows, tile sizes and launch options), ... for the dtype and device of x.
 
     A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a number without options."""
-    portable = [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
     table = kernels.SCHEDULES[kernel]
+    alone = all(len(key) == 3 for key in table)  # it runs divided alone
+    portable = [] if alone else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
     mine = device_class(kernels, x.device), x.element_size()
     for key in (key for key in table if len(key) == 3 and key[:2] == mine and x.device.type == "cuda"):
         if file := divided(kernels, key[2]):

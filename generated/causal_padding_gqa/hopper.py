@@ -23,6 +23,7 @@ else:
     copy_in = tma.async_copy_global_to_shared
     copy_out = tma.async_copy_shared_to_global
 
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)

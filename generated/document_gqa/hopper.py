@@ -26,6 +26,7 @@ else:
     copy_out = tma.async_copy_shared_to_global
     copy_numbers = async_copy.async_copy_global_to_shared
 
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)

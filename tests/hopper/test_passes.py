@@ -390,7 +390,7 @@ REFUSED = {
     "a hold of scores": (
         "%masked = mask %s",
         "%held = hold %s : f32[BLOCK_Q, BLOCK_KV] @reg\n    %masked = mask %held",
-        "`types`: .* holds a row of f32",
+        "`types`: .*: holds f32\\[BLOCK_Q, BLOCK_KV\\]; expected a row of f32",
     ),
     "other halves": (
         "join %soft_left %soft_right",
@@ -402,7 +402,7 @@ REFUSED = {
     "barriers": (
         "KV=128 num_warps=4 num_stages=2 TMA",
         "KV=16 num_warps=4 num_stages=6 TMA",
-        "`fits`: .* its rings have 16 slots; expected 11",
+        "`fits`: .* the slots of its rings take 16 named barriers; expected 11 at most",
     ),
 }
 
@@ -411,7 +411,11 @@ REFUSED = {
 REFUSED_TURNS = {
     "a word": ("turn start", "turn begin", "`types`: .* does `begin`; expected start, take, pass, end"),
     "a role of one copy": ("    drain %Q_ring\n", "    drain %Q_ring\n    turn take\n", "`types`: .* is in a role of one copy"),
-    "barriers": ("num_stages=2 TMA=1 backend", "num_stages=3 TMA=1 backend", "`fits`: .* have 10 slots; expected 8 .* as copies"),
+    "barriers": (
+        "num_stages=2 TMA=1 backend",
+        "num_stages=3 TMA=1 backend",
+        "`fits`: .* the slots of its rings take 10 named barriers; expected 8 at most, as copies",
+    ),
 }
 
 

@@ -51,8 +51,8 @@ def only(module: Module, name: str) -> Module:
 
 
 def test_long_sequences_have_a_kernel_where_keys_grow_with_queries() -> None:
-    assert [name for name in DIVIDED if len(whole(name).divided) > 1] == TWICE
-    assert [name for name in SPECS if len(target(name).divided) > 1] == TWICE
+    assert [name for name in DIVIDED if len(whole(name).stand_ins("fwd")) > 1] == TWICE
+    assert [name for name in SPECS if len(target(name).stand_ins("fwd")) > 1] == TWICE
     for name in TWICE:
         (few, usual), (long, row) = target(name).stand_ins("fwd")
         assert (few.name, usual.block_q, few.resident, usual.min_rows, usual.max_rows) == ("fwd", 128, 2, FEW, LONG)

@@ -324,6 +324,15 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("full_mha", "where(kv_idx < Nk)", "where(kv_idx < Nk + 5)", "no mask in @step hides the keys from Nk on; expected a condition"),
         ("padding_mha", "key_padding and kv_idx < Nk", "key_padding", "no mask in @step hides the keys from Nk on"),
     ],
+    "turns": [
+        (
+            "full_mha",
+            "turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)",
+            "turn(kv_start // BLOCK_KV)",
+            " has the turn `kv_start // BLOCK_KV`; expected `cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1`",
+        ),
+        ("full_mha", "descending together(32768)", "together(32768)", "expected the grid to start with these, descending"),
+    ],
     "placed": [
         (
             "causal_gqa",

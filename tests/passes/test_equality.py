@@ -44,7 +44,7 @@ from attngen.reference import dropout_keep, naive_attention, reference_mask, ref
 from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies
-from tests.helpers import module_of
+from tests.helpers import in_one_pass, module_of
 from tests.passes.test_random_masks import arguments, named, random_mask
 from tests.spec_strategies import drawn
 from tests.test_random_scores import NAMED, READS, modifier
@@ -53,7 +53,7 @@ CI_SPECS, CI_SEEDS = 50, (2, 3, 5, 7)
 TOLERANCE = 1e-9  # of the largest element of a result
 HEAD_DIMS: list[Any] = [16] * 8 + [24, 40, {"qk": 24, "v": 16}, {"qk": 16, "v": 40}, {"qk": 200, "v": 72}]
 BLOCK_SPARSE = [{"block": 16}, {"block": 16, "pattern": "butterfly"}, {"block": 16, "pattern": "local_global", "local": 0, "globals": 1}]
-KINDS = {"mha", "mqa", "gqa", "modified", "dropout", "kv_outer", "packed", "padded", "blocks", "blocks by data"}
+KINDS = {"mha", "mqa", "gqa", "modified", "dropout", "kv_outer", "packed", "padded", "blocks", "blocks by data", "one pass"}
 KINDS |= {f"gradient by {by}" for by in ("query", "score", "distance", "element", "row")}
 Results = dict[str, np.ndarray]
 
@@ -207,11 +207,13 @@ def naive(spec: Spec, call: Call) -> Results:
 def computed(module: Module, call: Call, inputs: dict[str, Any]) -> Results:
     """What two calls give: one of all gradients, and one of those of q alone or of k and v, for which @delta does what @dq does.
 
-    Few queries of grouped heads are packed in the first call; the second is launched as calls of many are.
+    Few queries of grouped heads are packed in the first call; the second is launched as calls of many are. Half of the first calls
+    compute gradients in one pass, where a module has a kernel for that.
     """
     needs = {"need_q": "dq" in call.second, "need_kv": "dk" in call.second, "need_inputs": False}
     others = execute(with_many_queries(module), {**inputs, **needs}, call.tiles, DOUBLE)
-    return {**execute(module, inputs, call.tiles, DOUBLE), **{f"{name} of the second call": x for name, x in others.items()}}
+    first = execute(in_one_pass(module), {**inputs, "fused": call.seed % 2}, call.tiles, DOUBLE)
+    return {**first, **{f"{name} of the second call": x for name, x in others.items()}}
 
 
 def with_many_queries(module: Module) -> Module:
@@ -295,6 +297,7 @@ def kinds_of(spec: Spec, module: Module) -> list[str]:
     found += ["modified"] if spec.score else []
     found += ["dropout"] if spec.dropout else []
     found += ["kv_outer"] if spec.schedule.order == "kv_outer" else []
+    found += ["one pass"] if any(k.adds for k in module.kernels) else []
     found += ["packed"] if any(k.packs for k in module.kernels) else []
     found += ["blocks by data" if module.blocks.data else "blocks"] if module.blocks else []
     found += ["padded"] if any(d & (d - 1) for d in (spec.head_dim.qk, spec.head_dim.v)) else []

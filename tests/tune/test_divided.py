@@ -344,10 +344,11 @@ def test_a_table_that_names_no_backend_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- why there is none
 
 
-def why(faster: Mapping[int | None, Any], **data: Any) -> list[str]:
+def why(faster: Mapping[int | None, Any], kernel: str = "fwd", **data: Any) -> list[str]:
     made: Spec = make_spec({**TEXT, **data})
     before: Module = lower(made, "dce", {})
-    return list(sentences(made, before, tables(faster)))
+    found = "On sm90 the kernel @{} has no row for hopper: ".format
+    return [said for said in sentences(made, before, tables(faster)) if said.startswith(found(kernel))]
 
 
 def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
@@ -365,3 +366,30 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
     heavy = {"expr": "floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0 and int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))"}
     (said,) = none(head_dim=128, mask=heavy)
     assert said.startswith(f"{no_row}its mask and modifiers take ") and said.endswith("of more than 16 registers may spill.")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"mask": "causal"}, ""),
+        ({"mask": "causal", "heads": {"sharing": "gqa"}}, ""),
+        ({}, None),  # there is no such kernel
+        ({"mask": "causal", "dropout": True}, None),
+        (
+            {"mask": "causal", "score": "alibi"},
+            "its mask and modifiers take 16 operations for each score, and of more than 15 registers may spill.",
+        ),
+        (
+            {"mask": "none", "head_dim": {"qk": 128, "v": 64}},
+            "its heads have 128 and 64 columns; expected as many of q and k as of v, a power of two.",
+        ),
+        ({"mask": "none", "dtype": "fp32"}, "no dtype of the spec has 16 bits."),
+        (
+            {"mask": "none", "score": {"expr": "s + t[q_idx, kv_idx]", "params": {"t": {"tensor": ["Nq", "Nk"]}}}},
+            "a number is read for each score.",
+        ),
+        ({"mask": "causal", "schedule": {"backend": "triton"}}, "the spec says `schedule: {backend: triton}`."),
+    ],
+)
+def test_a_sentence_says_why_the_backward_in_one_pass_has_none(data: dict[str, Any], reason: str | None) -> None:
+    assert why({}, "bwd", **data) == ([f"On sm90 the kernel @bwd has no row for hopper: {reason}"] if reason else [])

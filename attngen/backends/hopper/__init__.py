@@ -10,12 +10,15 @@ from attngen.backends.hopper.chain_sums import ChainSums
 from attngen.backends.hopper.divisions import DIVISIONS
 from attngen.backends.hopper.facts import DEVICE, NAME
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
+from attngen.backends.hopper.hide_queries import HideQueries
 from attngen.backends.hopper.hide_tiles import HideTiles
 from attngen.backends.hopper.issue_products import IssueProducts
 from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
+from attngen.backends.hopper.overlap_gradients import OverlapGradients
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
 from attngen.backends.hopper.schedule_work import ScheduleWork
+from attngen.backends.hopper.share_gradients import ShareGradients
 from attngen.backends.hopper.shift_rows import ShiftRows
 from attngen.backends.hopper.split_masks import SplitMasks
 from attngen.backends.hopper.take_turns import TakeTurns
@@ -26,10 +29,13 @@ HOPPER = Divider(
     divisions=DIVISIONS,
     passes=lambda choose: (
         AssignRoles(choose),
+        HideQueries(),
         ShiftRows(),
         SplitMasks(),
         MakeRings(),
+        ShareGradients(),
         IssueProducts(),
+        OverlapGradients(),
         OverlapSoftmax(),
         HalveSoftmax(),
         ChainSums(),

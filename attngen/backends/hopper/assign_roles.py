@@ -27,7 +27,7 @@ from typing import ClassVar
 from attngen.backends.base import Choose, Division
 from attngen.backends.hopper.choice import is_shared, resident
 from attngen.backends.hopper.divisions import DIVISIONS
-from attngen.backends.hopper.facts import NAME, REGISTERS, ROWS, SHARED_REGISTERS
+from attngen.backends.hopper.facts import NAME, REGISTERS, ROWS, SHARED_REGISTERS, WRITER_REGISTERS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module, Row
@@ -54,16 +54,17 @@ def _assigned(module: Module, division: Division, chosen: tuple[Row, ...]) -> Mo
     if why := division.obstacle(module):
         raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be divided into roles: {why}")
     kernel = _padded(module, module.kernel(name))
-    divided = [_divided(kernel, _copies(module, row), resident(module, row)) for row in chosen]
-    own = [replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in divided[1:]]
+    own = kernel.own_axis
+    divided = [_divided(kernel, _copies(module, row, own), resident(module, row) if own == "q" else 1) for row in chosen]
+    longer = [replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in divided[1:]]
     schedules = [(of, (*has, chosen[0]) if of == name else has) for of, has in module.schedules]
-    schedules += [(k.name, (row,)) for k, row in zip(own, chosen[1:], strict=True)]
-    return replace(module, divided=(*module.divided, divided[0], *own), schedules=tuple(schedules))
+    schedules += [(k.name, (row,)) for k, row in zip(longer, chosen[1:], strict=True)]
+    return replace(module, divided=(*module.divided, divided[0], *longer), schedules=tuple(schedules))
 
 
-def _copies(module: Module, row: Row) -> int:
+def _copies(module: Module, row: Row, own: str) -> int:
     """The copies of the consumer that a row asks for."""
-    copies, rest = divmod(row.block_q, ROWS)
+    copies, rest = divmod(row.rows_of(own), ROWS)
     if rest or copies not in REGISTERS:
         expected = " or ".join(str(ROWS * n) for n in REGISTERS)
         size = f"{row.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
@@ -81,10 +82,12 @@ def _divided(kernel: Kernel, copies: int, programs: int) -> Kernel:
     entry = kernel.block("entry").ops
     ours = [op for op in entry if not is_shared(op)]
     consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[copies]
-    roles = (
+    roles: tuple[Block, ...] = (
         Block("producer", (), role=Role(1, 1, producer)),
         Block("consumer", tuple(ours), role=Role(copies, 4, consumer, ROWS)),
     )
+    if kernel.adds:
+        roles += (Block("writer", (), role=Role(1, 1, WRITER_REGISTERS)),)
     shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")
     return replace(kernel, backend=NAME, resident=programs, blocks=(shared, *roles, *bodies))

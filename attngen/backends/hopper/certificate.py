@@ -10,9 +10,9 @@ import sympy
 
 from attngen.backends.base import Reading
 from attngen.backends.hopper.choice import overlaps, room_of
-from attngen.backends.hopper.facts import LANES, MOST_REGISTERS
+from attngen.backends.hopper.facts import FORWARD, LANES, MOST_REGISTERS
 from attngen.backends.hopper.sram import sram_bytes
-from attngen.bounds.launches import groups_of, lane_registers, launch_registers
+from attngen.bounds.launches import groups, lane_registers, launch_registers
 from attngen.ir.expr import exp2
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Map, SoftmaxStep
@@ -79,7 +79,7 @@ def given(name: str, kernel: Kernel, row: Row) -> list[int]:
     """
     roles = {block.name: block.role for block in kernel.roles if block.role}
     first = max(roles, key=lambda role: roles[role].warps)
-    left = lane_registers(kernel, row) - sum(groups_of(of) * of.registers for of in roles.values()) + roles[first].registers
+    left = lane_registers(kernel, row) - sum(groups(kernel)) + roles[first].registers
     own = [roles[name].registers] * roles[name].copies
     return sorted([*own[1:], min(MOST_REGISTERS, left // 8 * 8)] if name == first else own)
 
@@ -102,7 +102,7 @@ def under_product(kernel: Kernel, row: Row) -> tuple[Fraction, Fraction]:
     so more exponentials stand under the product by them; how many, the compiler decides. Where programs share a multiprocessor, products of
     other consumers run beside the exponentials, and any share is right.
     """
-    if not overlaps(kernel):
+    if not overlaps(kernel) or kernel.stands_for != FORWARD:
         return Fraction(0), Fraction(1)
     under = outside = rows = others = 0
     columns = {"BLOCK_KV": row.block_kv, **dict.fromkeys(HALVES.values(), row.block_kv // 2)}

@@ -24,8 +24,8 @@ from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Arg, Gather, Load, Loop, Map, Mask, Op
-from attngen.ir.roles import Give, Ring, Take, Turn, Work
+from attngen.ir.ops import AXIS_DIM, Arg, Gather, Load, Loop, Map, Mask, Op
+from attngen.ir.roles import Give, Ring, Share, Take, Turn, Work
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
 
@@ -90,9 +90,9 @@ def declined(module: Module) -> str:
         return f"its heads have {wide} columns, and with such a mask and modifiers the portable kernel is about as fast"
     if wide > NARROW and _is_crowded(module, kernel):
         return "its mask of data and its modifiers read so much that registers may spill"
-    work, most = _work(kernel), LITTLE_WORK if module.dropout else MOST_WORK
-    spills = f"its mask and modifiers take {work} operations for each score, and of more than {most} registers may spill"
-    return spills if work > most else ""
+    ops, most = work(kernel), LITTLE_WORK if module.dropout else MOST_WORK
+    spills = f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
+    return spills if ops > most else ""
 
 
 def is_narrow(module: Module) -> bool:
@@ -110,7 +110,7 @@ def takes_three(module: Module, kernel: Kernel) -> bool:
 
 def _is_light(module: Module, kernel: Kernel) -> bool:
     """Whether masks and modifiers take so little that a third of the registers is enough for a consumer, without random words."""
-    few = not (module.dropout or kernel.reads_pairs) and _work(kernel) <= MOST_OF_THREE
+    few = not (module.dropout or kernel.reads_pairs) and work(kernel) <= MOST_OF_THREE
     return few and _is_plain(module, kernel)
 
 
@@ -153,15 +153,18 @@ def _is_placed(kernel: Kernel) -> bool:
     return any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
 
 
-def _work(kernel: Kernel) -> int:
-    """The operations of masks and modifiers for each score."""
+def work(kernel: Kernel) -> int:
+    """The operations of masks, modifiers and gradients for each score."""
     scores = (op for op in kernel.ops() if isinstance(op, (Gather, Map, Mask)) and any(set(t.dims) == PAIR for t in op.results().values()))
     return sum(e.count_ops() for op in scores for e in op.expressions)
 
 
 def is_of_keys(kernel: Kernel, op: Op) -> bool:
-    """Whether it loads a number of 32 bits for each key of a tile, which the producer can put beside the tile; 0 beyond the keys."""
-    if not isinstance(op, Load) or op.type.dims != ("BLOCK_KV",) or op.type.dtype not in ("f32", "i32"):
+    """Whether it loads a number of 32 bits for each row of a tile that a loop visits, which the producer can put beside the tile.
+
+    Beyond the end it is 0.
+    """
+    if not isinstance(op, Load) or op.type.dims != (AXIS_DIM[kernel.loop_axis],) or op.type.dtype not in ("f32", "i32"):
         return False
     return op.other == 0 and not kernel.only_known(op)
 
@@ -176,7 +179,7 @@ def key_bytes(module: Module, row: Row) -> int:
 def keeps_columns(module: Module, kernel: Kernel) -> bool:
     """Whether a consumer has registers for numbers of columns that are the same in all tiles: others spill, which were compiled."""
     consumer = next(block.role for block in kernel.roles if block.role and block.role.rows)
-    light = _work(kernel) <= LITTLE_WORK and max(module.head_dim_qk, module.head_dim_v) <= STEADY
+    light = work(kernel) <= LITTLE_WORK and max(module.head_dim_qk, module.head_dim_v) <= STEADY
     return light and consumer.registers == REGISTERS[ROOMY][0]
 
 
@@ -290,7 +293,7 @@ def may_share(module: Module) -> bool:
     loaded for each score; those for rows and for keys, too, if more is computed than masks of documents do.
     """
     kernel = module.kernel(FORWARD)
-    heavy = module.dropout or kernel.reads_pairs or (_loads_both(kernel) and _work(kernel) > WORK_OF_BOTH)
+    heavy = module.dropout or kernel.reads_pairs or (_loads_both(kernel) and work(kernel) > WORK_OF_BOTH)
     return is_narrow(module) and not heavy and not (module.blocks and module.blocks.size < SHARED_ROWS)
 
 
@@ -385,6 +388,24 @@ def turns(kernel: Kernel) -> int:
 def copies_of(kernel: Kernel, ring: Ring) -> int:
     """How many rings there are of one that each copy of a role has; else 1."""
     return next((b.role.copies for b in kernel.roles if b.role and b.name == ring.each), 1)
+
+
+def handed_over(kernel: Kernel) -> dict[str, bool]:
+    """The rings through which copies share a tile, and whether another role takes it."""
+    shares = {op.ring: role.name for role in kernel.roles for op in kernel.within(role.name) if isinstance(op, Share)}
+    takes = {op.ring: role.name for role in kernel.roles for op in kernel.within(role.name) if isinstance(op, Take)}
+    return {ring: takes.get(ring) != role for ring, role in shares.items()}
+
+
+def barriers_of(kernel: Kernel, ring: str) -> int:
+    """The named barriers of each slot of a ring: of one that is filled again, one; of a tile that copies share, one for each of them.
+
+    Where another role takes that, barriers in shared memory say when it is full, and when it is free.
+    """
+    shared = handed_over(kernel)
+    if ring in shared:
+        return 0 if shared[ring] else max(role.role.copies for role in kernel.roles if role.role)
+    return int(is_reused(kernel, ring))
 
 
 def is_reused(kernel: Kernel, ring: str) -> bool:

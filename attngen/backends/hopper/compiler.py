@@ -120,7 +120,9 @@ def _source(j: Job) -> Any:
     names = [p.name for p in function.params]
     for at, rows, *columns in file.DESCRIBED[j.kernel]:
         block = [1, 1, tiles.get(rows, rows), *(columns or [widths[names[at]]])]
-        types[names[at]] = f"tensordesc<{j.dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, element)!r}>"
+        dtype = types[names[at]].lstrip("*")
+        of = element if dtype == j.dtype else gl.float32
+        types[names[at]] = f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, of)!r}>"
     signature, constants, divisible = {}, {}, {}
     for i, p in enumerate(function.params):
         if p.is_constexpr:

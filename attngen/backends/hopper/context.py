@@ -6,18 +6,21 @@ Expressions are printed as for Triton: Gluon has the same functions, under `gl`.
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Any
 
-from attngen.backends.hopper.choice import PAIR, copies_of, is_reused, known_numbers, turns
-from attngen.backends.hopper.facts import FIRST_BARRIER, NAMED_BARRIERS, ROWS, THREADS
+from attngen.backends.hopper.choice import PAIR, barriers_of, copies_of, handed_over, is_reused, known_numbers, turns
+from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS, ROWS, THREADS, TURNED
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, pieces
 from attngen.ir.graph import Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Arg, Block, Init, Loop, Map, Mask, Op, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Block, Init, Loop, Map, Mask, Op, Yield
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
+    PARTS,
+    WHOLE,
     Await,
     Drain,
     Fill,
@@ -25,12 +28,16 @@ from attngen.ir.roles import (
     Give,
     Hold,
     Issue,
+    Near,
+    Own,
     Pack,
     Pipeline,
     Put,
+    Raise,
     Read,
     Recall,
     Ring,
+    Share,
     Take,
     Tell,
     Turn,
@@ -56,6 +63,7 @@ class DividedContext(PipelineContext):
     def __init__(self, module: Module, name: str) -> None:
         divided = next(kernel for kernel in module.divided if kernel.name == name)
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
+        self.shared = handed_over(divided)
         self.stays = any(isinstance(op, Work) for op in divided.ops())
         self.own, self.loop = divided.own_axis, divided.loop_axis
         super().__init__(module, divided)
@@ -122,11 +130,27 @@ class DividedContext(PipelineContext):
             nodes=nodes,
             rings=[self._ring(op) for op in self.rings.values()],
             roles=roles,
+            copies=self._copies(),
+            dtype=f"{self._output()}.dtype",
             resident=self.kernel.resident,
             stays=self.stays,
             words=names_in(nodes) | {word for role in roles for word in names_in(role.nodes)},
             described=self._described_tensors(portable.params),
         )
+
+    def _part(self, op: Add) -> tuple[str, str]:
+        """The rows, and the columns, of the part of a tile that a copy shares: as numbers, or the name of the rows of a tile."""
+        take = self.kernel.op(op.value)
+        assert isinstance(take, Take)
+        share = next(o for o in self.kernel.ops() if isinstance(o, Share) and o.ring == take.ring)
+        rows, columns = self.kernel.type_of(share.value).dims
+        copies = self._copies()
+        width = self.module.head_dim_qk if columns == "D_QK" else self.module.head_dim_qk // copies
+        return (str(ROWS) if rows == PARTS["BLOCK_Q"] else rows), str(width)
+
+    def _copies(self) -> int:
+        """The copies of the role whose rows are the program's."""
+        return next(block.role.copies for block in self.kernel.roles if block.role and block.role.rows)
 
     def _place_of_tile(self) -> list[str]:
         """The rows, the head and the sequence of the program's tile; where it takes several, of the one whose number is `pid`."""
@@ -137,11 +161,17 @@ class DividedContext(PipelineContext):
 
     def _described_tensors(self, params: list[str]) -> list[tuple[str, ...]]:
         rows = {self.own: str(ROWS), self.loop: f'"{AXIS_DIM[self.loop]}"'}
-        copied = [
-            (op.src, op.ring) if isinstance(op, Fill) else (op.dst, op.through) for op in self.kernel.ops() if isinstance(op, (Fill, Put))
-        ]
-        copied = [(access, ring) for access, ring in copied if not self.rings[ring].beside]
-        found = {(params.index(access.tensor), rows[access.axes()[0]], part_of(self.rings[ring])) for access, ring in copied}
+        found = set()
+        for op in self.kernel.ops():
+            if isinstance(op, Fill) and not self.rings[op.ring].beside:
+                whole = {*WHOLE.values()} & {*self.rings[op.ring].type.dims}
+                of = f'"{AXIS_DIM[self.own]}"' if whole else rows[op.src.axes()[0]]
+                found.add((params.index(op.src.tensor), of, part_of(self.rings[op.ring])))
+            elif isinstance(op, Put):
+                found.add((params.index(op.dst.tensor), rows[op.dst.axes()[0]], part_of(self.rings[op.through])))
+            elif isinstance(op, Add):
+                of, columns = self._part(op)
+                found.add((params.index(op.dst.tensor), of if of.isdigit() else f'"{of}"', columns))
         return [(str(at), of, *([columns] if columns else [])) for at, of, columns in sorted(found)]
 
     def _ring(self, op: Ring) -> RingView:
@@ -150,6 +180,8 @@ class DividedContext(PipelineContext):
         buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
         if not op.type.dims and not op.beside:
             return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, f"{len(self._numbers()['numbers'])} * {slots}, 1")
+        if op.name in self.shared:
+            return self._shared_ring(op, slots)
         if op.beside:
             numbers = ", ".join([slots, *(op.type.dims or ("1",))])
             return RingView(self._short(op.name), slots, "", "", buffers, buffers, False, numbers, NUMBERS[op.type.dtype])
@@ -157,6 +189,17 @@ class DividedContext(PipelineContext):
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
         all_pieces = self._times(op, buffers)
         return RingView(self._short(op.name), slots, self._shape(op), descriptor, all_pieces, buffers, isinstance(tensor, Fill))
+
+    def _shared_ring(self, op: Ring, slots: str) -> RingView:
+        """A tile that copies share: for themselves as one buffer; for the copy engine, which has it from there, as one for each part."""
+        add = next((o for o in self.kernel.ops() if isinstance(o, Add)), None)
+        if not self.shared[op.name] or add is None:
+            rows, columns = self._dims(op.type.dims, False)
+            return RingView(self._short(op.name), slots, f"{rows}, {columns}", "", slots, slots, False, of="dtype")
+        copies = self._copies()
+        buffers = str(copies) if slots == "1" else f"{copies} * {slots}"
+        shape = ", ".join(self._part(add))
+        return RingView(self._short(op.name), slots, shape, add.dst.tensor, buffers, slots, False, emptied=True)
 
     def _times(self, ring: Ring, count: str) -> str:
         """So many tiles of a ring, as a number of buffers: each has as many as its tile has pieces."""
@@ -172,14 +215,20 @@ class DividedContext(PipelineContext):
         return self.scalar(ring.slots).replace("num_stages", "SLOTS")
 
     def _dims(self, dims: tuple[str, ...], each: bool = True) -> list[str]:
-        return ["ROWS" if d == AXIS_DIM[self.own] and each else d for d in dims]
+        whole = {whole: own for own, whole in WHOLE.items()}
+        parts = {PARTS["BLOCK_Q"]: str(ROWS), PARTS["D_QK"]: str(self._columns(PARTS["D_QK"]))}
+        return ["ROWS" if d == AXIS_DIM[self.own] and each else whole.get(d, parts.get(d, d)) for d in dims]
+
+    def _columns(self, dim: str) -> int:
+        """The columns of a tile of sums for dQ, or of a copy's part of it."""
+        return self.module.head_dim_qk // (self._copies() if dim == PARTS["D_QK"] else 1)
 
     def _role(self, block: Block, params: list[str]) -> RoleView:
         assert block.role is not None
         nodes = self.block(block.name, "entry")
         work = next((node for node in nodes if node.kind == "work"), None)
         known = work.body.pop(0).body if work else []
-        words = names_in(nodes) | {f"{ring}_{what}" for ring in _rings_in(nodes) for what in ("ring", "full", "slot")}
+        words = names_in(nodes) | {f"{ring}_{what}" for ring in _rings_in(nodes) for what in ("ring", "full", "free", "slot")}
         prologue = [*(self._positions(words) if block.role.rows else []), *self._counters(block, words)]
         prologue += [] if self.stays or not block.role.rows else self._own_rows(words)
         if work:
@@ -187,7 +236,11 @@ class DividedContext(PipelineContext):
         words |= {"COUNTER", "TILES"} if any(isinstance(op, Work) and op.draws for op in block.ops) else set()
         words |= names_in(nodes) | set(re.findall(r"\w+", " ".join(prologue)))
         entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (Arg, Ring))]
-        shared = [f"{ring.name}_{what}" for ring in map(self._ring, self.rings.values()) for what in ("ring", *["full"] * ring.filled)]
+        shared = [
+            f"{ring.name}_{what}"
+            for ring in map(self._ring, self.rings.values())
+            for what in ("ring", *["full"] * (ring.filled or ring.emptied), *["free"] * ring.emptied)
+        ]
         places = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
         given = [*params, *entry, *([] if self.stays else places), *shared, *(["COUNTER", "TILES"] if self.stays else [])]
         return RoleView(
@@ -199,6 +252,7 @@ class DividedContext(PipelineContext):
             [t for t in ("BLOCK_Q", "BLOCK_KV", "SLOTS", "DROPOUT") if t in words or t == "SLOTS"],
             prologue,
             nodes,
+            bool(block.role.rows) or any(isinstance(op, Fill) for op in self.kernel.within(block.name)),
             ["THREADS", *(["COPY"] if block.role.rows else [])],
         )
 
@@ -232,6 +286,9 @@ class DividedContext(PipelineContext):
             lines.append(f"SUMS: gl.constexpr = layout_of({self._width('d_v')})")
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
+        if "PARTS" in words:
+            columns = next(self._dims(op.type.dims)[1] for op in self.kernel.ops() if isinstance(op, Issue) and op.over in WHOLE.values())
+            lines.append(f"PARTS: gl.constexpr = layout_of({columns})")
         if "CHAINED" in words:
             lines.append("CHAINED: gl.constexpr = chained_layout()")
         if words & {f"{self.own}_off", f"{self.own}_idx"}:
@@ -239,8 +296,12 @@ class DividedContext(PipelineContext):
         if words & {f"{self.loop}_off", f"{self.loop}_idx"}:
             lines.append(f"{self.loop}_off = gl.arange(0, {AXIS_DIM[self.loop]}, layout=gl.SliceLayout(0, SCORES))")
         if "dtype" in words:
-            lines.append("dtype = O.dtype")
+            lines.append(f"dtype = {self._output()}.dtype")
         return lines
+
+    def _output(self) -> str:
+        """A tensor of the element type: the first output, or an input where outputs have a type of their own."""
+        return next(a.name for role in ("out", "in") for a in self.kernel.args if a.role == role and a.type.dtype == "T")
 
     def _own_rows(self, words: set[str]) -> list[str]:
         """The positions of the copy's own rows."""
@@ -250,19 +311,34 @@ class DividedContext(PipelineContext):
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """The next slot of each ring that a role fills or takes from; the phase of its barrier, or how often the role has filled it."""
         lines = []
-        takes = bool(block.role and block.role.rows)
+        takes = bool(block.role and (block.role.rows or any(isinstance(op, Add) for op in self.kernel.within(block.name))))
         for name, ring in self.rings.items():
             short = self._short(name)
+            if name in self.shared:
+                if f"{short}_slot" in words and name not in self.leaders:
+                    lines += self._shared_counters(name, block)
+                continue
             if f"{short}_slot" in words and is_reused(self.kernel, name) and not (takes and self._counter(name) != short):
                 what = "phase" if takes else "fills"
                 lines.append(f"{short}_{what} = 0" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, 0")
+        if block.role and any(isinstance(op, Add) and op.turns for op in self.kernel.within(block.name)):
+            lines.append(f"{self.loop}_ahead, turn_seen = -1, 0")
         return lines
+
+    def _shared_counters(self, name: str, block: Block) -> list[str]:
+        """The next slot of a tile that copies share, if there are several, and the phase of its barrier for who waits until it is free."""
+        short, ring = self._short(name), self.rings[name]
+        shares = bool(block.role and block.role.rows)  # the first slots are free, as if they had been given back once
+        found = {f"{short}_slot": "0"} if self._slots(ring) != "1" else {}
+        found |= {f"{short}_phase": str(int(shares))} if self.shared[name] else {}
+        return [f"{', '.join(found)} = {', '.join(found.values())}"] if found else []
 
     def _free(self, ring: str) -> str:
         """The number of the named barrier of a ring's first slot."""
-        before = [self._slots(op) for name, op in list(self.rings.items())[: list(self.rings).index(ring)] if is_reused(self.kernel, name)]
-        first = FIRST_BARRIER + sum(int(slots) for slots in before if slots.isdigit())
-        return " + ".join([str(first), *(slots for slots in before if not slots.isdigit())])
+        earlier = list(self.rings.items())[: list(self.rings).index(ring)]
+        before = [(self._slots(op), n) for name, op in earlier if (n := barriers_of(self.kernel, name))]
+        first = FIRST_BARRIER + sum(n * int(slots) for slots, n in before if slots.isdigit())
+        return " + ".join([str(first), *(f"{n} * {slots}" if n > 1 else slots for slots, n in before if not slots.isdigit())])
 
     # ------------------------------------------------------------------ nodes
 
@@ -327,7 +403,7 @@ class DividedContext(PipelineContext):
         """
         ring, short = self.rings[name], self._short(name)
         if not is_reused(self.kernel, name):
-            return {"index": copy, "slots": "1", "free": ""}
+            return {"index": copy if ring.each else "0", "slots": "1", "free": ""}
         slots, counter = self._slots(ring), self._counter(name) if copy == "COPY" else short
         slot = "" if slots == "1" else f"{counter}_slot"
         index = slot or "0"
@@ -340,21 +416,99 @@ class DividedContext(PipelineContext):
         """The name of the counter of a ring's slots in a role that takes from it."""
         places = next((ring for ring in self.rings.values() if not ring.type.dims and not ring.beside), None)
         once = places is not None and self.rings[name].each and self.rings[name].slots == places.slots
-        return self._short(places.name if once and places else name)
+        return self._short(places.name if once and places else self.leaders.get(name, name))
+
+    @cached_property
+    def leaders(self) -> dict[str, str]:
+        """Rings whose slots a turn of the backward's loop uses as those of another ring, with that one: they have its counter.
+
+        A turn uses a slot of each, and none but that of dS after it has given back the last tile that was copied.
+        """
+        found: dict[str, str] = {}
+        for step in (self.kernel.block(op.step).ops for op in self.kernel.ops() if isinstance(op, Pipeline) and not op.first):
+            rings = {op.name: op.ring for op in step if isinstance(op, Take)}
+            gives = [rings[op.value] for op in step if isinstance(op, Give) and not self.rings[rings[op.value]].each]
+            copied = [ring for ring in gives if ring not in self.shared]
+            if len(copied) > 1 and self.kernel.stands_for != FORWARD:
+                alike = (ring for ring in gives if self.rings[ring].slots == self.rings[copied[-1]].slots)
+                found |= {ring: copied[-1] for ring in alike if ring != copied[-1]}
+        return found
 
     def _place(self, access: Access, moved: str = "", column: str = "0") -> str:
         """The coordinates of a tile's first element."""
         starts = {self.own: f"{self.own}_start{moved}", self.loop: f"{self.loop}_start"}
         return ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in access.index)
 
+    def _share(self, op: Share, cls: str) -> dict[str, Any]:
+        """Where a copy writes its part, what it waits for before, and at whose barrier it arrives after that."""
+        text, value = self._shared_slot(op.ring), self.kernel.type_of(op.value)
+        one = text["slot"] or "0"
+        if self.shared[op.ring]:
+            place = f"COPY + {self._copies()} * {one}" if text["slot"] else "COPY"
+            shape = ", ".join(self._dims(value.dims))
+            tile = f"{text['ring']}_ring.index({place}).reshape([{shape}])"
+            wide = self._columns(value.dims[1]) >= TURNED
+            stored = f"store_sums({tile}, {self.var(op.value)}, PARTS)" if wide else f"{tile}.store({self.var(op.value)})"
+            return {**text, "stored": stored, "index": one, "waits": True}
+        tile = f"{text['ring']}_ring.index({one}).slice(COPY * ROWS, ROWS, 0)"
+        return {**text, "stored": f"{tile}.store(unpack({self.var(op.value)}, dtype))", "index": one, "waits": False}
+
+    def _shared_slot(self, name: str) -> dict[str, Any]:
+        """The slot of a tile that copies share, and the named barrier of its first part, with the threads that meet there."""
+        short, slots, copies = self._short(name), self._slots(self.rings[name]), self._copies()
+        slot, each = "" if slots == "1" else f"{self._counter(name)}_slot", barriers_of(self.kernel, name)
+        barrier = " + ".join([self._free(name), *([f"{each} * {slot}" if each > 1 else slot] if slot else [])])
+        text = {"ring": short, "slot": slot, "slots": slots, "barrier": barrier, "threads": copies * THREADS, "copies": copies}
+        return {**text, "handed": self.shared[name], "goes_on": bool(slot) and name not in self.leaders}
+
+    def _near(self, op: Near, cls: str) -> dict[str, Any]:
+        take = self.kernel.op(op.value)
+        assert isinstance(take, Take)
+        ring = self.rings[take.ring]
+        index = self._slot(take.ring, "COPY")["index"]
+        at = "nothing()" if index == "0" else f"{index} + nothing()"
+        return {"var": self.var(op.name), "ring": self._short(take.ring), "index": at, "shape": self._shape(ring)}
+
+    def _own(self, op: Own, cls: str) -> dict[str, Any]:
+        return {"var": self.var(op.name), "value": self.var(op.value)}
+
+    def _add(self, op: Add, cls: str) -> dict[str, Any]:
+        """The parts of a tile that the copy engine adds, and where; and the program's turn."""
+        take = self.kernel.op(op.value)
+        assert isinstance(take, Take)
+        rows, columns = self._part(op)
+        by_rows = rows == str(ROWS) and self.kernel.type_of(take.name).dims[1] == "D_QK" and int(columns) == self.module.head_dim_qk
+        moved, column = (f" + piece * {ROWS}", "0") if by_rows else ("", f"piece * {columns}")
+        starts = {self.own: f"{self.own}_start", self.loop: f"{self.loop}_start{moved}"}
+        place = ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in op.dst.index)
+        text = self._shared_slot(take.ring)
+        first = f"{self._copies()} * {text['slot']} + piece" if text["slot"] else "piece"
+        turn = self.scalar(op.turn) if op.turn is not None else ""
+        start, ahead, rows = f"{self.loop}_start", f"{self.loop}_ahead", AXIS_DIM[self.loop]
+        counter = self._counter_of(op.turns) if op.turns else ""
+        following = self._counter_of(op.turns, f"gl.minimum({ahead}, {AXIS_EXTENT[self.loop]} - 1)") if op.turns else ""
+        turns = {"start": start, "ahead": ahead, "rows": rows, "counter": counter, "next": following, "turn": turn}
+        return {**text, **turns, "tensor": op.dst.tensor, "place": place, "buffer": first}
+
+    def _counter_of(self, turns: Access, at: str = "") -> str:
+        """The address of the number of programs that have added to a tile, or to the one whose first row is `at`."""
+        tensor, (*head, row) = self.kernel.op(turns.tensor), turns.index
+        assert isinstance(tensor, Arg)
+        return f"{self._start(Access(turns.tensor, tuple(head)), tensor)} + {at or self.scalar(row)}"
+
+    def _raise(self, op: Raise, cls: str) -> dict[str, Any]:
+        return {"counter": self._counter_of(op.turns)}
+
     def _take(self, op: Take, cls: str) -> dict[str, Any]:
+        if op.ring in self.shared:
+            return {**self._shared_slot(op.ring), "var": self.var(op.name), "shared": True}
         short, ring = self._short(op.ring), self.rings[op.ring]
         phase = f"{self._counter(op.ring)}_phase" if is_reused(self.kernel, op.ring) else "0"
         slot = self._slot(op.ring, "COPY")
         first = self._times(ring, slot["index"])
-        read = any(not isinstance(self.kernel.op(reader), Give) for reader in self.kernel.graph.successors(op.name))
+        read = any(not isinstance(self.kernel.op(reader), (Give, Near)) for reader in self.kernel.graph.successors(op.name))
         tiles = [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(op.name))] if read else []
-        return {"tiles": tiles, "ring": short, "phase": phase, "shape": self._shape(ring), **slot}
+        return {"tiles": tiles, "ring": short, "phase": phase, "shape": self._shape(ring), "shared": False, **slot}
 
     def _tile_vars(self, ref: str) -> list[str]:
         """The variables of a tile: of its pieces, if it lies in some."""
@@ -365,9 +519,11 @@ class DividedContext(PipelineContext):
     def _give(self, op: Give, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
+        if take.ring in self.shared:
+            return {**self._shared_slot(take.ring), "shared": True}
         readers = (self.kernel.op(name) for name in self.kernel.graph.successors(take.name))
         product = any(isinstance(reader, Issue) and reader.b == take.name and not (reader.acc and self.modifies) for reader in readers)
-        return {"ring": self._short(take.ring), "soon": product, **self._slot(take.ring, "COPY")}
+        return {"ring": self._short(take.ring), "soon": product, "shared": False, **self._slot(take.ring, "COPY")}
 
     def _drain(self, op: Drain, cls: str) -> dict[str, Any]:
         return {"ring": self._short(op.ring), **self._slot(op.ring)}
@@ -398,7 +554,12 @@ class DividedContext(PipelineContext):
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
         left = [var if a.dims[1] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.a)]
         right = [var if b.dims[0] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.b)]
-        spread = "SUMS" if "D_V" in op.type.unpadded else "SCORES"
+        spread = "PARTS" if op.over in WHOLE.values() else "SUMS" if {"D_QK", "D_V"} & {*op.type.unpadded} else "SCORES"
+        if op.type.dims[0] == PARTS["BLOCK_Q"]:
+            left = [f"{self.var(op.a)}.slice(COPY * {ROWS}, {ROWS}, 1).permute((1, 0))"]
+        if op.type.dims[1] == PARTS["D_QK"]:
+            columns = self._dims(op.type.dims)[1]
+            right = [f"{self.var(op.b)}.slice(COPY * {columns}, {columns}, 1)"]
         shape = ", ".join(self._dims(op.type.dims))
         start = self.var(op.acc) if op.acc else f"gl.zeros([{shape}], gl.float32, {spread})"
         return {"var": self.var(op.name), "pairs": list(zip(left, right)), "start": start, "adds": bool(op.acc)}
@@ -428,11 +589,16 @@ class DividedContext(PipelineContext):
             "split": "halves" if halves else "",
             "parts": halves or [(value, place)],
             "shape": f"{rows}, {half if halves else columns}",
-            "again": self.stays,
+            "again": self.stays or self._put_before(op),
         }
+
+    def _put_before(self, op: Put) -> bool:
+        """Whether another tile leaves through the same slot before."""
+        same = [o for o in self.kernel.ops() if isinstance(o, Put) and o.through == op.through]
+        return same.index(op) > 0
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)
-        layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "SUMS", (CHAINS,): "CHAINED"}
+        layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "SUMS", ("D_QK",): "SUMS", (CHAINS,): "CHAINED"}
         layout = layouts.get(op.type.unpadded[1:], "SCORES")
         return {**text, "shape": ", ".join(self._dims(op.type.dims)), "of": text["of"], "layout": layout}

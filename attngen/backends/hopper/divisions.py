@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attngen.backends.base import Division
-from attngen.backends.hopper import choice
-from attngen.backends.hopper.facts import FORWARD
+from attngen.backends.hopper import choice, gradients
+from attngen.backends.hopper.facts import FORWARD, FUSED
 
 DIVISIONS = (
     Division(
@@ -15,5 +15,14 @@ DIVISIONS = (
         least=choice.least_rows,
         candidates=choice.candidates,
         declined=choice.declined,
+    ),
+    Division(
+        kernel=FUSED,
+        obstacle=gradients.obstacle,
+        row=gradients.row,
+        long=lambda module: None,
+        least=lambda module, row: choice.FEW,
+        candidates=lambda module: (),
+        declined=gradients.declined,
     ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 NAME = "hopper"
 FORWARD = "fwd"  # the kernel of the forward
+FUSED = "bwd"  # that of dQ, dK and dV
 DEVICE = "sm90"  # the device class of attngen/devices.py
 ROWS = 64  # of the program's tile that each consumer has
 REGISTERS = {1: (240, 64), 2: (240, 24), 3: (160, 32)}  # copies of the consumer -> registers per thread, of it and of the producer
@@ -18,4 +19,6 @@ LANES = 4  # threads that share a row of a product: each computes a row's own nu
 COUNTER = "COUNTER"  # the parameter of kernels whose programs draw their tiles: a pointer to two numbers
 FIRST_BARRIER = 5  # of the named barriers of a program: Triton uses two, and one for each group of warps but the first, three at most
 NAMED_BARRIERS = 16
+WRITER_REGISTERS = 24  # of the warp that adds what consumers share to device memory
+TURNED = 32  # columns of a tile of sums from which on a row of it has all banks of shared memory (128 bytes)
 THREADS = 128  # of a consumer's four warps

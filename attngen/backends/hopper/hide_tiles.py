@@ -47,7 +47,7 @@ class HideTiles(Pass):
 
 def _hiding(kernel: Kernel) -> Kernel:
     loops = {role.name: [op for op in role.ops if isinstance(op, (Loop, Pipeline))] for role in kernel.roles}
-    whole = {name: _as_pipeline(found) for name, found in loops.items()}
+    whole = {name: as_pipeline(found) for name, found in loops.items()}
     keys = whole["consumer"]
     bounds = copy_bounds(kernel, keys.partial, keys.full, keys.listed)
     assert bounds is not None  # as may_hide says
@@ -69,7 +69,7 @@ def _hiding(kernel: Kernel) -> Kernel:
     return replace(kernel, blocks=tuple(blocks))
 
 
-def _as_pipeline(loops: Sequence[Loop | Pipeline]) -> Pipeline:
+def as_pipeline(loops: Sequence[Loop | Pipeline]) -> Pipeline:
     """The loops over both classes of tiles as one."""
     first = loops[0]
     if isinstance(first, Pipeline):

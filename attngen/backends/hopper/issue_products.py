@@ -50,7 +50,9 @@ def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
         yield op
         return
     a, held, given = op.a, None, kernel.type_of(op.a)
-    if given.space != "sram":
+    if given.space != "sram" and given.dtype == "T":
+        held = op.a
+    elif given.space != "sram":
         a = held = f"{op.a.rpartition('.')[2]}_cast"
         yield Pack(a, op.a, replace(given, dtype="T"))
     flight = f"{op.name.removesuffix('_next')}_flight"

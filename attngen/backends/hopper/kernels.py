@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from attngen.backends.hopper.choice import PAIR
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
 from attngen.backends.hopper.views import DividedView
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
-from attngen.ir.roles import Chains, Halve, Ramp, Read, Tell
+from attngen.ir.ops import Add
+from attngen.ir.roles import Chains, Halve, Hold, Near, Ramp, Read, Tell
 
 TEMPLATE = "hopper/kernels.py.jinja"
 
@@ -34,6 +36,10 @@ def context(module: Module) -> dict[str, Any]:
         "ramps": Ramp in kinds,
         "rows_beside": Read in kinds,
         "weighs_halves": Halve in kinds,
+        "adds": Add in kinds,
+        "turned": any("store_sums" in view.words for view in views),
+        "nears": Near in kinds,
+        "holds_tiles": any(isinstance(op, Hold) and {*op.type.dims} == PAIR for kernel in module.divided for op in kernel.ops()),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
         "halves": any("halves" in view.words for view in views),
@@ -51,5 +57,5 @@ def parts(view: DividedView) -> dict[str, Any]:
         "parts": parts,
         "warps": [role.warps for role in workers],
         "registers": [role.registers for role in workers],
-        "threads": sum(32 * role.warps for role, _ in parts),
+        "threads": sum(32 * role.warps for role, _ in parts if role.meets),
     }

@@ -32,7 +32,7 @@ import sympy
 from attngen.backends.hopper.choice import output_columns, overlaps, shares_slot
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Access, Base, Block, Load, Map, Op, Reduce, Store, Type
+from attngen.ir.ops import AXIS_DIM, Access, Add, Base, Block, Load, Map, Op, Reduce, Store, Type
 from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Hold, Issue, Put, Ring, Weigh, Work
 from attngen.passes.base import Pass
 
@@ -101,15 +101,26 @@ def _operand(ref: str) -> str:
 
 def _put(kernel: Kernel, module: Module) -> Kernel:
     """Outputs by the copy engine: the tiles of two dimensions that are stored."""
-    stores = [op for op in kernel.ops() if isinstance(op, Store) and len(kernel.type_of(op.value).dims) == 2]
-    shared = shares_slot(module) and not _stays(kernel)
-    names = {op.name: "Q_ring" if shared else f"{op.dst.tensor}_ring" for op in stores}
-    rings = () if shared else tuple(Ring(names[op.name], _slot_of(kernel, module, op), sympy.Integer(1), "consumer") for op in stores)
+    stores = [op for op in kernel.ops() if isinstance(op, Store) and not isinstance(op, Add) and len(kernel.type_of(op.value).dims) == 2]
+    own = {} if _stays(kernel) or not shares_slot(module) else _slots_of_own(kernel)
+    names = {op.name: own.get(op.dst.tensor, f"{op.dst.tensor}_ring") for op in stores}
+    made = (op for op in stores if op.dst.tensor not in own)
+    rings = tuple(Ring(names[op.name], _slot_of(kernel, module, op), sympy.Integer(1), "consumer") for op in made)
     kernel = kernel.rewrite(
         lambda _, op: [Put(f"put_{op.value}", op.dst, op.value, names[op.name]) if isinstance(op, Store) and op.name in names else op]
     )
     last = {"entry": rings, "consumer": tuple(Flush(f"flush_{ring}", ring) for ring in dict.fromkeys(names.values()))}
     return replace(kernel, blocks=tuple(replace(b, ops=(*b.ops, *last.get(b.name, ()))) for b in kernel.blocks))
+
+
+def _slots_of_own(kernel: Kernel) -> dict[str, str]:
+    """Output -> the ring of the copy's own tile through which it leaves: the first output through the first such ring, and so on.
+
+    Others go through the last, one after another.
+    """
+    own = [op.name for op in kernel.block("entry").ops if isinstance(op, Ring) and op.each]
+    outputs = [arg.name for arg in kernel.args if arg.role == "out" and arg.type.dtype == "T"]
+    return {name: own[min(at, len(own) - 1)] for at, name in enumerate(outputs)} if own else {}
 
 
 def _slot_of(kernel: Kernel, module: Module, op: Store) -> Type:
@@ -123,7 +134,8 @@ def _slot_of(kernel: Kernel, module: Module, op: Store) -> Type:
 
 def _bases(kernel: Kernel) -> Kernel:
     """One pointer per tensor and head, in the role that reads or writes there: where it is needed first, or before the loops."""
-    found = [op for op in kernel.ops() if isinstance(op, (Load, Store)) and (op.dst if isinstance(op, Store) else op.src).axes()]
+    accesses = (op for op in kernel.ops() if isinstance(op, (Load, Store)) and not isinstance(op, Add))
+    found = [op for op in accesses if (op.dst if isinstance(op, Store) else op.src).axes()]
     made: dict[str, Base] = {}
     moved: dict[str, Op] = {}
     for op in found:

@@ -53,6 +53,8 @@ class PipelineContext(SoftmaxContext):
         both = bool(op.partial and op.full)
         sizes = {cls: self._count(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
         lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
+        if not op.first:
+            return {"counts": lines if self._one_loop(op) else [], "any": "", "first": []}
         first = []
         for ranges, name in ((op.partial, "first_tile"), (op.full, "first_full" if both else "first_tile")):
             if ranges:
@@ -122,14 +124,14 @@ class PipelineContext(SoftmaxContext):
         joined = self._loop_backwards(op) if op.backwards else self._one_loop(op)
         loops = [joined] if joined else []
         for cls, ranges in (("partial", op.partial), ("full", op.full)):
-            if not ranges or joined or (cls == "partial" and self._is_one(ranges)):
+            if not ranges or joined or (op.first and cls == "partial" and self._is_one(ranges)):
                 continue
             body = self.block(op.step, cls)
             loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
             header: dict[str, Any] = self._loop(loop, cls)
             (lo, hi), *more = header["ranges"]
             later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
-            header["ranges"] = [(later if lo == "0" else f"{lo} + {later}", hi), *more]
+            header["ranges"] = [(later if lo == "0" else f"{lo} + {later}", hi), *more] if op.first else header["ranges"]
             self._loop_header(loop, header, body)
             header["comment"] = LOOP_COMMENTS[cls]
             self._name_counter(loop, header, body)
@@ -193,7 +195,8 @@ class PipelineContext(SoftmaxContext):
         None where threads load a number for each score, or tiles of several ranges read where they are. Nor where copies take turns: of
         three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
         """
-        if not op.partial or not op.full or turns(self.kernel) or self._is_one(op.partial) or (op.listed and len(op.partial) > 1):
+        apart = op.first and (turns(self.kernel) or self._is_one(op.partial))
+        if not op.partial or not op.full or apart or (op.listed and len(op.partial) > 1):
             return None
         _, own, _ = parts = self._differing(op)
         always = bool(self._where(op) & names_in(self.block(op.step, "full")))
@@ -210,7 +213,7 @@ class PipelineContext(SoftmaxContext):
             full = self._term(op.full[0][0])
             rest = "at - partial_tiles" if full == "0" else f"{full} + at - partial_tiles"
             places = [f"{tile} = gl.where(at < partial_tiles, {'at' if lo == '0' else f'{lo} + at'}, {rest})"]
-        loop = self._loop_of_both(op, parts, places, "at < partial_tiles", "1", always)
+        loop = self._loop_of_both(op, parts, places, "at < partial_tiles", "1" if op.first else "0", always)
         if op.listed and not op.places:
             loop.text["before"] += gluon([self._ahead(op, "1" if lo == "0" else f"{lo} + 1", "partial_tiles > 1")])
         return loop

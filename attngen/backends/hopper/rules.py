@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import is_reused, room_of, turns
+from attngen.backends.hopper.choice import barriers_of, room_of, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
@@ -24,11 +24,11 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         if need > has:
             given = f"{AXIS_DIM[kernel.loop_axis]}={row.rows_of(kernel.loop_axis)} and num_stages={row.num_stages}"
             yield f"with {given} it needs {need:,} bytes of shared memory; {_who(kernel)} has {has:,}"
-        slots = sum(slots_of(op, row) for op in rings(kernel) if is_reused(kernel, op.name))
+        slots = sum(slots_of(op, row) * barriers_of(kernel, op.name) for op in rings(kernel))
         most = NAMED_BARRIERS - FIRST_BARRIER - turns(kernel)
         if slots > most:
             others = ", as copies that take turns have the others" if turns(kernel) else ""
-            yield f"its rings have {slots} slots; expected {most} at most, of which each takes a named barrier{others}"
+            yield f"the slots of its rings take {slots} named barriers; expected {most} at most{others}"
         if not is_power_of_two(visited := row.rows_of(kernel.loop_axis)) or not 16 <= visited <= 256:
             yield f"{AXIS_DIM[kernel.loop_axis]}={visited}; expected a power of two from 16 to 256"
 

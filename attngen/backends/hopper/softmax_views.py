@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from attngen.backends.hopper.choice import PAIR
 from attngen.ir.ops import Dropout, Keep, Reduce, SoftmaxStep
 from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, Ramp, SoftmaxRows, Weigh
 from attngen.printing.context import KernelContext
@@ -51,7 +52,8 @@ class SoftmaxContext(KernelContext):
         return {"var": self.var(op.name), "value": self.var(op.value), "dtype": "dtype"}
 
     def _hold(self, op: Hold | Defer, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value), "each": 2 * len(op.type.dims)}
+        text = {"var": self.var(op.name), "value": self.var(op.value), "each": 2 * len(op.type.dims)}
+        return {**text, "tile": {*op.type.dims} == PAIR}
 
     _defer = _hold
 

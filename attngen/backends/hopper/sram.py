@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import sympy
 
-from attngen.backends.hopper.choice import copies_of, known_numbers, room_of
+from attngen.backends.hopper.choice import copies_of, handed_over, known_numbers, room_of
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.kernels import parts
@@ -28,7 +28,7 @@ from attngen.bounds.tiles import evaluate
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, DTYPE_BYTES, Arg
-from attngen.ir.roles import Fill, Ring, Work
+from attngen.ir.roles import WHOLE, Fill, Ring, Work
 
 BARRIER_BYTES, BARRIER_ALIGNMENT = 8, 16
 SWIZZLED = 128  # bytes of a row of the widest swizzle, of which eight rows repeat
@@ -80,24 +80,26 @@ def slots_of(ring: Ring, row: Row) -> int:
 
 def _tiles(module: Module, kernel: Kernel, ring: Ring) -> Expr:
     """Bytes of a ring's tiles. Copies that have a ring each share the rows of the program's tile."""
-    tile = replace(ring.type, dims=(*ring.type.dims[:-1], str(width_of(module, ring)))) if ring.columns else ring.type
+    whole = {whole: own for own, whole in WHOLE.items()}
+    tile = replace(ring.type, dims=tuple(whole.get(d, d) for d in ring.type.dims))
+    tile = replace(tile, dims=(*tile.dims[:-1], str(width_of(module, ring)))) if ring.columns else tile
     times = 1 if AXIS_DIM[kernel.own_axis] in ring.type.dims else copies_of(kernel, ring)
     return times * ring.slots.subs(symbol("num_stages"), STAGES) * tile_bytes(tile)
 
 
 def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
     """The bytes and the alignment of each ring's tiles, and of its barriers."""
-    known, buffers = sizes(module, row), []
+    known, buffers, shared = sizes(module, row), list[tuple[int, int]](), handed_over(kernel)
     for ring in rings(kernel):
         if ring.beside:  # numbers of keys, or of tiles
             buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), BARRIER_ALIGNMENT))
         elif ring.type.dims:
-            width = row.elem_bytes * (ring.columns or width_of(module, ring))
+            width = SWIZZLED if ring.name in shared else row.elem_bytes * (ring.columns or width_of(module, ring))
             buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), 8 * min(SWIZZLED, width)))
         else:
             numbers = len(kernel.grid) + len(known_numbers(kernel))  # where a tile is, and what is known of it
             buffers.append((slots_of(ring, row) * numbers * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))
-        if ring.name in _filled(kernel):
+        for _ in range(2 if shared.get(ring.name) else ring.name in _filled(kernel)):
             buffers.append((slots_of(ring, row) * copies_of(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
     return buffers
 
@@ -120,8 +122,10 @@ def _given(module: Module, kernel: Kernel) -> tuple[int, int]:
     buffers: dict[str, int] = {}  # dimensions by name
     for ring, op in context.rings.items():
         short = ring.removesuffix("_ring").lower()
-        buffers |= {f"{short}_ring": TILE_DIMS + len(op.type.dims) if op.type.dims and not op.beside else 2, f"{short}_full": 2}
-        names -= set() if ring in _filled(kernel) else {f"{short}_full"}
+        handed = handed_over(kernel).get(ring)
+        tile = len(op.type.dims) + (1 if handed is False else TILE_DIMS)  # what only copies share has no batch and no head
+        buffers |= {f"{short}_ring": tile if op.type.dims and not op.beside else 2, f"{short}_full": 2, f"{short}_free": 2}
+        names -= set() if ring in _filled(kernel) or handed else {f"{short}_full"}
     given = (DTYPE_BYTES["ptr"] + 4 * buffers[name] if name in buffers else DTYPE_BYTES[_dtype(kernel, name)] for name in names)
     return sum(given), 4 * -(-sum(printed["warps"]) // 4)
 

@@ -16,6 +16,12 @@ before:  role @consumer copies(3) ...                after:  role @consumer copi
 A turn is from the first product that a body issues to the last. @first and @step have one each, and @skip has one without products, so
 all copies have as many turns as tiles. @last has none: after it no softmax runs that another's products could cover. Turns are for three
 consumers of narrow heads, where the softmax takes as long as the products, and for two of some wider heads: see `in_turns`.
+
+Consumers of the backward have two turns for each tile, so that one computes weights and dS while products of the other run:
+
+         take Q; turn take; issue S; take dO; issue dP; turn pass
+         await S; weights; await dP; dS
+         turn take; issue dV; issue dK; issue dQ; turn pass
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import in_turns
+from attngen.backends.hopper.facts import FORWARD
 from attngen.backends.hopper.forward import with_forwards
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Op
@@ -41,7 +48,28 @@ class TakeTurns(Pass):
         def chosen(kernel: Kernel) -> bool:
             return all(in_turns(module, row) for row in module.rows(kernel.name, kernel.backend))
 
-        return with_forwards(module, lambda kernel: _in_turns(kernel) if chosen(kernel) else kernel)
+        module = with_forwards(module, lambda kernel: _in_turns(kernel) if chosen(kernel) else kernel)
+        return replace(module, divided=tuple(k if k.stands_for == FORWARD else _backward(k) for k in module.divided))
+
+
+def _backward(kernel: Kernel) -> Kernel:
+    """Two turns for each tile: one for S and dP, and one for the products of the weights and of dS."""
+    blocks = []
+    for block in kernel.blocks:
+        issues = [op for op in block.ops if isinstance(op, Issue)]
+        if issues:
+            at = next(i for i, op in enumerate(issues) if op.acc)
+            groups = [(issues[0], issues[at - 1]), (issues[at], issues[-1])]
+            ops: list[Op] = []
+            for op in block.ops:
+                ops += [Turn(f"turn_take_{n}", "take") for n, (first, _) in enumerate(groups) if op is first]
+                ops.append(op)
+                ops += [Turn(f"turn_pass_{n}", "pass") for n, (_, last) in enumerate(groups) if op is last]
+            block = replace(block, ops=tuple(ops))
+        elif block.name == "consumer":
+            block = replace(block, ops=(Turn("turn_start", "start"), *block.ops, Turn("turn_end", "end")))
+        blocks.append(block)
+    return replace(kernel, blocks=tuple(blocks))
 
 
 def _in_turns(kernel: Kernel) -> Kernel:

@@ -20,6 +20,7 @@ class RingView:
     filled: bool  # or only stored from
     numbers: str = ""  # how many, of a ring of places or of numbers of keys
     of: str = "gl.int32"  # their type
+    emptied: bool = False  # copies share what is in it, and who takes it says by a barrier when a slot is free
 
 
 @dataclass
@@ -34,6 +35,7 @@ class RoleView:
     tiles: list[str]
     prologue: list[str]
     nodes: list[Node]
+    meets: bool  # at the barriers of slots that are filled again
     constants: list[str]  # THREADS, and the number of the copy where it has rows of its own
 
 
@@ -51,6 +53,8 @@ class DividedView:
     rings: list[RingView]
     roles: list[RoleView]
     words: set[str]  # that occur in it
+    copies: int  # of the role whose rows are the program's
+    dtype: str  # the Python expression for the tensors' element type
     resident: int  # programs that share a multiprocessor
     stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
     # of the tensors that the copy engine reads and writes: position, rows, and of parts columns too, of what it copies at once

@@ -40,7 +40,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "elem_sizes": sizes,
         "interpreted": _interpreted(module, sizes[0]),
         "device_classes": device_classes,
-        "kernels": list(views.values()),
+        "kernels": [views[kernel.name] for kernel in module.kernels if not kernel.adds],
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
         "scans": any(isinstance(op, Scan) for kernel in module.kernels for op in kernel.ops()),

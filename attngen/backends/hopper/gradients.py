@@ -1,0 +1,46 @@
+"""Whether this backend divides the backward in one pass, and the tiles of its programs."""
+
+from __future__ import annotations
+
+from attngen.backends.hopper.choice import NARROW, PAIR, STEADY, is_shared, work
+from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
+from attngen.backends.hopper.widths import is_power_of_two
+from attngen.ir.graph import Module, Row
+from attngen.ir.ops import Gather, Load
+
+MOST_WORK = 15  # operations for each score: of ALiBi under a causal mask, which has 16, registers spill
+COPIES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
+QUERIES = {NARROW: 128, STEADY: 64}  # columns of a head, at most -> rows of a tile of queries
+SLOTS = 2  # of the rings of Q and dO
+
+
+def obstacle(module: Module) -> str:
+    """Why the kernel in one pass cannot be divided, as the end of a sentence; empty text if it can."""
+    kernel = next((kernel for kernel in module.kernels if kernel.name == FUSED), None)
+    if kernel is None:
+        return "there is no such kernel of this spec"
+    if not any(row.elem_bytes == 2 for row in module.rows(FORWARD)):
+        return "no dtype of the spec has 16 bits"
+    if module.head_dim_qk != module.head_dim_v or not is_power_of_two(module.head_dim_v):
+        return f"its heads have {module.head_dim_qk} and {module.head_dim_v} columns; expected as many of q and k as of v, a power of two"
+    if any(isinstance(op, (Gather, Load)) and set(op.type.dims) == PAIR for op in kernel.ops()):
+        return "a number is read for each score"
+    read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
+    if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
+        return "where its loops end is computed of a number for each key of a tile"
+    return ""
+
+
+def declined(module: Module) -> str:
+    """Why the kernel in one pass is not divided, and so dropped, as the end of a sentence; empty text if it is divided."""
+    if why := obstacle(module):
+        return why
+    if (ops := work(module.kernel(FUSED))) > MOST_WORK:
+        return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers may spill"
+    return ""
+
+
+def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
+    """The row of a kernel's schedule, for any number of keys."""
+    queries = next(rows for columns, rows in QUERIES.items() if module.head_dim_v <= columns)
+    return Row(DEVICE, 2, None, block_q or queries, block_kv or COPIES * ROWS, 4, slots or SLOTS, tma=True, backend=NAME)

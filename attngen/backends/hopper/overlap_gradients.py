@@ -1,0 +1,118 @@
+"""overlap-gradients: products of the backward run beside what does not need them.
+
+before:  block @step                                 after:  block @step
+           take Q; take dO                                     take Q; issue S; take dO; issue dP
+           issue dP; await dP                                  await S; weights P of S
+           issue S; await S                                    await dP; gradients dS of P and dP
+           weights P of S; gradients dS of P and dP            issue dV with P; issue dK with dS
+           issue dV with P; await dV; give dO                  await dV; give dO
+           issue dK with dS; await dK; give Q                  await dK; give Q
+
+So the exponentials of P run beside the product dP. The last two products run one after the other, beside those of the other consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import networkx as nx
+
+from attngen.backends.hopper.facts import FUSED, ROWS
+from attngen.backends.hopper.hide_tiles import as_pipeline
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Arg, Loop, Op, Yield
+from attngen.ir.roles import Await, Give, Hold, Issue, Near, Own, Pack, Read, Share, Take
+from attngen.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class OverlapGradients(Pass):
+    name: ClassVar[str] = "overlap-gradients"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        def early(kernel: Kernel) -> bool:
+            return all(row.block_q <= ROWS for row in module.rows(kernel.name, kernel.backend))
+
+        return replace(module, divided=tuple(_overlapped(k, early(k)) if k.stands_for == FUSED else k for k in module.divided))
+
+
+def _overlapped(kernel: Kernel, early: bool) -> Kernel:
+    """One loop over the tiles of both classes, partial ones first, in all roles."""
+    loops = [[op for op in role.ops if isinstance(op, Loop)] for role in kernel.roles]
+    whole = {same[0].name: as_pipeline(same) for same in loops}
+    later = [op for same in loops for op in same[1:]]
+    results = {f"{op.name}.{field}": f"{whole[same[0].name].name}.{field}" for same in loops for op in same for field, _ in op.carry}
+    kept_tiles = [op for op in kernel.block("consumer").ops if isinstance(op, (Own, Take))]
+    blocks = []
+    for block in kernel.blocks:
+        ops = block.ops
+        if any(isinstance(op, Issue) for op in ops):
+            ops = _with_addresses(kept_tiles, tuple(_ordered(kernel, ops, early)))
+        elif block.name == "consumer":
+            ops = tuple(op for op in ops if not isinstance(op, Own))
+        kept = (whole.get(op.name, op) for op in ops if op not in later)
+        blocks.append(replace(block, ops=tuple(op if op.name in whole else op.with_operands(results) for op in kept)))
+    return replace(kernel, blocks=tuple(blocks))
+
+
+def _with_addresses(tiles: Sequence[Own | Take], ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The ops of a turn, with tiles that are taken before the loop at addresses that are computed here."""
+    names = {op.name: f"{op.name}_near" if isinstance(op, Take) else op.name for op in tiles}
+    made = [Near(names[op.name], op.name, op.type) if isinstance(op, Take) else op.with_operands(names) for op in tiles]
+    args = [op for op in ops if isinstance(op, Arg)]
+    return (*args, *made, *(op.with_operands(names) for op in ops if op not in args))
+
+
+def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool) -> Iterator[Op]:
+    """early: weights are packed before dP is awaited. Otherwise they are held after that: else registers spill."""
+    graph = kernel.graph
+    awaits = {op.value: op for op in ops if isinstance(op, Await)}
+    issues = [op for op in ops if isinstance(op, Issue)]
+    takes = {op.name: op for op in ops if isinstance(op, Take)}
+    gives = {op.value: op for op in ops if isinstance(op, Give)}
+    reads = [op for op in ops if isinstance(op, Read)]
+    shares = {op.value: op for op in ops if isinstance(op, Share)}
+    sums = [op for op in issues if op.acc]
+    dq = next((op for op in issues if op.a in takes), None)  # of dS that all consumers share
+    dp, s = sorted((op for op in issues if not op.acc and op is not dq), key=lambda op: len(nx.descendants(graph, op.name)))
+    of_s, of_dp = (nx.descendants(graph, op.name) for op in (s, dp))
+    placed = {*issues, *awaits.values(), *takes.values(), *gives.values(), *reads, *shares.values()}
+    rest = [op for op in ops if op not in placed and not isinstance(op, (Arg, Yield))]
+    packs = [op for op in rest if isinstance(op, Pack)]
+    weights = next(op.value for op in packs if op.name in of_s - of_dp)
+    held = {} if early else {weights: f"{weights}_held"}
+    stages = [{op.name for op in rest} - of_s - of_dp, of_s - of_dp, of_dp]  # what needs no product, what needs S, what needs both
+
+    def stage(at: int) -> Iterator[Op]:
+        """The ops of a stage. What lies beside a tile is read just before, so that registers hold it for no longer."""
+        earlier, mine = set().union(*stages[:at]), stages[at]
+        for op in reads:
+            readers = set(graph.successors(op.name))
+            yield from (op,) if mine & readers and not earlier & readers else ()
+        yield from (op.with_operands(held) for op in rest if op.name in mine and op not in packs)
+
+    yield from (op for op in ops if isinstance(op, Arg))
+    yield from (takes[s.b], s, takes[dp.b], dp)
+    yield from stage(0)
+    yield awaits[s.name]
+    yield from stage(1)
+    first = [op for op in packs if early and op.value == weights]
+    yield from (op.with_operands(held) for op in first)
+    yield awaits[dp.name]
+    if not early:
+        yield Hold(held[weights], weights, kernel.type_of(weights))
+    yield from stage(2)
+    for op in (op for op in packs if op not in first):
+        yield op.with_operands(held)
+        yield from (shares[op.name],) if op.name in shares else ()
+    yield from sums
+    if dq:
+        yield from (takes[dq.a], dq)
+    for product in sums:
+        yield from (awaits[product.name], gives[product.b])
+    if dq:
+        yield from (awaits[dq.name], gives[dq.a], shares[awaits[dq.name].name])
+    yield from (op for op in ops if isinstance(op, Yield))

@@ -1,0 +1,32 @@
+"""Programs that add to one tile in a fixed order: each has its turn, and none waits for ever.
+
+A program waits for those whose turns come before its own: they own later tiles, and have lower numbers. Programs are started in the order
+of their numbers, and so each waits for programs that have started. By induction on these numbers each ends, however many there is room for
+at one time: the one of the lowest number that is left waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.bounds.turns import last_first
+from attngen.ir.expr import to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Add
+
+
+def turns(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The turn of a program is the number of programs that come to the tile before it: those that own later tiles, and start earlier."""
+    adds = [op for op in kernel.ops() if isinstance(op, Add) and op.turn is not None]
+    if not adds:
+        return
+    expected = last_first(kernel)
+    if expected is None:
+        yield "its loops run over tiles of which it is not known how many programs come to each; expected one range that ends alike for all"
+        return
+    for op in adds:
+        if op.turn != expected:
+            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(expected)}`, as many as come there from later tiles"
+    own = kernel.grid[0]
+    if module.schedules and (own.var != kernel.own_axis or not own.descending):
+        yield f"its programs take turns from the last tile of {kernel.own_axis} on; expected the grid to start with these, descending"

@@ -1,0 +1,360 @@
+"""The divided kernels of the backward: what the passes make of them, what is refused, and what they compute, in random orders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from attngen.backends.hopper.assign_roles import AssignRoles
+from attngen.backends.hopper.facts import NAMED_BARRIERS
+from attngen.backends.hopper.gradients import row
+from attngen.bounds.launches import groups, lane_registers
+from attngen.build import build_module
+from attngen.emit.render import render
+from attngen.errors import BuildError, VerifyError
+from attngen.ir.execute import DOUBLE
+from attngen.ir.execute_host import execute
+from attngen.ir.execute_roles import DividedLaunch, RolesStuck
+from attngen.ir.graph import Module
+from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.passes.pipeline import lower, stages
+from attngen.spec import Spec, make_spec
+from attngen.verify import verify
+from attngen.verify.machine import broken
+from attngen.verify.protocol import protocol_of
+from tests.helpers import SPECS, edit, in_one_pass, spec, target
+from tests.passes.test_equality import Call, must_be_equal, naive
+
+BASE: dict[str, Any] = {"name": "gradients", "head_dim": 128, "backward": {"deterministic": True}}
+MADE: dict[str, dict[str, Any]] = {
+    "wide": {},
+    "wide_causal": {"mask": "causal"},
+    "narrow": {"head_dim": 64},
+    "narrow_causal": {"head_dim": 64, "mask": "causal"},
+    "small": {"head_dim": 16, "mask": "causal", "score": [{"expr": "s * t[h]", "params": {"t": {"tensor": ["H"]}}}]},
+    "shared": {"mask": "causal", "heads": {"sharing": "gqa"}},
+    "one_head": {"head_dim": 32, "heads": {"sharing": "mqa"}},
+    "unordered": {"mask": "causal", "backward": {"deterministic": False}},
+    "window": {"mask": {"sliding_window": {"left": 20, "right": 0}}, "backward": {"deterministic": False}, "heads": {"sharing": "gqa"}},
+}
+
+
+@cache
+def asked(name: str) -> Spec:
+    return make_spec({**BASE, **MADE[name]})
+
+
+@cache
+def steps(name: str) -> dict[str, Module]:
+    """The verified module after every pass."""
+    return dict(stages(asked(name)))
+
+
+def whole(name: str) -> Module:
+    return list(steps(name).values())[-1]
+
+
+def backward(module: Module) -> Any:
+    """The divided kernel of a module's backward."""
+    return next(kernel for kernel in module.divided if kernel.stands_for != "fwd")
+
+
+def lines(after: str, block: str, name: str = "wide") -> list[str]:
+    """The ops of a block of it after a pass, as text."""
+    text = print_kernel(backward(steps(name)[after]))
+    found = re.split(rf"(?:block|role) @{block}\b", text, maxsplit=1)[1].split("\n  block ")[0].split("\n  role ")[0]
+    return [line.strip() for line in found.splitlines()[1:] if not line.strip().startswith("about")]
+
+
+def changed(name: str, before: str, after: str, block: str) -> tuple[list[str], list[str]]:
+    """The lines of a block that go, and those that come, from one pass to another."""
+    old, new = lines(before, block, name), lines(after, block, name)
+    return [line for line in old if line not in new], [line for line in new if line not in old]
+
+
+def edited(name: str, *changes: tuple[str, str]) -> Module:
+    """The module with its text edited from the divided kernel of the backward on; not verified."""
+    head, at, rest = print_module(whole(name)).partition(f"kernel @{backward(whole(name)).name} backend(hopper)")
+    return parse_module(head + at + edit(rest, *changes))
+
+
+# ---------------------------------------------------------------------------------------------- passes
+
+
+def test_which_specs_have_one() -> None:
+    assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
+        *("causal_gqa", "causal_mha", "causal_mqa", "cross_mha", "full_mha"),
+    ]
+    for name in MADE:
+        assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name
+
+
+def test_split_loops_gives_a_program_its_turn() -> None:
+    before, after = (
+        re.findall(r" turn\((.*)\)\n", print_module(steps("wide_causal")[stage])) for stage in ("classify-tiles", "split-loops")
+    )
+    (last,) = (op for op in ("q_start", "BLOCK_Q + Nk - Nq + q_start - 1") if f"max(0, {op})" in after[0])
+    assert after == [f"-(kv_start // BLOCK_KV) + min((max(0, {last}) // BLOCK_KV) + 1, cdiv(Nk, BLOCK_KV)) - 1"] and before != after
+
+
+def test_assign_roles_divides_the_keys_among_consumers() -> None:
+    text = print_kernel(backward(steps("wide")["assign-roles"]))
+    assert text.startswith("kernel @bwd backend(hopper) own(kv) grid(kv in cdiv(Nk, BLOCK_KV) descending together(16384), h in Hq, b in B)")
+    assert "  role @consumer copies(2) rows(64) warps(4) registers(240)\n" in text and "  role @writer copies(1) warps(1)" in text
+
+
+def test_hide_queries_hides_those_past_the_end() -> None:
+    assert changed("wide", "assign-roles", "hide-queries", "step") == (
+        [
+            "%lse2 = load %LSE2[b, h, q] check(q if partial) other(inf) : f32[BLOCK_Q] @reg",
+            "%masked = mask %s where(kv_idx < Nk) : f32[BLOCK_KV, BLOCK_Q] @reg",
+        ],
+        [
+            "%lse2 = load %LSE2[b, h, q] check(q if partial) : f32[BLOCK_Q] @reg",
+            "%masked = mask %s where(kv_idx < Nk and q_idx < Nq) : f32[BLOCK_KV, BLOCK_Q] @reg",
+        ],
+    )
+
+
+def test_make_rings_puts_numbers_of_queries_beside_their_tile() -> None:
+    assert "%LSE2_ring = ring slots(num_stages) beside(%Q_ring) : f32[BLOCK_Q] @sram" in lines("make-rings", "entry")
+    assert lines("make-rings", "copy") == [
+        "fill %LSE2_ring %LSE2[b, h, q]",
+        "fill %DELTA_ring %DELTA[b, h, q]",
+        "fill %Q_ring %Q[b, h, q, d_qk]",
+        "fill %dO_ring %dO[b, h, q, d_v]",
+        "yield",
+    ]
+
+
+@pytest.mark.parametrize(("name", "part"), [("wide", "BLOCK_Q, PART_QK"), ("narrow", "PART_Q, D_QK")])
+def test_share_gradients_multiplies_what_both_consumers_have(name: str, part: str) -> None:
+    gone, come = changed(name, "make-rings", "share-gradients", "step")
+    turn = "turns(%DQ_TURNS[b, h, q_start]) turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"
+    assert gone == [
+        "%dk_next = dot %ds %q over(BLOCK_Q) acc(%dk) : f32[BLOCK_KV, D_QK] @reg",
+        "%dq = dot %ds %k over(BLOCK_KV) : f32[BLOCK_Q, D_QK] @reg",
+        f"add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) {turn}",
+    ]
+    assert come == [
+        "%ds_cast = pack %ds : T[BLOCK_KV, BLOCK_Q] @reg",
+        "share %dS_ring %ds_cast",
+        "%dk_next = dot %ds_cast %q over(BLOCK_Q) acc(%dk) : f32[BLOCK_KV, D_QK] @reg",
+        "%ds_all = take %dS_ring : T[TILE_KV, BLOCK_Q] @sram",
+        f"%dq_flight = issue %ds_all %k_all over(TILE_KV) : f32[{part}] @flight",
+        f"%dq = await %dq_flight : f32[{part}] @reg",
+        "give %ds_all",
+        "share %dQ_ring %dq",
+    ]
+    assert lines("share-gradients", "write", name) == [
+        "%dq_tile = take %dQ_ring : f32[BLOCK_Q, D_QK] @sram",
+        f"add %DQ_ACC[b, h, q, d_qk] %dq_tile check(q if partial) {turn}",
+        "give %dq_tile",
+        "raise %DQ_TURNS[b, h, q_start]",
+        "yield",
+    ]
+
+
+def order(after: str, name: str) -> list[str]:
+    """The products and what waits, in order: `issue` and `await` with what they are of, takes and gives of tiles, turns."""
+    words = (line.replace("= ", "").split() for line in lines(after, "step", name))
+    named = {
+        "issue": lambda w: f"issue {w[0]}",
+        "await": lambda w: f"await {w[2]}",
+        "take": lambda w: f"take {w[0]}",
+        "hold": lambda w: "hold",
+    }
+    kinds = [(w[1] if w[0].startswith("%") else w[0], w) for w in words]
+    return [
+        named[k](w).replace("%", "").replace("_flight", "") if k in named else " ".join(w[:2])
+        for k, w in kinds
+        if k in {*named, "turn", "pack", "share"}
+    ]
+
+
+@pytest.mark.parametrize("name", ["wide", "narrow"])
+def test_overlap_gradients_issues_scores_and_dp_together(name: str) -> None:
+    """And packs weights before dP is awaited, if a tile has no more than 64 queries."""
+    packed = [
+        line.split()[0] for line in lines("overlap-gradients", "step", name) if "= pack" in line or "= await" in line or "= hold" in line
+    ]
+    early = ["%s", "%p_cast", "%dp", "%ds_cast"] if name == "wide" else ["%s", "%dp", "%p_held", "%p_cast", "%ds_cast"]
+    assert packed == [*early, "%dv_next", "%dk_next", "%dq"]
+    issued = [line.split()[0] for line in lines("overlap-gradients", "step", name) if "= issue" in line]
+    assert issued == ["%s_flight", "%dp_flight", "%dv_flight", "%dk_flight", "%dq_flight"]
+    assert lines("overlap-gradients", "step", name)[2:5] == [
+        "%k_all_near = near %k_all : T[TILE_KV, D_QK] @sram",
+        "%k = own %k_all_near : T[BLOCK_KV, D_QK] @sram",
+        "%v_near = near %v : T[BLOCK_KV, D_V] @sram",
+    ]
+    assert "%write_total = pipeline q partial(q_full_end .. q_end) full(0 .. q_full_end) step(@write)" in lines(
+        "overlap-gradients", "writer", name
+    )
+
+
+def test_take_turns_has_two_turns_in_each_tile() -> None:
+    turns = [line for line in lines("take-turns", "step") if line.startswith("turn ") or "= issue" in line]
+    assert [line.split()[0] if "=" in line else line for line in turns] == [
+        *("turn take", "%s_flight", "%dp_flight", "turn pass"),
+        *("turn take", "%dv_flight", "%dk_flight", "%dq_flight", "turn pass"),
+    ]
+    consumer = lines("take-turns", "consumer")
+    assert (consumer[0], consumer[-1]) == ("turn start", "turn end")
+
+
+def test_what_nothing_divides_drops_out() -> None:
+    plain = dict(stages(make_spec({**BASE, "mask": "causal", "schedule": {"backend": "triton"}})))
+    before, after = plain["dce"], plain["drop-undivided"]
+    assert [k.name for k in before.kernels] == ["fwd", "dq", "delta", "dkdv", "bwd", "dq_end"]
+    assert [k.name for k in after.kernels] == ["fwd", "dq", "delta", "dkdv"]
+    assert "one_pass" in print_module(before) and "one_pass" not in print_module(after)
+    assert steps("wide")["drop-undivided"] == steps("wide")["legalize-gluon"]
+
+
+def test_a_kernel_that_adds_and_is_not_divided_is_refused() -> None:
+    made = whole("wide")
+    alone = replace(made, divided=made.divided[:1], schedules=tuple((k, rows) for k, rows in made.schedules if k != "bwd"))
+    with pytest.raises(VerifyError, match="@bwd: it adds to what others add to, and runs divided alone"):
+        verify(replace(alone, schedules=(*alone.schedules, ("bwd", ()))))
+
+
+def test_a_spec_cannot_ask_for_what_cannot_be_divided() -> None:
+    before = dict(stages(make_spec({**BASE, "head_dim": {"qk": 128, "v": 64}})))["dce"]
+    with pytest.raises(BuildError, match="the kernel @bwd cannot be divided into roles: its heads have 128 and 64 columns"):
+        AssignRoles(lambda division, module: (row(module),) if division.kernel == "bwd" else "nobody asked").run(before)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+REFUSED = {
+    "a share of another type": ("share %dS_ring %ds_cast", "share %dS_ring %p", "`types`: .*"),
+    "a share of a part of another size": ("f32[BLOCK_Q, PART_QK] @reg", "f32[BLOCK_Q, D_QK] @reg", "`types`: .*"),
+    "own rows of a tile that is the copy's": (
+        "%v_near = near %v",
+        "%v_own = own %v : T[BLOCK_KV, D_V] @sram\n    %v_near = near %v",
+        "`types`: .*",
+    ),
+    "near of what is no tile": (
+        "%k = own %k_all_near",
+        "%far = near %s : f32[BLOCK_KV, BLOCK_Q] @sram\n    %k = own %k_all_near",
+        "`.*`: .*",
+    ),
+    "a turn that another has": (
+        "turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)",
+        "turn(kv_start // BLOCK_KV)",
+        "`walks`: .*add in other turns",
+    ),
+    "a turn that is not passed": ("    raise %DQ_TURNS[b, h, q_start]\n", "", "`.*`: .*"),
+    "a turn of another tile": ("raise %DQ_TURNS[b, h, q_start]", "raise %DQ_TURNS[b, h, q_start + BLOCK_Q]", "`.*`: .*"),
+    "a grid of another order": ("descending together(16384)", "together(16384)", "`walks`: .*its grid is not that of @bwd"),
+    "no give of dS": ("    give %ds_all\n", "", "`protocol`: .*%dS_ring"),
+    "no give of the sums": ("    give %dq_tile\n", "", "`protocol`: .*"),
+    "sums that nobody shares": ("    share %dQ_ring %dq\n", "", "`.*`: .*"),
+    "dS given back while a product reads it": (
+        "    %dq = await %dq_flight : f32[BLOCK_Q, PART_QK] @reg\n    give %ds_all\n",
+        "    give %ds_all\n    %dq = await %dq_flight : f32[BLOCK_Q, PART_QK] @reg\n",
+        "`protocol`: .*gives back a tile of %dS_ring while %dq_flight reads it",
+    ),
+    "one slot of dS": (
+        "%dS_ring = ring slots(num_stages)",
+        "%dS_ring = ring slots(1)",
+        "`protocol`: .*overwrites its part of a tile of %dS_ring",
+    ),
+    "no room": (
+        "num_stages=2 TMA=1 backend=hopper\n\nschedule @dq_end",
+        "num_stages=4 TMA=1 backend=hopper\n\nschedule @dq_end",
+        "`fits`: .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_wrong_text_is_refused_with_a_reason(mistake: str) -> None:
+    old, new, reason = REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("wide", (old, new)))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_protocol_of_every_kernel_is_proved(name: str) -> None:
+    for slots in (2, 3):
+        assert broken(protocol_of(backward(whole(name)), {"num_stages": slots})) == ""
+
+
+# ---------------------------------------------------------------------------------------------- what they compute
+
+
+def run(
+    name: str, seed: int, lengths: Any = None, changes: tuple[tuple[str, str], ...] = ()
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What the divided kernels compute, in a random order and under random tiles, and what naive attention does."""
+    module, chance = edited(name, *changes) if changes else whole(name), Random(seed)
+    instead = {kernel.stands_for: kernel for kernel in module.divided if kernel.stands_for != "fwd"}
+    module = replace(module, kernels=tuple(instead.get(kernel.name, kernel) for kernel in module.kernels))
+    call = Call.random(chance, asked(name), build_module(asked(name)), lengths)
+    call = replace(call, tiles={"BLOCK_Q": chance.choice((8, 16)), "BLOCK_KV": chance.choice((8, 16))})
+    DividedLaunch.chance = chance
+    return execute(in_one_pass(module), call.of_module(asked(name)) | {"fused": 1}, call.tiles, DOUBLE), naive(asked(name), call)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_they_compute_what_naive_attention_does(name: str) -> None:
+    for seed, lengths in enumerate([None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]):
+        must_be_equal(*run(name, seed, lengths), f"{name} {seed}")
+
+
+def test_what_waits_for_ever_is_named() -> None:
+    """The rule walks refuses such a turn, which no program has first; the executor, which nobody asked to verify it, stops."""
+    turn = "turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV)"
+    with pytest.raises(RolesStuck, match="@bwd: programs wait for turns for ever"):
+        run("wide", 0, (40, 40), ((f"{turn} - 1)", f"{turn})"),))
+
+
+# ---------------------------------------------------------------------------------------------- as printed
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_named_barriers_are_apart(name: str) -> None:
+    """Those at which the printed roles meet: of the slots of each ring, of parts of tiles, and of turns, for each slot and copy."""
+    text = render(whole(name))["hopper.py"].partition(f"\ndef {backward(whole(name)).name}_producer(")[2]
+    of: dict[str, set[int]] = {}
+    for number in re.findall(r"\b(?:meet|arrive|arrive_soon)\(([^,()]+(?:\([^()]*\)[^,()]*)*),", text):
+        if re.search("_(full|free)", number) is None:  # those are in shared memory
+            first = re.sub(r"\d \* |\w+_slot|1 - COPY|\(COPY \+ 1\) % 2|COPY|[ +]", "", number)  # where its ring's barriers start
+            sizes = [{"SLOTS": 2, "q_slot": slot, "do_slot": slot, "COPY": copy} for slot in (0, 1) for copy in (0, 1)]
+            of.setdefault(first, set()).update(eval(number, {}, size) for size in sizes)
+    numbers = [number for found in of.values() for number in found]
+    assert set(of) == {"5", "5SLOTS", "14", "5SLOTSSLOTS"}
+    assert len(numbers) == len(set(numbers)) and min(numbers) == 5 and max(numbers) < NAMED_BARRIERS
+
+
+def test_roles_have_the_registers_that_a_program_has() -> None:
+    ((kernel, row),) = whole("wide").stand_ins("bwd")
+    assert groups(kernel) == [240, 240, 24]  # the producer and the writer are two warps of one group
+    assert sum(groups(kernel)) <= lane_registers(kernel, row)
+
+
+def test_gradients_of_shared_keys_are_summed() -> None:
+    """Each program has those of a query head; the host adds up those of a group."""
+    text = print_module(whole("shared"))
+    assert [line.strip() for line in text.splitlines() if "_heads" in line and "dK" in line] == [
+        "%dK_heads = alloc : T[B, Hq, Nk, D_QK] @hbm",
+        "launch @bwd args(dK=%dK_heads, dV=%dV_heads)",
+        "%dK_groups = view %dK_heads by(heads) : T[B, Hkv, group, Nk, D_QK] @hbm",
+    ]
+    assert "    %dK_total = sum %dK_groups over(group) into(%dK) : T[B, Hkv, Nk, D_QK] @hbm\n" in text
+    assert "    %dK = arg out : T[B, Hq, Nk, D_QK] @hbm\n" in text
+
+
+def test_calls_choose_by_their_sizes() -> None:
+    text = print_module(whole("wide"))
+    enough = "Nk >= 1024 and Nq >= 1024 and B*Hq*Nk >= 480*processors"
+    assert f"if then(@one_pass) where(need_kv and need_q and {enough} and fused > 0) orelse(@apart)" in text
+    printed = render(lower(spec("full_mha")))["__init__.py"]
+    assert 'fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])' in printed

@@ -1,0 +1,132 @@
+"""Turns of programs that add to one tile: the formula against a count, and the rule that holds it."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from attngen.bounds.tiles import evaluate, unbounded
+from attngen.bounds.turns import last_first
+from attngen.errors import VerifyError
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Add
+from attngen.ir.text import parse_module, print_module
+from attngen.passes.pipeline import lower
+from attngen.spec import make_spec
+from attngen.verify import verify
+from tests.helpers import edit
+
+MASKS: dict[str, Any] = {
+    "none": "none",
+    "causal": "causal",
+    "ahead": {"expr": "kv_idx <= q_idx + 5"},
+    "behind": {"expr": "kv_idx + 70 <= q_idx + kv_len - q_len"},
+}
+SIZES = [
+    (n_q, n_kv, q, kv)
+    for (n_q, n_kv), (q, kv) in product([(1, 1), (17, 90), (90, 17), (128, 128), (129, 127)], [(16, 16), (16, 32), (32, 16)])
+]
+
+
+@cache
+def made(mask: str, stage: str | None = None) -> Module:
+    return lower(make_spec({"name": "one_pass", "head_dim": 128, "mask": MASKS[mask]}), stage)
+
+
+def fused(mask: str) -> Kernel:
+    return next(kernel for kernel in made(mask, "dce").kernels if kernel.adds)
+
+
+def visits(kernel: Kernel, sizes: dict[str, int]) -> set[tuple[int, int]]:
+    """The first rows of all tiles of queries and of keys that meet in the kernel's loops."""
+    found = set()
+    for start in range(0, sizes["Nk"], sizes["BLOCK_KV"]):
+        numbers = {**unbounded(kernel), **sizes, "kv_start": start}
+        for loop in kernel.loops:
+            for lo, hi in loop.ranges:
+                tiles = range(*(int(evaluate(kernel.resolve(bound), numbers)) for bound in (lo, hi)))
+                found |= {(tile * sizes["BLOCK_Q"], start) for tile in tiles}
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None:
+    kernel = fused(mask)
+    (turn,) = (op.turn for op in kernel.ops() if isinstance(op, Add))
+    assert turn is not None and turn == last_first(kernel)
+    for n_q, n_kv, block_q, block_kv in SIZES:
+        sizes = {"Nq": n_q, "Nk": n_kv, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
+        met = visits(kernel, sizes)
+        for q_start, kv_start in met:
+            numbers = {**unbounded(kernel), **sizes, "q_start": q_start, "kv_start": kv_start}
+            assert evaluate(turn, numbers) == sum((q_start, other) in met for other in range(kv_start + 1, n_kv)), (
+                sizes,
+                q_start,
+                kv_start,
+            )
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        ({"sliding_window": {"left": 100, "right": 0}}, "its loops end at tiles that depend on the program's own"),
+        ({"all_of": ["causal", "document"]}, "tensors give the bounds"),
+        ({"document": {"packed": True, "causal": True}}, "each program reads its bounds"),
+        ({"key_padding": {"lengths": True}}, "each program reads its end"),
+        ({"any_of": ["causal", {"expr": "kv_idx < 16"}]}, "two ranges"),
+    ],
+)
+def test_without_a_formula_there_is_no_kernel_in_one_pass(mask: Any, reason: str) -> None:
+    module = lower(make_spec({"name": "apart", "head_dim": 128, "mask": mask}))
+    assert [kernel.name for kernel in module.kernels if kernel.adds] == [], reason
+
+
+def test_without_an_order_there_are_no_turns() -> None:
+    module = lower(make_spec({"name": "free", "head_dim": 128, "mask": "causal", "backward": {"deterministic": False}}))
+    adds = [op for kernel in (*module.kernels, *module.divided) for op in kernel.ops() if isinstance(op, Add)]
+    assert len(adds) == 2 and all(op.turn is None for op in adds)
+    text = print_module(module)
+    assert "%DQ_ACC = alloc fill(0) : f32[B, Hq, Nq, D_QK] @hbm" in text and "DQ_TURNS" not in text
+    assert print_module(parse_module(text)) == text
+
+
+# ---------------------------------------------------------------------------------------------- the rule
+
+TURN = "turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"
+REFUSED = {
+    "the first tile first": (
+        TURN,
+        "turn(kv_start // BLOCK_KV)",
+        r"`turns`: kernel @bwd: %add_\d+ has the turn `kv_start // BLOCK_KV`; expected `cdiv\(Nk, BLOCK_KV\) - ",
+    ),
+    "a turn that nobody has": (TURN, TURN.replace("- 1)", "+ 1)"), "`turns`: .* as many as come there from later tiles"),
+    "a grid that starts with the first tiles": (
+        "grid(kv in cdiv(Nk, BLOCK_KV) descending together(16384), h",
+        "grid(kv in cdiv(Nk, BLOCK_KV) together(16384), h",
+        "`turns`: .* expected the grid to start with these, descending",
+    ),
+    "a turn without a place": (
+        f" turns(%DQ_TURNS[b, h, q_start]) {TURN}",
+        f" {TURN}",
+        "`signature`: .* adds to %DQ_ACC, which is no tensor of",
+    ),
+    "a place without a turn": (f" {TURN}", "", "`types`: .*has turns, or a turn, and not both"),
+    "turns of another tensor": (
+        "turns(%DQ_TURNS[b, h, q_start])",
+        "turns(%LSE2[b, h, q_start])",
+        "`signature`: .*nothing is stored to %DQ_TURNS",
+    ),
+    "a turn that is no integer": (TURN, "turn(0.5)", "`types`: .*has a turn, or a place of turns, that is no integer"),
+    "sums that are only written": ("%DQ_TURNS = arg sum", "%DQ_TURNS = arg out", "`(signature|types)`: .*"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_wrong_turn_is_refused(mistake: str) -> None:
+    old, new, reason = REFUSED[mistake]
+    head, at, kernels = print_module(made("none")).partition("\nkernel @bwd own")
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(parse_module(head + at + edit(kernels, (old, new))))
