@@ -85,7 +85,7 @@ def test_three_copies_take_their_turns_while_they_pass_over_tiles() -> None:
 @pytest.mark.parametrize("name", [WIDE, TWICE, "three copies"])
 def test_the_text_prints_as_it_parses(name: str) -> None:
     text = print_module(module_of(name))
-    assert text.count(" backwards(yes)") == 2 * len(module_of(name).divided) and print_module(verify(parse_module(text))) == text
+    assert text.count(" backwards(yes)") == 2 * len(module_of(name).stand_ins("fwd")) and print_module(verify(parse_module(text))) == text
 
 
 def test_tiles_are_passed_over_where_some_rows_do_not_see_them() -> None:

@@ -81,6 +81,7 @@ def test_a_loop_with_two_accumulators_or_a_loop_in_it_recomputes():
     assert flags == {
         "fwd": {"full": False, "partial": False},
         "dkdv": {"all": True, "full": True, "partial": True},
+        "bwd": {"full": True, "partial": True},
         "dq": {"full": False, "partial": False},
         "packed": {"full": False, "partial": False},
     }
