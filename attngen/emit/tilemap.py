@@ -76,7 +76,8 @@ def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | 
 def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
     """Each kernel that loops over tiles, with its map or the reason why it has none.
 
-    The kernel `packed`, which owns few queries of many heads, is left out, and so is `bwd`, whose tiles are those of `dkdv`. `sample` says which blocks count if a call's data decides.
+    Left out are the kernel `packed`, which owns few queries of many heads, and `bwd`, whose tiles are those of `dkdv`. `sample` says which
+    blocks count if a call's data decides.
     """
     found: list[tuple[str, TileMap | str]] = []
     for kernel in (k for k in module.kernels if tile_loops(k) and not (k.packs or k.adds)):
