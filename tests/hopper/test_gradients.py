@@ -41,7 +41,6 @@ MADE: dict[str, dict[str, Any]] = {
     "shared": {"mask": "causal", "heads": {"sharing": "gqa"}},
     "one_head": {"head_dim": 32, "heads": {"sharing": "mqa"}},
     "unordered": {"mask": "causal", "backward": {"deterministic": False}},
-    "window": {"mask": {"sliding_window": {"left": 20, "right": 0}}, "backward": {"deterministic": False}, "heads": {"sharing": "gqa"}},
 }
 
 

@@ -374,6 +374,10 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
         ({"mask": "causal"}, ""),
         ({"mask": "causal", "heads": {"sharing": "gqa"}}, ""),
         ({}, None),  # there is no such kernel
+        (
+            {"mask": {"sliding_window": {"left": 99}}, "backward": {"deterministic": False}},
+            "its loops over queries end earlier for some keys than for others, or where data says, and portable kernels are faster.",
+        ),
         ({"mask": "causal", "dropout": True}, None),
         (
             {"mask": "causal", "score": "alibi"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from attngen.backends.hopper.choice import NARROW, PAIR, STEADY, is_shared, work
 from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
+from attngen.bounds.turns import last_first
 from attngen.ir.graph import Module, Row
 from attngen.ir.ops import Gather, Load
 
@@ -35,6 +36,8 @@ def declined(module: Module) -> str:
     """Why the kernel in one pass is not divided, and so dropped, as the end of a sentence; empty text if it is divided."""
     if why := obstacle(module):
         return why
+    if last_first(module.kernel(FUSED)) is None:
+        return "its loops over queries end earlier for some keys than for others, or where data says, and portable kernels are faster"
     if (ops := work(module.kernel(FUSED))) > MOST_WORK:
         return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers may spill"
     return ""
