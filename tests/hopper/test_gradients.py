@@ -23,6 +23,7 @@ from attngen.ir.execute_host import execute
 from attngen.ir.execute_roles import DividedLaunch, RolesStuck
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.lang.names import name_problem
 from attngen.passes.pipeline import lower, stages
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify
@@ -349,6 +350,11 @@ def test_gradients_of_shared_keys_are_summed() -> None:
     ]
     assert "    %dK_total = sum %dK_groups over(group) into(%dK) : T[B, Hkv, Nk, D_QK] @hbm\n" in text
     assert "    %dK = arg out : T[B, Hq, Nk, D_QK] @hbm\n" in text
+
+
+def test_an_input_cannot_have_the_name_of_what_the_host_sums() -> None:
+    for name in re.findall(r"^ +(d[kv]_\w+) = ", render(whole("shared"))["__init__.py"], re.MULTILINE):
+        assert name_problem(name), name
 
 
 def test_calls_choose_by_their_sizes() -> None:
