@@ -129,7 +129,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
             steps = f"has `grad: true` for `{read.tensor}`, and the score changes with it in steps alone; expected no `grad`"
             raise BuildError(spec.key_of(read.tensor), steps)
         if not _summed_in_order(index):
-            if spec.backward and spec.backward.deterministic:
+            if _in_order(spec):
                 raise BuildError(spec.key_of(read.tensor), _LEARNED.format(read.tensor, ", ".join(map(to_text, read.index))))
             index = []
         found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))
@@ -297,9 +297,13 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
 
 
 def _fused(spec: Spec) -> Signature:
-    ordered = spec.backward is not None and spec.backward.deterministic
     signature = FUSED._replace(apart=SHARINGS[spec.heads.sharing].is_shared)
-    return signature._replace(writes=("DQ_ACC", *FUSED.writes), adds=("DQ_TURNS",)) if ordered else signature
+    return signature._replace(writes=("DQ_ACC", *FUSED.writes), adds=("DQ_TURNS",)) if _in_order(spec) else signature
+
+
+def _in_order(spec: Spec) -> bool:
+    """Whether gradients are summed in a fixed order."""
+    return bool(spec.backward and spec.backward.deterministic)
 
 
 def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], shared: bool) -> None:
@@ -327,7 +331,7 @@ def _store_key_gradients(b: KernelBuilder, head: Any, home: str) -> None:
 
 def build_dq_end(spec: Spec) -> Kernel:
     """dQ in the element type, from the sums of `bwd`. Where programs take turns, none may come to rows that see no key: these get zeros."""
-    ordered = spec.schedule.order != "kv_outer" and spec.backward is not None and spec.backward.deterministic
+    ordered = spec.schedule.order != "kv_outer" and _in_order(spec)
     b = KernelBuilder(spec, DQ_END._replace(reads=("DQ_ACC", "LSE2")) if ordered else DQ_END)
     b.tensors()
     for name in ("scale", "Hq", "Nq"):

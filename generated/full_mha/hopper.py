@@ -2,6 +2,8 @@
 
 A program has warps of several roles. The producer has the copy engine fill rings of tiles in shared memory; consumers, of 64 rows of
 queries each, take tiles from them. Barriers `..._full` say that a slot is full; named barriers, from 5 on, that it is free.
+In the backward these rows are of keys, and a writer has the copy engine add what consumers have of dQ. Programs take turns, if
+there is a fixed order: a number for each tile of queries, in device memory, says how many have added to it.
 """
 
 import triton
@@ -882,7 +884,7 @@ def bwd_consumer(
     fence_async_shared()
     copy_out(dK, [b, h, kv_start, 0], v_ring.index(COPY))
     dv_out = dv.to(dtype)
-    tma.store_wait(0)  # the outputs of the tile before have left
+    tma.store_wait(0)  # the output before has left
     v_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
     fence_async_shared()
     copy_out(dV, [b, h, kv_start, 0], v_ring.index(COPY))

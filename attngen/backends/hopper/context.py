@@ -143,10 +143,8 @@ class DividedContext(PipelineContext):
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
         share = next(o for o in self.kernel.ops() if isinstance(o, Share) and o.ring == take.ring)
-        rows, columns = self.kernel.type_of(share.value).dims
-        copies = self._copies()
-        width = self.module.head_dim_qk if columns == "D_QK" else self.module.head_dim_qk // copies
-        return (str(ROWS) if rows == PARTS["BLOCK_Q"] else rows), str(width)
+        dims = self.kernel.type_of(share.value).dims
+        return self._dims(dims)[0], str(self._columns(dims[1]))
 
     def _copies(self) -> int:
         """The copies of the role whose rows are the program's."""
@@ -435,8 +433,8 @@ class DividedContext(PipelineContext):
         return found
 
     def _place(self, access: Access, moved: str = "", column: str = "0") -> str:
-        """The coordinates of a tile's first element."""
-        starts = {self.own: f"{self.own}_start{moved}", self.loop: f"{self.loop}_start"}
+        """The coordinates of a tile's first element; `moved` goes on to rows of a part."""
+        starts = {axis: f"{axis}_start{moved if axis == access.axes()[0] else ''}" for axis in (self.own, self.loop)}
         return ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in access.index)
 
     def _share(self, op: Share, cls: str) -> dict[str, Any]:
@@ -479,8 +477,6 @@ class DividedContext(PipelineContext):
         rows, columns = self._part(op)
         by_rows = rows == str(ROWS) and self.kernel.type_of(take.name).dims[1] == "D_QK" and int(columns) == self.module.head_dim_qk
         moved, column = (f" + piece * {ROWS}", "0") if by_rows else ("", f"piece * {columns}")
-        starts = {self.own: f"{self.own}_start", self.loop: f"{self.loop}_start{moved}"}
-        place = ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in op.dst.index)
         text = self._shared_slot(take.ring)
         first = f"{self._copies()} * {text['slot']} + piece" if text["slot"] else "piece"
         turn = self.scalar(op.turn) if op.turn is not None else ""
@@ -488,7 +484,7 @@ class DividedContext(PipelineContext):
         counter = self._counter_of(op.turns) if op.turns else ""
         following = self._counter_of(op.turns, f"gl.minimum({ahead}, {AXIS_EXTENT[self.loop]} - 1)") if op.turns else ""
         turns = {"start": start, "ahead": ahead, "rows": rows, "counter": counter, "next": following, "turn": turn}
-        return {**text, **turns, "tensor": op.dst.tensor, "place": place, "buffer": first}
+        return {**text, **turns, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
 
     def _counter_of(self, turns: Access, at: str = "") -> str:
         """The address of the number of programs that have added to a tile, or to the one whose first row is `at`."""
@@ -589,13 +585,14 @@ class DividedContext(PipelineContext):
             "split": "halves" if halves else "",
             "parts": halves or [(value, place)],
             "shape": f"{rows}, {half if halves else columns}",
-            "again": self.stays or self._put_before(op),
+            "again": self._before(op),
         }
 
-    def _put_before(self, op: Put) -> bool:
-        """Whether another tile leaves through the same slot before."""
+    def _before(self, op: Put) -> str:
+        """What has left through the same slot before, as a comment says; empty text for nothing."""
         same = [o for o in self.kernel.ops() if isinstance(o, Put) and o.through == op.through]
-        return same.index(op) > 0
+        other = "the output before has left" if same.index(op) else ""
+        return "the outputs of the tile before have left" if self.stays else other
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)

@@ -2,10 +2,8 @@
 
 before:  %lse2 = load %LSE2[b, h, q] check(q if partial) other(inf) : f32[BLOCK_Q] @reg
          %masked = mask %s where(q_idx >= -Nk + Nq + kv_idx) : f32[BLOCK_KV, BLOCK_Q] @reg
-         %p = map expr(exp2(-lse2 + masked*qk_scale)) uses(lse2=%lse2, masked=%masked, qk_scale=%qk_scale) : f32[BLOCK_KV, BLOCK_Q] @reg
 after:   %lse2 = load %LSE2[b, h, q] check(q if partial) : f32[BLOCK_Q] @reg
          %masked = mask %s where(q_idx < Nq and q_idx >= -Nk + Nq + kv_idx) : f32[BLOCK_KV, BLOCK_Q] @reg
-         %p = map expr(exp2(-lse2 + masked*qk_scale)) uses(lse2=%lse2, masked=%masked, qk_scale=%qk_scale) : f32[BLOCK_KV, BLOCK_Q] @reg
 
 Whoever copies numbers of queries to lie beside their tile leaves zeros past the end. The kernel has a mask, which hides keys past the end.
 Masks are applied in partial tiles alone, of which one is at the end of the queries.
@@ -19,7 +17,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.backends.hopper.facts import FORWARD
+from attngen.backends.hopper.forward import with_backward
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Load, Mask, Op
@@ -34,7 +32,7 @@ class HideQueries(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(k if k.stands_for == FORWARD else _hiding(k) for k in module.divided))
+        return with_backward(module, _hiding)
 
 
 def _hiding(kernel: Kernel) -> Kernel:

@@ -5,10 +5,12 @@ before:  block @step                                 after:  block @step
            issue dP; await dP                                  await S; weights P of S
            issue S; await S                                    await dP; gradients dS of P and dP
            weights P of S; gradients dS of P and dP            issue dV with P; issue dK with dS
-           issue dV with P; await dV; give dO                  await dV; give dO
-           issue dK with dS; await dK; give Q                  await dK; give Q
+           issue dV with P; await dV; give dO                  issue dQ with the dS of all
+           issue dK with dS; await dK; give Q                  await dV; give dO
+           issue dQ with the dS of all; await dQ               await dK; give Q; await dQ
 
-So the exponentials of P run beside the product dP. The last two products run one after the other, beside those of the other consumer.
+So exponentials of P may run beside the product dP. The last three products run one after another, and beside what the other consumer
+computes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.backends.hopper.facts import FUSED, ROWS
+from attngen.backends.hopper.facts import FUSED, NAME, ROWS
+from attngen.backends.hopper.forward import with_backward
 from attngen.backends.hopper.hide_tiles import as_pipeline
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Loop, Op, Yield
@@ -33,10 +36,8 @@ class OverlapGradients(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        def early(kernel: Kernel) -> bool:
-            return all(row.block_q <= ROWS for row in module.rows(kernel.name, kernel.backend))
-
-        return replace(module, divided=tuple(_overlapped(k, early(k)) if k.stands_for == FUSED else k for k in module.divided))
+        early = all(row.block_q <= ROWS for row in module.rows(FUSED, NAME))
+        return with_backward(module, lambda kernel: _overlapped(kernel, early))
 
 
 def _overlapped(kernel: Kernel, early: bool) -> Kernel:
@@ -76,7 +77,7 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool) -> Iterator[Op]:
     reads = [op for op in ops if isinstance(op, Read)]
     shares = {op.value: op for op in ops if isinstance(op, Share)}
     sums = [op for op in issues if op.acc]
-    dq = next((op for op in issues if op.a in takes), None)  # of dS that all consumers share
+    dq = next(op for op in issues if op.a in takes)  # of dS that all consumers share
     dp, s = sorted((op for op in issues if not op.acc and op is not dq), key=lambda op: len(nx.descendants(graph, op.name)))
     of_s, of_dp = (nx.descendants(graph, op.name) for op in (s, dp))
     placed = {*issues, *awaits.values(), *takes.values(), *gives.values(), *reads, *shares.values()}
@@ -108,11 +109,8 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool) -> Iterator[Op]:
     for op in (op for op in packs if op not in first):
         yield op.with_operands(held)
         yield from (shares[op.name],) if op.name in shares else ()
-    yield from sums
-    if dq:
-        yield from (takes[dq.a], dq)
+    yield from (*sums, takes[dq.a], dq)
     for product in sums:
         yield from (awaits[product.name], gives[product.b])
-    if dq:
-        yield from (awaits[dq.name], gives[dq.a], shares[awaits[dq.name].name])
+    yield from (awaits[dq.name], gives[dq.a], shares[awaits[dq.name].name])
     yield from (op for op in ops if isinstance(op, Yield))

@@ -39,6 +39,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.facts import ROWS
+from attngen.backends.hopper.forward import with_backward
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Add, Block, Dot, Loop, Op, Yield
@@ -54,7 +55,7 @@ class ShareGradients(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_shared(module, kernel) if kernel.adds else kernel for kernel in module.divided))
+        return with_backward(module, lambda kernel: _shared(module, kernel))
 
 
 def _shared(module: Module, kernel: Kernel) -> Kernel:
@@ -73,10 +74,7 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
     all_keys = replace(keys.type, dims=tuple(WHOLE[own] if d == own else d for d in keys.type.dims))
     tile = replace(product.type, space="sram")
     cast, everyone = f"{product.a}_cast", f"{product.a}_all"
-    rings = (
-        Ring("dS_ring", whole, symbol("num_stages")),
-        Ring("dQ_ring", tile, sympy.Integer(SUMS)),
-    )
+    rings = (Ring("dS_ring", whole, symbol("num_stages")), Ring("dQ_ring", tile, sympy.Integer(SUMS)))
     users = [op for op in kernel.ops() if isinstance(op, Dot) and op.a == product.a]
 
     def change(_: str, op: Op) -> Iterator[Op]:

@@ -122,7 +122,7 @@ def _given(module: Module, kernel: Kernel) -> tuple[int, int]:
     buffers: dict[str, int] = {}  # dimensions by name
     for ring, op in context.rings.items():
         short = ring.removesuffix("_ring").lower()
-        handed = handed_over(kernel).get(ring)
+        handed = context.shared.get(ring)
         tile = len(op.type.dims) + (1 if handed is False else TILE_DIMS)  # what only copies share has no batch and no head
         buffers |= {f"{short}_ring": tile if op.type.dims and not op.beside else 2, f"{short}_full": 2, f"{short}_free": 2}
         names -= set() if ring in _filled(kernel) or handed else {f"{short}_full"}

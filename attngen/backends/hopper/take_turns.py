@@ -31,8 +31,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import in_turns
-from attngen.backends.hopper.facts import FORWARD
-from attngen.backends.hopper.forward import with_forwards
+from attngen.backends.hopper.forward import with_backward, with_forwards
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Op
 from attngen.ir.roles import Issue, Pipeline, Turn
@@ -49,36 +48,16 @@ class TakeTurns(Pass):
             return all(in_turns(module, row) for row in module.rows(kernel.name, kernel.backend))
 
         module = with_forwards(module, lambda kernel: _in_turns(kernel) if chosen(kernel) else kernel)
-        return replace(module, divided=tuple(k if k.stands_for == FORWARD else _backward(k) for k in module.divided))
-
-
-def _backward(kernel: Kernel) -> Kernel:
-    """Two turns for each tile: one for S and dP, and one for the products of the weights and of dS."""
-    blocks = []
-    for block in kernel.blocks:
-        issues = [op for op in block.ops if isinstance(op, Issue)]
-        if issues:
-            at = next(i for i, op in enumerate(issues) if op.acc)
-            groups = [(issues[0], issues[at - 1]), (issues[at], issues[-1])]
-            ops: list[Op] = []
-            for op in block.ops:
-                ops += [Turn(f"turn_take_{n}", "take") for n, (first, _) in enumerate(groups) if op is first]
-                ops.append(op)
-                ops += [Turn(f"turn_pass_{n}", "pass") for n, (_, last) in enumerate(groups) if op is last]
-            block = replace(block, ops=tuple(ops))
-        elif block.name == "consumer":
-            block = replace(block, ops=(Turn("turn_start", "start"), *block.ops, Turn("turn_end", "end")))
-        blocks.append(block)
-    return replace(kernel, blocks=tuple(blocks))
+        return with_backward(module, _in_turns)
 
 
 def _in_turns(kernel: Kernel) -> Kernel:
-    loop = next(op for op in kernel.ops() if isinstance(op, Pipeline) and op.first)
+    loop = next(op for op in kernel.ops() if isinstance(op, Pipeline) and op.carry)  # the consumers', which has sums
     blocks = []
     for block in kernel.blocks:
         ops = block.ops
         if block.name in (loop.first, loop.step):
-            ops = tuple(_turn(block))
+            ops = tuple(_turns(block, two=kernel.adds))
         elif block.name == loop.skip:
             ops = (Turn("turn_take_skip", "take"), Turn("turn_pass_skip", "pass"), *ops)
         elif block.name == "consumer":
@@ -87,12 +66,12 @@ def _in_turns(kernel: Kernel) -> Kernel:
     return replace(kernel, blocks=tuple(blocks))
 
 
-def _turn(block: Block) -> Iterator[Op]:
-    """The ops of a body, with a turn around the products that it issues."""
+def _turns(block: Block, two: bool) -> Iterator[Op]:
+    """The ops of a body, with a turn around the products that it issues; or two, of which the second has those that add to sums."""
     products = [op for op in block.ops if isinstance(op, Issue)]
+    sums = next(i for i, op in enumerate(products) if op.acc) if two else 0
+    groups = [group for group in (products[:sums], products[sums:]) if group]
     for op in block.ops:
-        if op is products[0]:
-            yield Turn(f"turn_take_{block.name}", "take")
+        yield from (Turn(f"turn_take_{n}_{block.name}", "take") for n, group in enumerate(groups) if op is group[0])
         yield op
-        if op is products[-1]:
-            yield Turn(f"turn_pass_{block.name}", "pass")
+        yield from (Turn(f"turn_pass_{n}_{block.name}", "pass") for n, group in enumerate(groups) if op is group[-1])
