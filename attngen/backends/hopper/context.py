@@ -475,8 +475,7 @@ class DividedContext(PipelineContext):
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
         rows, columns = self._part(op)
-        by_rows = rows == str(ROWS) and self.kernel.type_of(take.name).dims[1] == "D_QK" and int(columns) == self.module.head_dim_qk
-        moved, column = (f" + piece * {ROWS}", "0") if by_rows else ("", f"piece * {columns}")
+        moved, column = (f" + piece * {ROWS}", "0") if rows == str(ROWS) else ("", f"piece * {columns}")
         text = self._shared_slot(take.ring)
         first = f"{self._copies()} * {text['slot']} + piece" if text["slot"] else "piece"
         turn = self.scalar(op.turn) if op.turn is not None else ""
