@@ -240,6 +240,7 @@ class DividedLaunch(Launch):
             yield from self.block(op.skip, dict(values), "full")
         numbers = [*(reversed(partial) if op.backwards else partial), *full]
         turns = [("partial" if at < cut else "full", number) for at, number in enumerate(numbers)][hidden:]
+        turns = sorted(turns, key=lambda turn: turn[1]) if op.in_order else turns
         for at, (cls, number) in enumerate(turns):
             body = op.step if at or not op.first else op.first
             inside = {**values, **self.named(op, body, carried), **self.turn(op.var, number, values)}

@@ -320,6 +320,8 @@ class Pipeline(Op):
     With `backwards`, partial tiles come from the last to the first. `own_partial` are those that are partial for the copy's own rows, whose
     number is BLOCK_Q here. The copy sees nothing of the tiles behind these. It comes to them first: `skip` takes them and gives them back,
     and the other bodies have the turns after that. Tiles before its own partial ones are full for the copy.
+
+    With `in_order`, tiles come by their numbers: full ones follow one another, and partial ones are before and behind them.
     """
 
     var: str
@@ -334,6 +336,7 @@ class Pipeline(Op):
     skip: str = ""
     own_partial: Ranges = ()
     places: str | None = field(default=None, metadata=OPERAND)
+    in_order: bool = False
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""

@@ -11,6 +11,7 @@ import networkx as nx
 from attngen.bounds.copies import copy_bounds
 from attngen.bounds.intervals import mentions
 from attngen.bounds.launches import groups, lane_registers
+from attngen.bounds.turns import whole_range
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
@@ -171,6 +172,9 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             yield from _hidden(kernel, op)
             if not (op.partial or op.full):
                 yield f"%{op.name} has no range"
+            alone = not (op.first or op.listed or op.backwards)
+            if op.in_order and not (alone and len(op.full) <= 1 and whole_range((*op.partial, *op.full))):
+                yield f"%{op.name} comes to tiles in their order; expected @step alone, one range of full ones, and others beside it"
         elif isinstance(op, Loop):
             carried = {field: kernel.type_of(ref) for field, ref in op.carry}
             if not carried == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
@@ -228,13 +232,13 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"{' and '.join(f'@{name}' for name in orders)} run over tiles in different orders"
 
 
-def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, bool]]:
-    """What an op runs over: a class of tiles, where they are, and whether they come from the last to the first."""
+def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, tuple[bool, bool]]]:
+    """What an op runs over: a class of tiles, where they are, and whether they come from the last to the first, or by their numbers."""
     if isinstance(op, Loop):
-        yield op.cls, op.ranges, op.listed, False
+        yield op.cls, op.ranges, op.listed, (False, False)
     if isinstance(op, Pipeline):
-        yield "partial", op.partial, op.listed, op.backwards
-        yield "full", op.full, op.listed, False
+        yield "partial", op.partial, op.listed, (op.backwards, op.in_order)
+        yield "full", op.full, op.listed, (False, op.in_order)
 
 
 def used(module: Module, kernel: Kernel) -> Iterator[str]:

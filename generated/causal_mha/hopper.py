@@ -642,8 +642,8 @@ def fwd(
 @gluon.jit
 def bwd_producer(
     Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    q_end, q_first, q_full_first, q_full_end, kv_start, h, b, k_ring, k_full, v_ring, v_full,
-    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+    q_end, q_first, kv_start, h, b, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring,
+    do_full, lse2_ring, delta_ring,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -656,34 +656,8 @@ def bwd_producer(
     for copy in gl.static_range(2):
         mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
         copy_in(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
-    # tiles that the mask or the ends of the tensors cut
-    for q_tile in range(q_first, q_full_first + (q_end - q_full_end)):
-        q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
-        q_start = q_tile * BLOCK_Q
-        if q_fills >= SLOTS:
-            meet(5 + q_slot, THREADS)  # the slot is free
-        copy_row(
-            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
-            Nq - q_start,
-            lse2_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        copy_row(
-            DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
-            Nq - q_start,
-            delta_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
-        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
-        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
-        if do_fills >= SLOTS:
-            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
-        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
-        copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
-        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
-    # tiles with nothing to mask: no mask, no bounds checks
-    for q_tile in range(q_full_first, q_full_end):
+    # tiles in their order
+    for q_tile in range(q_first, q_end):
         q_start = q_tile * BLOCK_Q
         if q_fills >= SLOTS:
             meet(5 + q_slot, THREADS)  # the slot is free
@@ -744,10 +718,8 @@ def bwd_consumer(
     mbarrier.wait(v_full.index(COPY), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-    partial_tiles = (q_full_first - q_first) + (q_end - q_full_end)
-    full_tiles = q_full_end - q_full_first
-    # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
-    for at in range(partial_tiles + full_tiles):
+    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones
+    for q_tile in range(q_first, q_end):
         k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
         k = k_all_near.slice(COPY * ROWS, ROWS, 0)
         v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
@@ -772,10 +744,7 @@ def bwd_consumer(
         )
         arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
         s = warpgroup_mma_wait(1, deps=[s_flight])
-        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
-        if at < partial_tiles:
-            q_tile = q_first + at
-            q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
+        if (q_tile < q_full_first) | (q_tile >= q_full_end):
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
             s = gl.where(
@@ -783,6 +752,7 @@ def bwd_consumer(
                 s,
                 float("-inf"),
             )
+        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
         p = gl.exp2(s * qk_scale - lse2[None, :])
         p_cast = pack(p, dtype)
         dp = warpgroup_mma_wait(0, deps=[dp_flight])
@@ -834,8 +804,8 @@ def bwd_consumer(
 
 @gluon.jit
 def bwd_writer(
-    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first, q_full_first,
-    q_full_end, kv_start, h, b, dq_ring, dq_full, dq_free,
+    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first, kv_start, h, b,
+    dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -843,40 +813,8 @@ def bwd_writer(
 ):
     dq_slot, dq_phase = 0, 0
     q_ahead, turn_seen = -1, 0
-    # tiles that the mask or the ends of the tensors cut
-    for q_tile in range(q_first, q_full_first + (q_end - q_full_end)):
-        q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
-        q_start = q_tile * BLOCK_Q
-        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-        turn = gl.minimum(
-            1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
-            gl.cdiv(Nk, BLOCK_KV),
-        ) - 1 - kv_start // BLOCK_KV
-        await_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-            gl.where(q_start == q_ahead, turn_seen, -1),
-            turn,
-        )
-        for piece in gl.static_range(2):
-            if turn == 0:
-                copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-            else:
-                add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-        q_ahead = q_start + BLOCK_Q
-        turn_seen = turns_passed(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                q_ahead,
-                Nq - 1,
-            ),
-        )
-        sent()
-        mbarrier.arrive(dq_free.index(dq_slot), count=1)
-        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-        pass_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-        )
-    # tiles with nothing to mask: no mask, no bounds checks
-    for q_tile in range(q_full_first, q_full_end):
+    # tiles in their order
+    for q_tile in range(q_first, q_end):
         q_start = q_tile * BLOCK_Q
         mbarrier.wait(dq_full.index(dq_slot), dq_phase)
         turn = gl.minimum(
@@ -985,17 +923,16 @@ def bwd(
                 bwd_producer,
                 (
                     Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-                    stride_delta_h, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
-                    delta_ring, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    stride_delta_h, q_end, q_first, kv_start, h, b, k_ring, k_full, v_ring, v_full,
+                    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, BLOCK_Q, BLOCK_KV,
+                    SLOTS, THREADS,
                 ),
             ),
             (
                 bwd_writer,
                 (
                     DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first,
-                    q_full_first, q_full_end, kv_start, h, b, dq_ring, dq_full, dq_free, BLOCK_Q,
-                    BLOCK_KV, SLOTS, THREADS,
+                    kv_start, h, b, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
         ],

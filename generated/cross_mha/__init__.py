@@ -170,5 +170,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("cross_mha_aa53e6c41fec", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("cross_mha_23018c75f317", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

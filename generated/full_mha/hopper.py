@@ -837,12 +837,12 @@ def bwd_consumer(
         )
         arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
         s = warpgroup_mma_wait(1, deps=[s_flight])
-        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
         if at < partial_tiles:
             q_tile = q_full_end + at
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
             s = gl.where((kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :], s, float("-inf"))
+        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
         p = gl.exp2(s * qk_scale - lse2[None, :])
         dp = warpgroup_mma_wait(0, deps=[dp_flight])
         p = hold_tile(p)

@@ -42,6 +42,9 @@ MADE: dict[str, dict[str, Any]] = {
     "shared": {"mask": "causal", "heads": {"sharing": "gqa"}},
     "one_head": {"head_dim": 32, "heads": {"sharing": "mqa"}},
     "unordered": {"mask": "causal", "backward": {"deterministic": False}},
+    "window": {"mask": {"sliding_window": {"left": 40, "right": 0}}},
+    "both_sides": {"head_dim": 64, "mask": {"sliding_window": {"left": 20, "right": 9}}},
+    "chunked": {"mask": {"chunked": {"size": 48}}},
 }
 
 
@@ -89,7 +92,7 @@ def edited(name: str, *changes: tuple[str, str]) -> Module:
 
 def test_which_specs_have_one() -> None:
     assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
-        *("causal_gqa", "causal_mha", "causal_mqa", "cross_mha", "full_mha"),
+        *("causal_gqa", "causal_mha", "causal_mqa", "chunked_gqa", "cross_mha", "full_mha", "sinks_window_gqa", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name
@@ -193,9 +196,21 @@ def test_overlap_gradients_issues_scores_and_dp_together(name: str) -> None:
         "%k = own %k_all_near : T[BLOCK_KV, D_QK] @sram",
         "%v_near = near %v : T[BLOCK_KV, D_V] @sram",
     ]
-    assert "%write_total = pipeline q partial(q_full_end .. q_end) full(0 .. q_full_end) step(@write)" in lines(
-        "overlap-gradients", "writer", name
-    )
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("wide", "partial(q_full_end .. q_end) full(0 .. q_full_end) step(@write)"),
+        ("wide_causal", "full(q_full_first .. q_full_end) step(@write) in_order(yes)"),
+        ("window", "full(q_full_first .. q_full_end) step(@write) in_order(yes)"),
+    ],
+)
+def test_overlap_gradients_makes_one_loop_of_two(name: str, order: str) -> None:
+    """Where a mask bounds tiles, they come by their numbers."""
+    assert len([line for line in lines("share-gradients", "writer", name) if " = loop q " in line]) == 2
+    (writing,) = [line for line in lines("overlap-gradients", "writer", name) if " = pipeline q " in line]
+    assert writing.endswith(order)
 
 
 def test_take_turns_has_two_turns_in_each_tile() -> None:
@@ -272,6 +287,23 @@ REFUSED = {
         "`fits`: .*",
     ),
 }
+
+
+ORDERS_REFUSED = {
+    "one role in an order of its own": (" step(@write) in_order(yes)", " step(@write)", "`walks`: .*run over tiles in different orders"),
+    "an order over a gap": (
+        "partial(q_first .. q_full_first, q_full_end .. q_end)",
+        "partial(q_first .. q_full_first, q_full_end + 1 .. q_end)",
+        "`bodies`: .*comes to tiles in their order; expected @step alone, one range of full ones, and others beside it",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ORDERS_REFUSED)
+def test_a_wrong_order_of_tiles_is_refused(mistake: str) -> None:
+    old, new, reason = ORDERS_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("window", (old, new)))
 
 
 @pytest.mark.parametrize("mistake", REFUSED)

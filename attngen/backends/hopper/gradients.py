@@ -37,7 +37,7 @@ def declined(module: Module) -> str:
     if why := obstacle(module):
         return why
     if last_first(module.kernel(FUSED)) is None:
-        return "its loops over queries end where data says, or earlier for some keys; it was not measured to be faster there"
+        return "its loops over queries end where data says, or earlier for later keys, or have a gap; no formula says whose turn comes"
     if (ops := work(module.kernel(FUSED))) > MOST_WORK:
         return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers may spill"
     return ""

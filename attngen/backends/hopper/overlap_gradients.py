@@ -21,13 +21,18 @@ from typing import ClassVar
 
 import networkx as nx
 
+from attngen.backends.hopper.choice import work
 from attngen.backends.hopper.facts import FUSED, NAME, ROWS
 from attngen.backends.hopper.forward import with_backward
 from attngen.backends.hopper.hide_tiles import as_pipeline
+from attngen.bounds.turns import whole_range
+from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Loop, Op, Yield
 from attngen.ir.roles import Await, Give, Hold, Issue, Near, Own, Pack, Read, Share, Take
 from attngen.passes.base import Pass
+
+LIGHT = 10  # operations for each score, at most, of masks whose weights may be packed early without registers that spill
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,21 @@ class OverlapGradients(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        early = all(row.block_q <= ROWS for row in module.rows(FUSED, NAME))
-        return with_backward(module, lambda kernel: _overlapped(kernel, early))
+        narrow = all(row.block_q <= ROWS for row in module.rows(FUSED, NAME))
+        return with_backward(module, lambda kernel: _overlapped(kernel, narrow and work(module.kernel(FUSED)) <= LIGHT))
 
 
 def _overlapped(kernel: Kernel, early: bool) -> Kernel:
-    """One loop over the tiles of both classes, partial ones first, in all roles."""
+    """One loop over the tiles of both classes in all roles.
+
+    Tiles come by their numbers where the mask bounds them: a program then comes to a tile after those whose turns are before its own.
+    Where all programs visit the same tiles, partial ones come first, as in loops that are apart.
+    """
     loops = [[op for op in role.ops if isinstance(op, Loop)] for role in kernel.roles]
-    whole = {same[0].name: as_pipeline(same) for same in loops}
+    start = symbol(f"{kernel.own_axis}_start")
+    visited = whole_range([pair for loop in loops[0] for pair in loop.ranges])
+    bounded = visited is not None and any(start in kernel.resolve(end).free_symbols for end in visited)
+    whole = {same[0].name: replace(as_pipeline(same), in_order=bounded) for same in loops}
     later = [op for same in loops for op in same[1:]]
     results = {f"{op.name}.{field}": f"{whole[same[0].name].name}.{field}" for same in loops for op in same for field, _ in op.carry}
     kept_tiles = [op for op in kernel.block("consumer").ops if isinstance(op, (Own, Take))]
@@ -90,10 +102,11 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool) -> Iterator[Op]:
     def stage(at: int) -> Iterator[Op]:
         """The ops of a stage. What lies beside a tile is read just before, so that registers hold it for no longer."""
         earlier, mine = set().union(*stages[:at]), stages[at]
-        for op in reads:
-            readers = set(graph.successors(op.name))
-            yield from (op,) if mine & readers and not earlier & readers else ()
-        yield from (op.with_operands(held) for op in rest if op.name in mine and op not in packs)
+        waiting = [op for op in reads if mine & set(graph.successors(op.name)) and not earlier & set(graph.successors(op.name))]
+        for op in (op for op in rest if op.name in mine and op not in packs):
+            beside = [read for read in waiting if read.name in op.operands()]
+            waiting = [read for read in waiting if read not in beside]
+            yield from (*beside, op.with_operands(held))
 
     yield from (op for op in ops if isinstance(op, Arg))
     yield from (takes[s.b], s, takes[dp.b], dp)

@@ -7,11 +7,13 @@ from typing import Any
 
 from attngen.backends.hopper.choice import ROOMY, turns
 from attngen.backends.hopper.softmax_views import SoftmaxContext
+from attngen.bounds.turns import whole_range
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.ops import AXIS_DIM, Loop, Map, Mask
 from attngen.ir.roles import Pipeline, Ring
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
+IN_ORDER = "tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones"
 BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
 
 
@@ -50,6 +52,8 @@ class PipelineContext(SoftmaxContext):
         """The numbers of tiles, and the first of them."""
         if op.backwards:
             return self._counted_backwards(op)
+        if op.in_order:
+            return {"counts": [], "any": "", "first": []}
         both = bool(op.partial and op.full)
         sizes = {cls: self._count(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
         lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
@@ -121,7 +125,7 @@ class PipelineContext(SoftmaxContext):
         if op.skip:
             over = {"before": [], "steps": [], "var": "_", "range": "hidden_tiles", "comment": self.kernel.block(op.skip).about}
             skipped = [Node("loop", over, self.block(op.skip, "full"))]
-        joined = self._loop_backwards(op) if op.backwards else self._one_loop(op)
+        joined = self._loop_backwards(op) if op.backwards else self._loop_in_order(op) if op.in_order else self._one_loop(op)
         loops = [joined] if joined else []
         for cls, ranges in (("partial", op.partial), ("full", op.full)):
             if not ranges or joined or (op.first and cls == "partial" and self._is_one(ranges)):
@@ -146,6 +150,20 @@ class PipelineContext(SoftmaxContext):
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
         places = [f"{op.var}_tile = {self._backwards(op, 'at', 'partial_tiles' if always else '')}"]
         return self._loop_of_both(op, parts, places, "at < masked_tiles", begin, always)
+
+    def _loop_in_order(self, op: Pipeline) -> Node:
+        """One loop over the tiles of both classes, by their numbers. Where classes cannot be told apart, all tiles are masked."""
+        whole, tile = whole_range((*op.partial, *op.full)), f"{op.var}_tile"
+        assert whole is not None
+        body, own, _ = parts = self._differing(op)
+        (lo, hi), *_ = op.full or (whole,)
+        outside = [f"{tile} < {self._term(lo)}"] * (lo != whole[0]) + [f"{tile} >= {self._term(hi)}"] * (hi != whole[1])
+        condition = " | ".join(f"({text})" if len(outside) > 1 else text for text in outside)
+        always = bool(self._where(op) & names_in([node for node in body if node not in own]))
+        loop = self._loop_of_both(op, parts, [], condition, "0", always)
+        first, end = self._term(whole[0]), self.scalar(whole[1])
+        comment = IN_ORDER if own else "tiles in their order"
+        return Node("loop", {**loop.text, "var": tile, "range": end if first == "0" else f"{first}, {end}", "comment": comment}, loop.body)
 
     def _loop_of_both(
         self, op: Pipeline, parts: tuple[list[Node], list[Node], int], tile: list[str], condition: str, begin: str, always: bool = False
