@@ -7,6 +7,7 @@ PYTHON3 ?= python3
 SPEC ?= specs/causal_mqa.yaml
 TORCH_INDEX ?=
 VERSIONS ?= .versions
+SANITIZER ?= compute-sanitizer
 
 ifeq ($(VENV),system)
 PYTHON := $(PYTHON3)
@@ -19,7 +20,7 @@ endif
 INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements-cpu.txt)
 
-.PHONY: help ready demo test lint verify verify-all nightly versions regen gpu-test
+.PHONY: help ready demo test lint verify verify-all nightly versions regen gpu-test soak sanitize
 
 help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
@@ -31,6 +32,8 @@ help:
 	@echo "make versions  a short suite under each supported torch and Triton, in environments of their own (VERSIONS=DIR, 6 GB each)"
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
+	@echo "make soak      1,000 runs of every module, with other work beside it: each must give the same bits (needs CUDA)"
+	@echo "make sanitize  compute-sanitizer's memcheck and racecheck over every module (needs CUDA; SANITIZER=FILE)"
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
 	@echo "TORCH_INDEX=URL takes torch from there, as from https://download.pytorch.org/whl/cpu: small, without CUDA's libraries"
 
@@ -86,3 +89,12 @@ gpu-test: $(READY)
 	$(PYTHON) -m attngen build --all
 	$(PYTHON) -m pytest -m gpu -n 8
 	$(PYTHON) -m attngen test --all --report docs/gpu-verification.md
+
+soak: $(READY)
+	$(PYTHON) -m tests.soak specs/*.yaml
+
+# Without the caching allocator each tensor is an allocation of its own, so that memcheck sees what lies beyond its end. Racecheck knows no
+# mbarriers, by which roles of divided kernels wait for one another, so it has the portable kernels.
+sanitize: $(READY)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.soak --alone --repeats 1 specs/*.yaml
+	ATTNGEN_BACKEND=triton $(SANITIZER) --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.soak --alone --repeats 1 specs/*.yaml

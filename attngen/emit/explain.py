@@ -6,12 +6,14 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import sympy
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
+from attngen.analysis.memory import scratch
 from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
 from attngen.backends import backend_of
 from attngen.bounds.ranges import inexact
@@ -57,6 +59,9 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         yield _line(f"@{kernel.name} HBM bytes = {to_text(moved.read)} read, {to_text(moved.written)} written")
         if row:
             yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(backend_of(row).footprint.formula(module, kernel, row))}")
+    for part in scratch(module):
+        condition = "" if part.where == sympy.true else f", where {to_text(part.where)}"
+        yield _line(f"@{part.host} in @{part.block}: bytes beside results = {to_text(part.bytes)}, of {', '.join(part.tensors)}{condition}")
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
     yield Text(f"\nPer device, for {size}", style="bold")
     yield device_table(module, problem)
