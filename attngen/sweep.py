@@ -112,14 +112,17 @@ def cases(spec: Spec, device: str) -> Iterator[Case]:
 
 def repeats(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int) -> bool:
     """Whether two runs give the same bits, forward and, where there is one, backward."""
+    return all(torch.equal(a, b) for a, b in zip(*runs(module, spec, case, dtype, device, seed, 2)))
+
+
+def runs(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int, times: int) -> Iterator[list[torch.Tensor]]:
+    """The results of one call again and again, and where there is a backward, the gradients of q, k and v."""
     q, k, v, inputs = make_inputs(spec, case, torch_dtype(dtype), device, seed)
     grads = make_gradients(spec, case, torch_dtype(dtype), device, seed)
-    runs = []
-    for _ in range(2):
+    for _ in range(times):
         leaves = [x.detach().requires_grad_(spec.trains) for x in (q, k, v)]
         results = module.attention(*leaves, **inputs, return_lse=True)
-        runs.append([*results, *(torch.autograd.grad(results, leaves, grads) if spec.trains else ())])
-    return all(torch.equal(a, b) for a, b in zip(*runs))
+        yield [*results, *(torch.autograd.grad(results, leaves, grads) if spec.trains else ())]
 
 
 def failures(tables: Sequence[Table]) -> list[str]:

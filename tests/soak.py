@@ -20,11 +20,10 @@ from types import ModuleType
 import torch
 
 from attngen.errors import AttngenError
+from attngen.policy import FUSED_KEYS, FUSED_ROWS
 from attngen.spec import Spec, load_spec
-from attngen.testing import Case, heads_for, load_module, make_gradients, make_inputs, torch_dtype
-
-FUSED_ROWS = 1024  # rows of the shortest call that a backward in one pass takes
-FUSED_KEYS = 480  # keys of all heads for each multiprocessor of the smallest one
+from attngen.sweep import runs
+from attngen.testing import Case, heads_for, load_module
 
 
 def cases(spec: Spec, processors: int) -> Iterator[Case]:
@@ -38,19 +37,14 @@ def cases(spec: Spec, processors: int) -> Iterator[Case]:
 
 def differing(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, repeats: int, beside: bool = False) -> int:
     """How many of so many further runs, forward and backward, give other bits than the first. beside: other work runs at the same time."""
-    q, k, v, inputs = make_inputs(spec, case, torch_dtype(dtype), device, seed=0)
-    grads = make_gradients(spec, case, torch_dtype(dtype), device, seed=0)
-    leaves = [x.detach().requires_grad_(spec.trains) for x in (q, k, v)]
     first: list[torch.Tensor] = []
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     side = torch.cuda.Stream() if beside else None
     matrix = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16) if beside else None
-    for run in range(repeats + 1):
+    for run, found in enumerate(runs(module, spec, case, dtype, device, 0, repeats + 1)):
         if side is not None and matrix is not None and run % 4 == 0:
             with torch.cuda.stream(side):
                 matrix = (matrix @ matrix).clamp(-1, 1)
-        results = module.attention(*leaves, **inputs, return_lse=True)
-        found = [*results, *(torch.autograd.grad(results, leaves, grads) if spec.trains else ())]
         bits = [x.detach().contiguous().view(torch.uint8) for x in found]
         first = first or bits
         wrong += torch.stack([(a != b).any() for a, b in zip(bits, first)]).any()

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from attngen.ir.text import print_module
+from attngen.policy import FUSED_KEYS, FUSED_ROWS
 from attngen.testing import Case
 from tests.helpers import spec, target
-from tests.soak import FUSED_KEYS, FUSED_ROWS, cases, differing
+from tests.soak import cases, differing
 
 CASE = Case(1, 4, 2, 5, 7)
 
