@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import sympy
 
-from attngen.ir.expr import Expr, cdiv, floordiv, symbol
-from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT
+from attngen.bounds.intervals import last_row
+from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Count, Load, Type
 
 
-def last_first(kernel: Kernel) -> Expr | None:
+class Turn(NamedTuple):
+    """The turn of a program, and the ops that count in data what it names."""
+
+    expr: Expr
+    counts: tuple[Count, ...] = ()
+
+
+def last_first(module: Module, kernel: Kernel) -> Turn | None:
     """The turn of a program where those of the last tiles come first: how many of later tiles come to the tile that its loop is at.
 
-    None where that is not known: its loops run over several ranges, or between numbers that programs read; they may end at an earlier tile
-    for a later one of the program's own, or start at one by a formula that this does not solve for the program's own tile.
+    None where that is not known: its loops run over several ranges, or between numbers that programs read and that nobody says to rise;
+    they may end at an earlier tile for a later one of the program's own, or start at one by a formula that this does not solve for the
+    program's own tile.
 
-    Loops of later own tiles start later, and end later or alike. So programs that come to a tile own tiles that follow one another: the
-    last of them is the last whose loop has started there.
+    Loops of later own tiles start later, and end later or alike; from some own tile on, they may have no turn. So programs that come to a
+    tile own tiles that follow one another: the last of them is the last whose loop has started there.
     """
     visited = visited_range(kernel)
     if visited is None:
         return None
-    first, end = visited
-    own, start = kernel.own_axis, symbol(f"{kernel.own_axis}_start")
-    given = {symbol(arg.name) for arg in kernel.args if arg.role == "scalar"} | {symbol(dim) for dim in AXIS_DIM.values()}
-    tiles, rows = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own])), symbol(AXIS_DIM[own])
-    if not first.free_symbols | end.free_symbols <= given | {start} or not _rises(end, start):
+    found = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
+    (first, if_first), (end, if_end) = map(_unconditional, visited)
+    if not (if_first <= if_end and found.knows(first, end, *if_end) and found.rises(end)):
         return None
-    if start not in first.free_symbols:
-        count = tiles
-    else:
-        most = _solved(first, end, kernel.loop_axis, start)
-        if most is None:
-            return None
-        count = sympy.Min(tiles, 1 + floordiv(sympy.Max(0, most), rows))
-    return count - 1 - floordiv(start, rows)
+    known = found.started(first, end) and all(found.holds(condition) for condition in if_end)
+    return found.turn() if known else None
 
 
 def visited_range(kernel: Kernel) -> tuple[Expr, Expr] | None:
@@ -54,33 +57,110 @@ def whole_range(ranges: Sequence[tuple[Expr, Expr]]) -> tuple[Expr, Expr] | None
     return *first, *end
 
 
-def _solved(first: Expr, end: Expr, loop: str, start: Expr) -> Expr | None:
-    """The greatest `start` of an own tile whose loop begins at the tile that the loop is at, or before, of those that come to it."""
-    at, rows = symbol(f"{loop}_start"), symbol(AXIS_DIM[loop])  # the tile is number at / rows
-    if isinstance(first, sympy.Min):  # the end is behind the tile
-        rest = [x for x in first.args if x != end]
-        return _solved(rest[0], end, loop, start) if len(rest) == 1 else None
-    if not isinstance(first, (floordiv, cdiv)) or first.args[1] != rows:
-        return None
-    return _at_most(first.args[0], at + rows - 1 if isinstance(first, floordiv) else at, start)
+def differs(kernel: Kernel, e: Expr) -> bool:
+    """Whether an expression is another one for another tile of the program's own: by where that starts, or by what is read there."""
+    start = f"{kernel.own_axis}_start"
+    names = {*symbol_names(kernel.resolve(e))}
+    loads = (op for op in kernel.ops() if isinstance(op, Load) and op.name in names)
+    return start in names or any(start in symbol_names(index) for op in loads for index in op.src.index)
 
 
-def _at_most(e: Expr, most: Expr, start: Expr) -> Expr | None:
-    """The greatest `start` for which an expression is at most `most`, which is not negative."""
-    if isinstance(e, sympy.Max):
-        rest = [x for x in e.args if x != 0]
-        return _at_most(rest[0], most, start) if len(rest) == 1 else None
-    left = e - start
-    return most - left if start not in left.free_symbols else None
+def _unconditional(e: Expr) -> tuple[Expr, set[Bool]]:
+    """The bound of a loop, and the conditions without which it is 0."""
+    conditions = set()
+    while isinstance(e, select) and e.args[2] == 0:
+        conditions.add(e.args[0])
+        e = e.args[1]
+    return e, conditions
 
 
-def _rises(e: Expr, start: Expr) -> bool:
-    """Whether an expression is seen never to fall as `start` rises."""
-    if e == start or start not in e.free_symbols:
+@dataclass
+class _Own:
+    """The program's own tiles whose loops come to the tile that its loop is at: up to which they start, by each bound that was solved.
+
+    rising: the tensors whose numbers never fall along their last dimension.
+    """
+
+    kernel: Kernel
+    rising: set[str]
+    tiles: list[Expr] = field(default_factory=list)  # so many own tiles from the first on, at most
+    counts: list[Count] = field(default_factory=list)  # the same, counted in data
+
+    def __post_init__(self) -> None:
+        own = self.kernel.own_axis
+        self.start, self.rows = symbol(f"{own}_start"), symbol(AXIS_DIM[own])
+        self.whole = cdiv(symbol(AXIS_EXTENT[own]), self.rows)
+        loads = {symbol(op.name): op for op in self.kernel.block("entry").ops if isinstance(op, Load) and not op.type.dims}
+        self.alike = {s for s, op in loads.items() if not any(self.start in i.free_symbols for i in op.src.index)}
+        # Of the first or last row of the own tile, in a tensor whose numbers rise: they rise with the tile.
+        ends = {s: op for s, op in loads.items() if s not in self.alike and self._tensor(op) in self.rising}
+        self.of_rows = {s: op for s, op in ends.items() if op.src.index[-1] in (self.start, last_row(own))}
+
+    def _tensor(self, op: Load) -> str:
+        return self.kernel.accessed(op)[0].name
+
+    def knows(self, *bounds: Expr) -> bool:
+        """Whether bounds depend on the start of the own tile, on what all programs have, and on numbers that rise with it, alone."""
+        given = {symbol(arg.name) for arg in self.kernel.args if arg.role == "scalar"} | {symbol(dim) for dim in AXIS_DIM.values()}
+        return all(e.free_symbols <= given | {self.start, *self.alike, *self.of_rows} for e in bounds)
+
+    def _depends(self, e: Expr) -> bool:
+        return bool(e.free_symbols & {self.start, *self.of_rows})
+
+    def rises(self, e: Expr) -> bool:
+        """Whether an expression is seen never to fall from one own tile to the next."""
+        if e == self.start or e in self.of_rows or not self._depends(e):
+            return True
+        if isinstance(e, (floordiv, cdiv)):
+            return not self._depends(e.args[1]) and self.rises(e.args[0])  # divided by the rows of a tile, or a number: more than 0
+        if e.is_Mul:
+            factor, rest = e.as_coeff_Mul()
+            return bool(factor > 0) and self.rises(rest) and not rest.is_Mul
+        return (e.is_Add or isinstance(e, (sympy.Max, sympy.Min))) and all(map(self.rises, e.args))
+
+    def holds(self, condition: Bool) -> bool:
+        """Take in a condition on the own tile. Once true it stays true for later ones; or it ends at a start that all programs know."""
+        if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
+            return False
+        less, more = condition.lts, condition.gts
+        if not self._depends(less) and self.rises(more):
+            return True
+        end = more if isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan)) else more + 1
+        if less != self.start or self._depends(end):
+            return False
+        self.tiles.append(cdiv(end, self.rows))
         return True
-    if isinstance(e, (floordiv, cdiv)):
-        return start not in e.args[1].free_symbols and _rises(e.args[0], start)  # divided by the rows of a tile, or a number: more than 0
-    if e.is_Mul:
-        factor, rest = e.as_coeff_Mul()
-        return bool(factor > 0) and _rises(rest, start) and not rest.is_Mul
-    return (e.is_Add or isinstance(e, (sympy.Max, sympy.Min))) and all(_rises(x, start) for x in e.args)
+
+    def started(self, first: Expr, end: Expr) -> bool:
+        """Take in where the loop starts: the own tiles of which that is at the loop's tile, or before. False if it is not solved."""
+        if not self._depends(first):
+            return True
+        if isinstance(first, sympy.Min):  # the end is behind the tile
+            rest = [x for x in first.args if x != end]
+            return len(rest) == 1 and self.started(rest[0], end)
+        loop = self.kernel.loop_axis
+        at, rows = symbol(f"{loop}_start"), symbol(AXIS_DIM[loop])  # the tile is number at / rows
+        if not isinstance(first, (floordiv, cdiv)) or first.args[1] != rows:
+            return False
+        most = at + rows - 1 if isinstance(first, floordiv) else at
+        parts = [x for x in (first.args[0].args if isinstance(first.args[0], sympy.Max) else first.args[:1]) if x != 0]
+        return all(self._at_most(x, most) for x in parts)
+
+    def _at_most(self, e: Expr, most: Expr) -> bool:
+        """Take in that an expression is at most `most`, which is not negative."""
+        if e in self.of_rows and self.of_rows[e].src.index[-1] == self.start:
+            read = self.of_rows[e]
+            index = (*read.src.index[:-1], symbol(self.kernel.own_axis))
+            name = f"{str(e).removesuffix('_least')}_count"
+            self.counts.append(Count(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space)))
+            return True
+        left = e - self.start
+        if self._depends(left):
+            return False
+        self.tiles.append(1 + floordiv(sympy.Max(0, most - left), self.rows))
+        return True
+
+    def turn(self) -> Turn:
+        """How many of these tiles come after the program's own."""
+        tiles = sympy.Min(self.whole, *self.tiles, *(symbol(op.name) for op in self.counts))
+        return Turn(tiles - 1 - floordiv(self.start, self.rows), tuple(self.counts))

@@ -120,7 +120,7 @@ _CODECS: dict[str, Codec] = {
     ),
     **dict.fromkeys(("through", "base"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "cut", "other", "head", "tile", "slots", "turn"), _EXPR),
+    **dict.fromkeys(("expr", "where", "cut", "other", "head", "tile", "slots", "turn", "most"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to", "do"), _WORD),
     **dict.fromkeys(("score", "recompute", "draws", "backwards", "kept", "in_order"), _FLAG),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),

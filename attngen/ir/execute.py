@@ -38,6 +38,7 @@ from attngen.ir.ops import (
     Barrier,
     Base,
     Checks,
+    Count,
     Dot,
     Dropout,
     Gather,
@@ -398,6 +399,11 @@ class Launch:
             values[op.dst.tensor][places] = written
         else:
             {"add": np.add, "min": np.minimum}[op.op].at(values[op.dst.tensor], places, written)
+
+    def _count(self, op: Count, values: Values, cls: str) -> int:
+        *place, axis = op.src.index
+        row = values[op.src.tensor][tuple(int(self.expression(e, values)) for e in place)]
+        return int((row[:: values[AXIS_DIM[_letter(axis)]]] <= self.expression(op.most, values)).sum())
 
     def _position(self, op: Position, values: Values, cls: str) -> int:
         axis = "kv" if self.kernel.own_axis == "q" else "q"

@@ -23,6 +23,7 @@ from attngen.ir.ops import (
     Arg,
     Base,
     Block,
+    Count,
     Dot,
     Fact,
     Gather,
@@ -155,7 +156,7 @@ class Kernel:
         """An expression with the named integer scalars of the kernel written out."""
         return _written_out(e, self.named)
 
-    def accessed(self, op: Base | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
+    def accessed(self, op: Base | Count | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
         """The argument that an access reads or writes, and all indices: first those of its `base`, if it goes through one."""
         access = op.dst if isinstance(op, Store) else op.src
         source = self.op(access.tensor)

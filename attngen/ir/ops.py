@@ -195,6 +195,18 @@ class Position(Op):
 
 
 @dataclass(frozen=True)
+class Count(Op):
+    """How many tiles of an axis have a first row whose number in a tensor is at most `most`; numbers rise along the axis.
+
+    The program's own tile is one of them, and so are those before it.
+    """
+
+    src: Access = field(metadata=OPERAND)
+    most: Expr
+    type: Type
+
+
+@dataclass(frozen=True)
 class Init(Op):
     """A tile filled with one value. A loop's carried field starts from it."""
 
@@ -417,6 +429,7 @@ OPS: dict[str, type[Op]] = {
     "load": Load,
     "gather": Gather,
     "position": Position,
+    "count": Count,
     "init": Init,
     "loop": Loop,
     "dot": Dot,

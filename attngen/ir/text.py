@@ -25,6 +25,7 @@ _POSITIONAL = {
     "load": ("src",),
     "gather": ("src",),
     "position": ("src",),
+    "count": ("src",),
     "init": ("value",),
     "loop": ("var",),
     "dot": ("a", "b"),

@@ -45,7 +45,8 @@ def prune(kernel: Kernel) -> Kernel:
 def _live(kernel: Kernel) -> set[str]:
     """The references that the stores depend on; for a loop these are its fields."""
     found: set[str] = set()
-    todo = [ref for op in kernel.ops() if isinstance(op, (Scatter, Store)) for ref in op.operands()]
+    stores = [op for op in kernel.ops() if isinstance(op, (Scatter, Store))]
+    todo = [ref for op in stores for ref in (*op.operands(), *kernel.scalars_of(op))]
     for loop in (loop for loop in kernel.loops if loop.body in kernel.storing):
         todo += kernel.scalars_of(loop)
         todo += [loop.listed] if loop.listed else []

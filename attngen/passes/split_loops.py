@@ -10,6 +10,10 @@ out, and so is a loop without ranges. Where programs share the loop before, they
 body; what it marks as `partial` applies only in the second. The order of tiles does not matter to online softmax or to sums of gradients.
 
 Where programs add to one tile in turns, the ranges say how many come to it before each. A kernel of which that is not known is left out.
+Where data says where loops start, and its numbers rise, a program counts those:
+
+         %document_q_first_count = count %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
+         add %DQ_ACC[b, h, q, d_qk] %dq turns(%DQ_TURNS[b, h, q_start]) turn(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
 """
 
 from __future__ import annotations
@@ -33,16 +37,17 @@ class SplitLoops(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        made = module.map_kernels(lambda kernel: _with_turns(_split(kernel)))
+        made = module.map_kernels(lambda kernel: _with_turns(module, _split(kernel)))
         return without(replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _is_unordered(kernel)})
 
 
-def _with_turns(kernel: Kernel) -> Kernel:
+def _with_turns(module: Module, kernel: Kernel) -> Kernel:
     """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of them."""
     if not any(isinstance(op, Add) and op.turns for op in kernel.ops()):
         return kernel
-    turn = last_first(kernel)
-    return kernel.rewrite(lambda _, op: [replace(op, turn=turn) if isinstance(op, Add) and op.turns else op])
+    turn = last_first(module, kernel)
+    expr, counts = turn or (None, ())
+    return kernel.rewrite(lambda _, op: [*counts, replace(op, turn=expr)] if isinstance(op, Add) and op.turns else [op])
 
 
 def _is_unordered(kernel: Kernel) -> bool:

@@ -25,6 +25,7 @@ from attngen.ir.ops import (
     Arg,
     Barrier,
     Base,
+    Count,
     Dot,
     Dropout,
     Gather,
@@ -417,6 +418,15 @@ class KernelContext:
     def _add(self, op: Add, cls: str) -> dict[str, Any]:
         turns = self.kernel.op(op.turns.tensor) if op.turns else None
         return {"turns": self._start(Access(turns.name, op.turns.index[:-1]), turns) if op.turns and isinstance(turns, Arg) else ""}
+
+    def _count(self, op: Count, cls: str) -> dict[str, Any]:
+        """Where the numbers are, of which so many are at most `most`."""
+        tensor = self.kernel.op(op.src.tensor)
+        assert isinstance(tensor, Arg)
+        (axis,) = op.src.axes()
+        rows = {"own": f"{axis}_start", "end": AXIS_EXTENT[axis], "rows": AXIS_DIM[axis]}
+        start = self._start(Access(op.src.tensor, op.src.index[:-1]), tensor)
+        return {"var": op.name, "start": start, "most": self.scalar(op.most), **rows}
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         value = self._constant(op.value) if op.type.dtype == "f32" else self.scalar(op.value)

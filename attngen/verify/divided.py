@@ -15,7 +15,7 @@ from attngen.bounds.turns import whole_range
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Op, Store, Yield
+from attngen.ir.ops import AXIS_DIM, Add, Arg, Count, Load, Loop, Map, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -212,7 +212,8 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     if kernel.grid != portable.grid:
         yield f"its grid is not that of @{portable.name} as it is portable"
     turns, expected = ([(op.turns, op.turn) for op in k.ops() if isinstance(op, Add)] for k in (kernel, portable))
-    if turns != expected:
+    counts, wanted_counts = ([(op.name, op.src, op.most) for op in k.ops() if isinstance(op, Count)] for k in (kernel, portable))
+    if turns != expected or counts != wanted_counts:
         yield f"its programs add in other turns than those of @{portable.name} as it is portable"
     wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed) for loop in portable.loops}
     scalars = dict(portable.named)

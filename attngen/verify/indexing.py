@@ -20,6 +20,7 @@ from attngen.ir.ops import (
     Add,
     Arg,
     Base,
+    Count,
     Gather,
     Keep,
     Load,
@@ -72,7 +73,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
         letters["Ts"] = floordiv(symbol("kv_start"), sympy.Integer(STRIP))
     for op in kernel.ops():
-        if not isinstance(op, (Base, Load, Store)):
+        if not isinstance(op, (Base, Count, Load, Store)):
             continue
         tensor, indices = kernel.accessed(op)
         for dim, index in zip(kernel.type_of(tensor.name).dims, indices):
@@ -155,7 +156,9 @@ def _only(axis: GridAxis, where: Bool) -> str | None:
 
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant. No value has a reserved name."""
-    scalars = {op.name for op in kernel.ops() if isinstance(op, (Arg, Gather, Load, Map, Position, Reduce)) and not op.results()[""].dims}
+    scalars = {
+        op.name for op in kernel.ops() if isinstance(op, (Arg, Count, Gather, Load, Map, Position, Reduce)) and not op.results()[""].dims
+    }
     own = kernel.own_axis
     divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
     for a in kernel.grid:
@@ -170,7 +173,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         if isinstance(op, (Gather, Map, Mask, Scatter)):
             known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in dimensions(kernel, op)}
             known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
-        elif isinstance(op, (Load, Store, Base)):
+        elif isinstance(op, (Base, Count, Load, Store)):
             known |= axes | {"d_qk", "d_v", AXIS_EXTENT[own]}
         for symbol_name, ref in getattr(op, "uses", ()):
             if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):

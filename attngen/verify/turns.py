@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from attngen.bounds.turns import last_first
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Add
+from attngen.ir.ops import Add, Count
 
 
 def turns(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -20,13 +20,18 @@ def turns(module: Module, kernel: Kernel) -> Iterator[str]:
     adds = [op for op in kernel.ops() if isinstance(op, Add) and op.turn is not None]
     if not adds:
         return
-    expected = last_first(kernel)
+    expected = last_first(module, kernel)
     if expected is None:
         yield "its loops run over tiles of which it is not known how many programs come to each; expected one range that ends alike for all"
         return
     for op in adds:
-        if op.turn != expected:
-            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(expected)}`, as many as come there from later tiles"
+        if op.turn != expected.expr:
+            wanted = to_text(expected.expr)
+            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{wanted}`, as many as come there from later tiles"
+    counts = {(op.name, op.src, op.most) for op in kernel.ops() if isinstance(op, Count)}
+    for count in expected.counts:
+        if (count.name, count.src, count.most) not in counts:
+            yield f"%{count.name} counts other tiles than those that start at `{to_text(count.most)}` at most in %{count.src.tensor}"
     own = kernel.grid[0]
     if module.schedules and (own.var != kernel.own_axis or not own.descending):
         yield f"its programs take turns from the last tile of {kernel.own_axis} on; expected the grid to start with these, descending"

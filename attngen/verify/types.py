@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import REAL, TO_INTEGER, cdiv, floordiv, mod, select, symbol_names, to_text
+from attngen.ir.expr import REAL, TO_INTEGER, cdiv, floordiv, mod, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
@@ -17,6 +17,7 @@ from attngen.ir.ops import (
     Add,
     Arg,
     Base,
+    Count,
     Dot,
     Dropout,
     Gather,
@@ -91,6 +92,15 @@ def _position_errors(kernel: Kernel, op: Position) -> Iterator[str]:
         yield "is made of a pointer to ranks, and is one i32"
     if _is_condition(op.tile) or not is_integral(kernel, op.tile, {}):
         yield f"`{to_text(op.tile)}` is no integer"
+
+
+def _count_errors(kernel: Kernel, op: Count) -> Iterator[str]:
+    source, axis = kernel.op(op.src.tensor), op.src.index[-1]
+    of_rows = isinstance(source, Arg) and source.role == "in" and source.type.dtype == "i32" and len(op.src.index) == len(source.type.dims)
+    if not of_rows or axis != symbol(kernel.own_axis) or (op.type.dtype, op.type.dims) != ("i32", ()):
+        yield f"is one i32, counted in a row of an input of i32 along {kernel.own_axis}"
+    if _is_condition(op.most) or not is_integral(kernel, op.most, {}):
+        yield f"counts up to `{to_text(op.most)}`, which is no integer"
 
 
 def _seed_errors(kernel: Kernel, op: Seed) -> Iterator[str]:
@@ -299,6 +309,7 @@ _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     SoftmaxStep: _softmax_errors,
     Reduce: _reduce_errors,
     Scan: _scan_errors,
+    Count: _count_errors,
     Gather: _gather_errors,
     Scatter: _scatter_errors,
     Base: _access_errors,

@@ -21,7 +21,7 @@ from attngen.errors import BuildError, VerifyError
 from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
 from attngen.ir.execute_roles import DividedLaunch, RolesStuck
-from attngen.ir.graph import Module
+from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
 from attngen.passes.pipeline import lower, stages
@@ -45,6 +45,13 @@ MADE: dict[str, dict[str, Any]] = {
     "window": {"mask": {"sliding_window": {"left": 40, "right": 0}}},
     "both_sides": {"head_dim": 64, "mask": {"sliding_window": {"left": 20, "right": 9}}},
     "chunked": {"mask": {"chunked": {"size": 48}}},
+    "padding": {"head_dim": 64, "mask": "key_padding"},
+    "lengths": {"mask": {"all_of": ["causal", {"key_padding": {"lengths": True}}]}},
+    "documents": {"mask": {"all_of": ["causal", "document"]}},
+    "sorted": {"head_dim": 64, "mask": {"document": {"sorted": True}}},
+    "packed": {"heads": {"sharing": "gqa"}, "mask": {"document": {"packed": True, "causal": True}}},
+    "packed_both_ways": {"mask": {"document": {"packed": True}}},
+    "capped": {"head_dim": 64, "mask": "causal", "score": [{"softcap": 5.0}]},
 }
 
 
@@ -70,7 +77,12 @@ def backward(module: Module) -> Any:
 
 def lines(after: str, block: str, name: str = "wide") -> list[str]:
     """The ops of a block of it after a pass, as text."""
-    text = print_kernel(backward(steps(name)[after]))
+    return lines_of(backward(steps(name)[after]), block)
+
+
+def lines_of(kernel: Kernel, block: str) -> list[str]:
+    """The ops of a block of a kernel, as text."""
+    text = print_kernel(kernel)
     found = re.split(rf"(?:block|role) @{block}\b", text, maxsplit=1)[1].split("\n  block ")[0].split("\n  role ")[0]
     return [line.strip() for line in found.splitlines()[1:] if not line.strip().startswith("about")]
 
@@ -92,7 +104,8 @@ def edited(name: str, *changes: tuple[str, str]) -> Module:
 
 def test_which_specs_have_one() -> None:
     assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
-        *("causal_gqa", "causal_mha", "causal_mqa", "chunked_gqa", "cross_mha", "full_mha", "sinks_window_gqa", "window_gqa"),
+        *("alibi_mha", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha"),
+        *("document_gqa", "full_mha", "packed_document_gqa", "padding_mha", "sinks_window_gqa", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name
@@ -104,6 +117,24 @@ def test_split_loops_gives_a_program_its_turn() -> None:
     )
     (last,) = (op for op in ("q_start", "BLOCK_Q + Nk - Nq + q_start - 1") if f"max(0, {op})" in after[0])
     assert after == [f"-(kv_start // BLOCK_KV) + min((max(0, {last}) // BLOCK_KV) + 1, cdiv(Nk, BLOCK_KV)) - 1"] and before != after
+
+
+def test_split_loops_counts_what_data_says() -> None:
+    before, after = (lines_of(steps("packed")[stage].kernel("bwd"), "step") for stage in ("classify-tiles", "split-loops"))
+    turn = "turn(-(kv_start // BLOCK_KV) + min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - 1)"
+    assert [line.replace("@? ", "") for line in after if line not in before] == [
+        "%document_q_first_count = count %DOCUMENT_Q_FIRST[kv] most(BLOCK_Q + q_start - 1) : i32[] @?",
+        f"add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) turns(%DQ_TURNS[b, h, q_start]) {turn}",
+    ]
+
+
+def test_share_gradients_has_the_writer_count() -> None:
+    gone, come = changed("packed", "make-rings", "share-gradients", "step")
+    (count,) = (line for line in gone if " = count " in line)
+    assert not any(" = count " in line for line in come) and lines("share-gradients", "write", "packed")[:2] == [
+        count,
+        "%dq_tile = take %dQ_ring : f32[BLOCK_Q, D_QK] @sram",
+    ]
 
 
 def test_assign_roles_divides_the_keys_among_consumers() -> None:
@@ -330,6 +361,8 @@ def run(
     instead = {kernel.stands_for: kernel for kernel in module.divided if kernel.stands_for != "fwd"}
     module = replace(module, kernels=tuple(instead.get(kernel.name, kernel) for kernel in module.kernels))
     call = Call.random(chance, asked(name), build_module(asked(name)), lengths)
+    if name == "sorted":
+        call.inputs["document_ids"] = call.inputs["document_ids"].sort(1).values
     call = replace(call, tiles={"BLOCK_Q": chance.choice((8, 16)), "BLOCK_KV": chance.choice((8, 16))})
     DividedLaunch.chance = chance
     return execute(in_one_pass(module), call.of_module(asked(name)) | {"fused": 1}, call.tiles, DOUBLE), naive(asked(name), call)

@@ -293,7 +293,7 @@ def test_another_tile_that_wins_for_fewer_rows_has_a_kernel_of_its_own() -> None
     made = {**EVERYWHERE, 2048: (OTHER,), 8192: (TILES,)}
     assert [(r.block_q, r.min_rows, r.max_rows) for r in rows_of(made)] == [(64, 64, 2048), (192, 2048, None)]
     module = lower(make_spec(TEXT), tables=tables(made))
-    assert [(k.name, k.stands_for) for k in module.divided] == [("fwd", "fwd"), ("fwd_long", "fwd")]
+    assert [(k.name, k.stands_for) for k in module.divided] == [("fwd", "fwd"), ("fwd_long", "fwd"), ("bwd", "bwd")]
     configs = render(module)["kernels.py"].partition('("sm90", 2, "hopper"): (\n')[2].splitlines()[:3]
     assert [line.strip() for line in configs] == [
         "(64, None),",
@@ -379,10 +379,11 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
             "its loops over queries end where data says, or earlier for later keys, or have a gap; no formula says whose turn comes.",
         ),
         ({"mask": {"sliding_window": {"left": 99}}, "backward": {"deterministic": False}}, ""),
+        ({"mask": "causal", "score": "alibi"}, ""),
         ({"mask": "causal", "dropout": True}, None),
         (
-            {"mask": "causal", "score": "alibi"},
-            "its mask and modifiers take 16 operations for each score, and of more than 15 registers may spill.",
+            {"head_dim": 128, "mask": "causal", "score": {"softcap": 50.0}},
+            "its mask and modifiers take 19 operations for each score, and of more than 18 registers may spill.",
         ),
         (
             {"mask": "none", "head_dim": {"qk": 128, "v": 64}},

@@ -6,18 +6,24 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from attngen.bounds.tiles import evaluate, unbounded
 from attngen.bounds.turns import last_first
+from attngen.derive import derive
 from attngen.errors import VerifyError
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Add
+from attngen.ir.ops import Add, Count, Load
 from attngen.ir.text import parse_module, print_module
+from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
-from attngen.spec import make_spec
+from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from tests.helpers import edit
+
+Data = dict[str, np.ndarray]
 
 MASKS: dict[str, Any] = {
     "none": "none",
@@ -27,7 +33,15 @@ MASKS: dict[str, Any] = {
     "window": {"sliding_window": {"left": 40, "right": 0}},
     "both sides": {"sliding_window": {"left": 40, "right": 20}},
     "chunked": {"chunked": {"size": 48}},
+    "lengths": {"all_of": ["causal", {"key_padding": {"lengths": True}}]},
+    "padding": "key_padding",
+    "documents": {"all_of": ["causal", "document"]},
+    "sorted": {"document": {"sorted": True}},
+    "packed": {"document": {"packed": True}},
+    "packed, causal": {"document": {"packed": True, "causal": True}},
+    "packed in a window": {"all_of": [{"document": {"packed": True}}, {"sliding_window": {"left": 40, "right": 20}}]},
 }
+RANDOM = 6  # calls of each size, where data says what a query sees
 SIZES = [
     (n_q, n_kv, q, kv)
     for (n_q, n_kv), (q, kv) in product([(1, 1), (17, 90), (90, 17), (128, 128), (129, 127)], [(16, 16), (16, 32), (32, 16)])
@@ -35,19 +49,47 @@ SIZES = [
 
 
 @cache
+def spec_of(mask: str) -> Spec:
+    return make_spec({"name": "one_pass", "head_dim": 128, "mask": MASKS[mask]})
+
+
+@cache
 def made(mask: str, stage: str | None = None) -> Module:
-    return lower(make_spec({"name": "one_pass", "head_dim": 128, "mask": MASKS[mask]}), stage)
+    return lower(spec_of(mask), stage)
 
 
 def fused(mask: str) -> Kernel:
     return next(kernel for kernel in made(mask, "dce").kernels if kernel.adds)
 
 
-def visits(kernel: Kernel, sizes: dict[str, int]) -> set[tuple[int, int]]:
+def some_data(mask: str, generator: torch.Generator, n_q: int, n_kv: int) -> Data:
+    """What kernels read of random inputs of a call: lengths, the span of keys that count, where documents lie."""
+    asked, sizes = spec_of(mask), Sizes(1, 1, 1, n_q, n_kv)
+    given = asked.mask.sample(sizes, generator)
+    tensors = given | derive(asked, sizes, given, "cpu")
+    return {name.upper(): x.numpy() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+
+
+def read(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
+    """The numbers that a program reads at its start, beside those that it knows."""
+    found = {**unbounded(kernel), **numbers, "b": 0}
+    for op in kernel.ops():
+        if isinstance(op, Load) and not op.type.dims:
+            found[op.name] = int(data[op.src.tensor][tuple(int(evaluate(e, found)) for e in op.src.index)])
+    return found
+
+
+def counted(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
+    """And how many tiles start where data says, up to the tile of queries that it is at."""
+    ops = [op for op in kernel.ops() if isinstance(op, Count)]
+    return numbers | {op.name: int((data[op.src.tensor][..., :: numbers["BLOCK_KV"]] <= evaluate(op.most, numbers)).sum()) for op in ops}
+
+
+def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, int]]:
     """The first rows of all tiles of queries and of keys that meet in the kernel's loops."""
     found = set()
     for start in range(0, sizes["Nk"], sizes["BLOCK_KV"]):
-        numbers = {**unbounded(kernel), **sizes, "kv_start": start}
+        numbers = read(kernel, {**sizes, "kv_start": start}, data)
         for loop in kernel.loops:
             for lo, hi in loop.ranges:
                 tiles = range(*(int(evaluate(kernel.resolve(bound), numbers)) for bound in (lo, hi)))
@@ -57,14 +99,15 @@ def visits(kernel: Kernel, sizes: dict[str, int]) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None:
-    kernel = fused(mask)
+    kernel, generator = fused(mask), torch.Generator().manual_seed(0)
     (turn,) = (op.turn for op in kernel.ops() if isinstance(op, Add))
-    assert turn is not None and turn == last_first(kernel)
-    for n_q, n_kv, block_q, block_kv in SIZES:
-        sizes = {"Nq": n_q, "Nk": n_kv, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
-        met = visits(kernel, sizes)
+    found = last_first(made(mask, "dce"), kernel)
+    assert found is not None and turn == found.expr
+    for n_q, n_kv, block_q, block_kv in SIZES * (RANDOM if spec_of(mask).mask.inputs() else 1):
+        sizes, data = {"Nq": n_q, "Nk": n_kv, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}, some_data(mask, generator, n_q, n_kv)
+        met = visits(kernel, sizes, data)
         for q_start, kv_start in met:
-            numbers = {**unbounded(kernel), **sizes, "q_start": q_start, "kv_start": kv_start}
+            numbers = counted(kernel, read(kernel, {**sizes, "q_start": q_start, "kv_start": kv_start}, data), data)
             assert evaluate(turn, numbers) == sum((q_start, other) in met for other in range(kv_start + 1, n_kv)), (
                 sizes,
                 q_start,
@@ -76,9 +119,10 @@ def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None
     ("mask", "reason"),
     [
         ({"expr": "kv_idx + q_idx <= q_len"}, "its loops end earlier for later keys"),
-        ({"all_of": ["causal", "document"]}, "tensors give the bounds"),
-        ({"document": {"packed": True, "causal": True}}, "each program reads its bounds"),
-        ({"key_padding": {"lengths": True}}, "each program reads its end"),
+        (
+            {"expr": "kv_idx >= starts[b, q_idx]", "params": {"starts": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
+            "nobody says that the tensor's numbers rise",
+        ),
         ({"any_of": ["causal", {"expr": "kv_idx < 16"}]}, "two ranges"),
     ],
 )
@@ -133,3 +177,36 @@ def test_a_wrong_turn_is_refused(mistake: str) -> None:
     head, at, kernels = print_module(made("none")).partition("\nkernel @bwd own")
     with pytest.raises(VerifyError, match=f"rule {reason}"):
         verify(parse_module(head + at + edit(kernels, (old, new))))
+
+
+COUNTED = {
+    "tiles that start later": (
+        "most(BLOCK_Q + q_start - 1)",
+        "most(BLOCK_Q + q_start)",
+        "`turns`: .*%document_q_first_count counts other tiles than those that start at `BLOCK_Q \\+ q_start - 1` at most",
+    ),
+    "numbers that may fall": (
+        "document_q_first[Nk] rising",
+        "document_q_first[Nk]",
+        "`(extremes|turns)`: .*",
+    ),
+    "tiles of the other axis": (
+        "count %DOCUMENT_Q_FIRST[kv]",
+        "count %DOCUMENT_Q_FIRST[q]",
+        "`.*`: .*counted in a row of an input of i32 along kv",
+    ),
+    "a number that is no integer": ("most(BLOCK_Q + q_start - 1)", "most(0.5)", "`types`: .*counts up to `0.5`, which is no integer"),
+    "no count": (
+        "    %document_q_first_count = count %DOCUMENT_Q_FIRST[kv] most(BLOCK_Q + q_start - 1) : i32[] @reg\n",
+        "",
+        "`types`: .*has a turn, or a place of turns, that is no integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", COUNTED)
+def test_a_wrong_count_is_refused(mistake: str) -> None:
+    old, new, reason = COUNTED[mistake]
+    text = print_module(made("packed, causal", "dce"))
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(parse_module(edit(text, (old, new))))

@@ -11,7 +11,7 @@ from attngen.backends.hopper.views import DividedView
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
-from attngen.ir.ops import Add
+from attngen.ir.ops import Add, Count
 from attngen.ir.roles import Chains, Halve, Hold, Near, Ramp, Read, Tell
 
 TEMPLATE = "hopper/kernels.py.jinja"
@@ -37,6 +37,7 @@ def context(module: Module) -> dict[str, Any]:
         "rows_beside": Read in kinds,
         "weighs_halves": Halve in kinds,
         "adds": Add in kinds,
+        "counts": Count in kinds,
         "turned": any("store_sums" in view.words for view in views),
         "nears": Near in kinds,
         "holds_tiles": any(isinstance(op, Hold) and {*op.type.dims} == PAIR for kernel in module.divided for op in kernel.ops()),

@@ -25,14 +25,13 @@ from attngen.backends.hopper.choice import work
 from attngen.backends.hopper.facts import FUSED, NAME, ROWS
 from attngen.backends.hopper.forward import with_backward
 from attngen.backends.hopper.hide_tiles import as_pipeline
-from attngen.bounds.turns import whole_range
-from attngen.ir.expr import symbol
+from attngen.bounds.turns import differs, whole_range
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Loop, Op, Yield
 from attngen.ir.roles import Await, Give, Hold, Issue, Near, Own, Pack, Read, Share, Take
 from attngen.passes.base import Pass
 
-LIGHT = 10  # operations for each score, at most, of masks whose weights may be packed early without registers that spill
+LIGHT = 11  # operations for each score, at most, of masks whose weights may be packed early without registers that spill
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,8 @@ def _overlapped(kernel: Kernel, early: bool) -> Kernel:
     Where all programs visit the same tiles, partial ones come first, as in loops that are apart.
     """
     loops = [[op for op in role.ops if isinstance(op, Loop)] for role in kernel.roles]
-    start = symbol(f"{kernel.own_axis}_start")
     visited = whole_range([pair for loop in loops[0] for pair in loop.ranges])
-    bounded = visited is not None and any(start in kernel.resolve(end).free_symbols for end in visited)
+    bounded = visited is not None and any(differs(kernel, end) for end in visited)
     whole = {same[0].name: replace(as_pipeline(same), in_order=bounded) for same in loops}
     later = [op for same in loops for op in same[1:]]
     results = {f"{op.name}.{field}": f"{whole[same[0].name].name}.{field}" for same in loops for op in same for field, _ in op.carry}

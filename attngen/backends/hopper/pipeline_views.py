@@ -55,7 +55,7 @@ class PipelineContext(SoftmaxContext):
         if op.in_order:
             return {"counts": [], "any": "", "first": []}
         both = bool(op.partial and op.full)
-        sizes = {cls: self._count(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
+        sizes = {cls: self._number(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
         lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
         if not op.first:
             return {"counts": lines if self._one_loop(op) else [], "any": "", "first": []}
@@ -69,7 +69,7 @@ class PipelineContext(SoftmaxContext):
 
     def _counted_backwards(self, op: Pipeline) -> dict[str, Any]:
         """The same where partial tiles come backwards; and how many tiles are hidden from the copy's rows, up to which they are masked."""
-        lines = [f"{cls}_tiles = {self._count(ranges)}" for cls, ranges in (("partial", op.partial), ("full", op.full))]
+        lines = [f"{cls}_tiles = {self._number(ranges)}" for cls, ranges in (("partial", op.partial), ("full", op.full))]
         for first, end in op.own_partial:
             last = self.scalar(op.partial[0][1])
             lines += [f"own_end = {self._of_copy(end)}", f"own_full_end = {self._of_copy(first)}"]
@@ -90,7 +90,7 @@ class PipelineContext(SoftmaxContext):
         full = f"{at} - partial_tiles" if lo == "0" else f"{lo} + {at} - partial_tiles"
         return f"gl.where({at} < {partial}, {hi} - 1 - {at}, {full})" if partial else f"{hi} - 1 - {at}"
 
-    def _count(self, ranges: Any) -> str:
+    def _number(self, ranges: Any) -> str:
         """How many tiles ranges have."""
         lengths = [self.scalar(hi) if lo == 0 else f"{self._term(hi)} - {self._term(lo)}" for lo, hi in ranges]
         return lengths[0] if len(lengths) == 1 else " + ".join(f"({text})" if " " in text else text for text in lengths)
