@@ -218,7 +218,7 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
 def fuses(spec: Spec) -> bool:
     """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else."""
     wide = spec.head_dim.qk + spec.head_dim.v > WIDEST
-    plain = not (wide or spec.dropout or listed_blocks(spec) or spec.schedule.order == "kv_outer")
+    plain = not (wide or listed_blocks(spec) or spec.schedule.order == "kv_outer")
     return spec.trains and plain and all(x.by == "row" for x in learned(spec))
 
 
@@ -334,14 +334,14 @@ def build_dq_end(spec: Spec) -> Kernel:
     ordered = spec.schedule.order != "kv_outer" and _in_order(spec)
     b = KernelBuilder(spec, DQ_END._replace(reads=("DQ_ACC", "LSE2")) if ordered else DQ_END)
     b.tensors()
-    for name in ("scale", "Hq", "Nq"):
+    for name in ("scale", "Hq", "Nq", *(("keep_scale",) if spec.dropout else ())):
         b.scalar(name)
     rows = ("b", "h", "q", "d_qk")
     b.load("dq", "DQ_ACC", rows)
     if ordered:
         b.load("lse2", "LSE2", rows[:3])
         b.map("dq_seen", select(symbol("lse2") < sympy.oo, symbol("dq"), sympy.Integer(0)), dq="dq", lse2="lse2")
-    _scaled(b, "dq_out", "dq_seen" if ordered else "dq", "scale")
+    _scaled(b, "dq_out", "dq_seen" if ordered else "dq", "scale", "keep_scale")
     b.store("dQ", rows, "dq_out")
     return b.kernel()
 

@@ -273,13 +273,13 @@ class KernelContext:
 
     def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
         """Random words. Which scores they keep is found where these are dropped: until then the four scores of a word take one register."""
-        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", str(_transposed(op))]
+        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", str(transposed(op))]
         return {"var": self._words(op.name), "args": args}
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
         draw = self._draw(op.keep)
         zero = "0.0 * keep_scale" if self._cast_alone(op) and "keep_scale" in self.kernel.graph else "0.0"
-        args = [self.var(op.value), self._words(op.keep), self.var(draw.threshold), zero, str(_transposed(op))]
+        args = [self.var(op.value), self._words(op.keep), self.var(draw.threshold), zero, str(transposed(op))]
         return {"var": self.var(op.name), "value": self.var(op.value), "args": args}
 
     def _draw(self, keep: str) -> Keep:
@@ -477,7 +477,7 @@ class KernelContext:
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
 
 
-def _transposed(op: Keep | Dropout) -> bool:
+def transposed(op: Keep | Dropout) -> bool:
     """Whether a tile of scores has keys as rows."""
     return op.type.dims[0] == "BLOCK_KV"
 

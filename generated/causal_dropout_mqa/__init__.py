@@ -54,6 +54,15 @@ DKDV = runtime.Kernel(
     heads=(3, 4),
     flags=("DROPOUT",),
 )
+BWD = runtime.Kernel(
+    kernels,
+    "bwd",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(3,),
+    flags=("DROPOUT",),
+)
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
 
 
 def attention(
@@ -122,56 +131,100 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
     processors = runtime.processors(q.device)
+    fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    q_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
-        q, out, grad_out, lse, grad_lse,
+    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides = runtime.strides(
+        out, grad_out, lse, grad_lse, q,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if dq.numel():
-        DQ(
-            q, Nq, B * Hq,
-            (q, k, v, out, grad_out, lse, grad_lse, seed, dq, delta, lse2),
-            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
-            (
-                *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out_strides, *grad_out_strides,
-                *lse_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-            ),
-            (seed is not None,),
-        )
-    elif out.numel():
+    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-    if dk.numel():
-        # programs among which the query heads of a group are split
-        splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
-        dk_parts = runtime.room_for_splits(dk, splits)
-        dv_parts = runtime.room_for_splits(dv, splits)
-        DKDV(
-            q, Nk, B * splits,
-            (q, k, v, grad_out, lse2, delta, seed, dk_parts, dv_parts),
-            (scale, dropout_threshold, keep_scale, group, splits, Nq, Nk),
+        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_QK),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            torch.float32,
+        )
+        dk_heads = runtime.empty(
+            q,
+            (B, Hq, Nk, HEAD_DIM_QK),
+            (Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            q.dtype,
+        )
+        dv_heads = runtime.empty(q, (B, Hq, Nk, HEAD_DIM_V), (Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V, 1), q.dtype)
+        BWD(
+            q, Nk, B * Hq,
+            (q, k, v, grad_out, lse2, delta, seed, dq_turns, dq_acc, dk_heads, dv_heads),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
             (
                 *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
-                Hq * Nq, Nq, dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0),
-                dv_parts.stride(2), dv_parts.stride(3),
+                Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nk * HEAD_DIM_QK,
+                Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
             (seed is not None,),
         )
-        if splits > 1:
-            torch.sum(dk_parts, 2, out=dk)
-            torch.sum(dv_parts, 2, out=dv)
+        dk_groups = dk_heads.unflatten(1, (Hkv, group))
+        torch.sum(dk_groups, 2, out=dk)
+        dv_groups = dv_heads.unflatten(1, (Hkv, group))
+        torch.sum(dv_groups, 2, out=dv)
+        DQ_END(
+            q, Nq, B * Hq,
+            (dq_acc, lse2, dq),
+            (scale, keep_scale, Hq, Nq),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nq, Nq, *dq.stride()[:3]),
+        )
+    else:
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (q, k, v, out, grad_out, lse, grad_lse, seed, dq, delta, lse2),
+                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
+                (
+                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out_strides, *grad_out_strides,
+                    *lse_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+                ),
+                (seed is not None,),
+            )
+        elif out.numel():
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (keep_scale, Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            )
+        if dk.numel():
+            # programs among which the query heads of a group are split
+            splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
+            dk_parts = runtime.room_for_splits(dk, splits)
+            dv_parts = runtime.room_for_splits(dv, splits)
+            DKDV(
+                q, Nk, B * splits,
+                (q, k, v, grad_out, lse2, delta, seed, dk_parts, dv_parts),
+                (scale, dropout_threshold, keep_scale, group, splits, Nq, Nk),
+                (
+                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
+                    Hq * Nq, Nq, dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0),
+                    dv_parts.stride(2), dv_parts.stride(3),
+                ),
+                (seed is not None,),
+            )
+            if splits > 1:
+                torch.sum(dk_parts, 2, out=dk)
+                torch.sum(dv_parts, 2, out=dv)
     return dq, dk, dv
 
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_39f1a04d261c", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_20af61dae6e3", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -56,6 +56,15 @@ DKDV = runtime.Kernel(
     heads=(3,),
     flags=("DROPOUT",),
 )
+BWD = runtime.Kernel(
+    kernels,
+    "bwd",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(3,),
+    flags=("DROPOUT",),
+)
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
 
 
 def attention(
@@ -171,50 +180,87 @@ def _backward(
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
+    processors = runtime.processors(q.device)
+    fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
-        q, k, v, out, grad_out, lse, grad_lse,
+    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
+        out, grad_out, lse, grad_lse, q, k, v,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if dq.numel():
-        DQ(
-            q, Nq, B * Hq,
-            (
-                q, k, v, out, grad_out, lse, grad_lse, key_padding, key_padding_first, key_padding_run,
-                key_padding_end, seed, dq, delta, lse2,
-            ),
-            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
-            (
-                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                *grad_lse_strides, key_padding.stride(0), *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-            ),
-            (seed is not None,),
-        )
-    elif out.numel():
+    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-    if dk.numel():
-        DKDV(
+        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_QK),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            torch.float32,
+        )
+        BWD(
             q, Nk, B * Hq,
             (
                 q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run, key_padding_end,
-                seed, dk, dv,
+                seed, dq_turns, dq_acc, dk, dv,
             ),
             (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                key_padding.stride(0), *dk.stride()[:3], *dv.stride()[:3],
+                key_padding.stride(0), Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk.stride()[:3],
+                *dv.stride()[:3],
             ),
             (seed is not None,),
         )
+        DQ_END(
+            q, Nq, B * Hq,
+            (dq_acc, lse2, dq),
+            (scale, keep_scale, Hq, Nq),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nq, Nq, *dq.stride()[:3]),
+        )
+    else:
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (
+                    q, k, v, out, grad_out, lse, grad_lse, key_padding, key_padding_first, key_padding_run,
+                    key_padding_end, seed, dq, delta, lse2,
+                ),
+                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
+                (
+                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                    *grad_lse_strides, key_padding.stride(0), *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+                ),
+                (seed is not None,),
+            )
+        elif out.numel():
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (keep_scale, Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            )
+        if dk.numel():
+            DKDV(
+                q, Nk, B * Hq,
+                (
+                    q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run, key_padding_end,
+                    seed, dk, dv,
+                ),
+                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+                (
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                    key_padding.stride(0), *dk.stride()[:3], *dv.stride()[:3],
+                ),
+                (seed is not None,),
+            )
     return dq, dk, dv
 
 
@@ -235,5 +281,5 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_a6c8287a25c3", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_dropout_mha_658aca2baa2e", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

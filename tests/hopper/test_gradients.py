@@ -51,6 +51,7 @@ MADE: dict[str, dict[str, Any]] = {
     "sorted": {"head_dim": 64, "mask": {"document": {"sorted": True}}},
     "packed": {"heads": {"sharing": "gqa"}, "mask": {"document": {"packed": True, "causal": True}}},
     "packed_both_ways": {"mask": {"document": {"packed": True}}},
+    "dropping": {"head_dim": 64, "mask": {"all_of": ["causal", "key_padding"]}, "dropout": True},
     "capped": {"head_dim": 64, "mask": "causal", "score": [{"softcap": 5.0}]},
 }
 
@@ -104,8 +105,9 @@ def edited(name: str, *changes: tuple[str, str]) -> Module:
 
 def test_which_specs_have_one() -> None:
     assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
-        *("alibi_mha", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha"),
-        *("document_gqa", "full_mha", "packed_document_gqa", "padding_mha", "sinks_window_gqa", "window_gqa"),
+        *("alibi_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
+        *("causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha", "document_gqa"),
+        *("full_mha", "packed_document_gqa", "padding_mha", "sinks_window_gqa", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name

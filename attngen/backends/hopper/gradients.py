@@ -42,6 +42,8 @@ def declined(module: Module) -> str:
         return why
     if last_first(module, module.kernel(FUSED)) is None:
         return "its loops over queries end where data says, or earlier for later keys, or have a gap; no formula says whose turn comes"
+    if module.dropout and module.head_dim_v > NARROW:
+        return f"with dropout and heads of more than {NARROW} columns registers spill"
     most = _of_width(module, MOST_WORK)
     if (ops := work(module.kernel(FUSED))) > most:
         return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
@@ -50,7 +52,8 @@ def declined(module: Module) -> str:
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of a kernel's schedule, for any number of keys."""
-    queries = ROWS if work(module.kernel(FUSED)) > MOST_OF_LONG else _of_width(module, QUERIES)
+    crowded = module.dropout or work(module.kernel(FUSED)) > MOST_OF_LONG
+    queries = ROWS if crowded else _of_width(module, QUERIES)
     return Row(DEVICE, 2, None, block_q or queries, block_kv or COPIES * ROWS, 4, slots or SLOTS, tma=True, backend=NAME)
 
 

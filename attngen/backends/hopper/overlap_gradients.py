@@ -41,7 +41,7 @@ class OverlapGradients(Pass):
 
     def run(self, module: Module) -> Module:
         narrow = all(row.block_q <= ROWS for row in module.rows(FUSED, NAME))
-        return with_backward(module, lambda kernel: _overlapped(kernel, narrow and work(module.kernel(FUSED)) <= LIGHT))
+        return with_backward(module, lambda kernel: _overlapped(kernel, narrow and (module.dropout or work(module.kernel(FUSED)) <= LIGHT)))
 
 
 def _overlapped(kernel: Kernel, early: bool) -> Kernel:

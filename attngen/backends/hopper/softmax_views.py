@@ -7,7 +7,7 @@ from typing import Any
 from attngen.backends.hopper.choice import PAIR
 from attngen.ir.ops import Dropout, Keep, Reduce, SoftmaxStep
 from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, Ramp, SoftmaxRows, Weigh
-from attngen.printing.context import KernelContext
+from attngen.printing.context import KernelContext, transposed
 
 _SPREAD = {"scores": "SCORES", "sums": "SUMS", "chains": "CHAINED", "operand": "OPERAND"}  # names of layouts
 
@@ -58,7 +58,8 @@ class SoftmaxContext(KernelContext):
     _defer = _hold
 
     def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
-        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", "BLOCK_KV", "SCORES"]
+        places = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start"]
+        args = [*places, op.type.dims[1], "SCORES", str(transposed(op))]
         return {"var": self._words(op.name), "args": args, "flag": "DROPOUT"}
 
     def _draw(self, keep: str) -> Keep:
@@ -67,8 +68,8 @@ class SoftmaxContext(KernelContext):
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
         text = super()._dropout(op, cls)
-        value, words, threshold, *_ = text["args"]  # no zero, as `pack` hides the cast; and rows are always queries
-        return {**text, "args": [value, words, threshold]}
+        value, words, threshold, _, turned = text["args"]  # no zero, as `pack` hides the cast
+        return {**text, "args": [value, words, threshold, turned]}
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())
