@@ -80,27 +80,6 @@ def meet(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def moves(numbers):
-    # Assembly that moves so many numbers, none of which is negative: the branch is never taken.
-    first, *more = range(numbers, 2 * numbers)
-    any_less = " ".join([f"setp.lt.f32 p, ${first}, 0f00000000;", *(f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in more)])
-    to = " ".join(f"mov.b32 ${i}, ${i + numbers};" for i in range(numbers))
-    return "{ .reg .pred p; " + any_less + " @!p bra DONE; nanosleep.u32 20; DONE: " + to + " }"
-
-
-@gluon.constexpr_function
-def moved(numbers):
-    # The registers that it writes and reads.
-    return ",".join(["=&f"] * numbers + ["f"] * numbers)
-
-
-@gluon.jit
-def hold(x, NUMBERS: gl.constexpr):
-    # x itself, of which each thread has so many numbers, none negative. ptxas moves no instruction past the branch.
-    return gl.inline_asm_elementwise(moves(NUMBERS), moved(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS)
-
-
-@gluon.constexpr_function
 def shared_layout(rows, columns, dtype):
     # How a tile lies in shared memory for products.
     return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
@@ -203,12 +182,6 @@ def row_sum(x):
     # The sum of each row, by four chains in each thread.
     chains = gl.sum(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.sum(chains, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
-
-
-@gluon.jit
-def beside(x, LAYOUT: gl.constexpr):
-    # One number for each row, where tiles of a layout have the row.
-    return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit

@@ -215,13 +215,6 @@ def chains(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def row_sum(x):
-    # The sum of each row, by four chains in each thread.
-    chains = gl.sum(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
-    return gl.convert_layout(gl.sum(chains, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
-
-
-@gluon.jit
 def beside(x, LAYOUT: gl.constexpr):
     # One number for each row, where tiles of a layout have the row.
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True)

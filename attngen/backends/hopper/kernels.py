@@ -6,13 +6,13 @@ from typing import Any
 
 from attngen.backends.hopper.choice import PAIR
 from attngen.backends.hopper.context import DividedContext
-from attngen.backends.hopper.facts import FIRST_BARRIER, ROWS
+from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, ROWS
 from attngen.backends.hopper.views import DividedView
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
-from attngen.ir.ops import Add, Count
-from attngen.ir.roles import Chains, Halve, Hold, Near, Ramp, Read, Tell
+from attngen.ir.ops import Add, Count, Reduce
+from attngen.ir.roles import CHAINS, HALVES, Chains, Halve, Hold, Near, Ramp, Read, Tell
 
 TEMPLATE = "hopper/kernels.py.jinja"
 
@@ -20,8 +20,10 @@ TEMPLATE = "hopper/kernels.py.jinja"
 def context(module: Module) -> dict[str, Any]:
     """What the template of hopper.py sees."""
     views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
-    chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in module.divided]
-    kinds = {type(op) for kernel in module.divided for op in kernel.ops()}
+    forwards = [kernel for kernel in module.divided if kernel.stands_for == FORWARD]
+    chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in forwards]
+    ops = [op for kernel in module.divided for op in kernel.ops()]
+    kinds, held = {type(op) for op in ops}, [{*op.type.dims} for op in ops if isinstance(op, Hold)]
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
@@ -30,6 +32,7 @@ def context(module: Module) -> dict[str, Any]:
         "constants": constants,
         "rows": ROWS,
         "first_barrier": FIRST_BARRIER,
+        "softmax": bool(forwards),
         "chains": any(chained),
         "sums": not all(chained),
         "tells": Tell in kinds,
@@ -40,7 +43,9 @@ def context(module: Module) -> dict[str, Any]:
         "counts": Count in kinds,
         "turned": any("store_sums" in view.words for view in views),
         "nears": Near in kinds,
-        "holds_tiles": any(isinstance(op, Hold) and {*op.type.dims} == PAIR for kernel in module.divided for op in kernel.ops()),
+        "holds_tiles": PAIR in held,
+        "holds": bool([dims for dims in held if dims != PAIR]),
+        "sums_beside": any(isinstance(op, Reduce) and op.over in (CHAINS, *HALVES.values()) for op in ops),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
         "halves": any("halves" in view.words for view in views),
