@@ -10,7 +10,7 @@ import sympy
 
 from attngen.bounds.intervals import last_row
 from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.graph import MIRRORED, Kernel, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Count, Load, Type
 
 
@@ -40,6 +40,25 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
         return None
     known = found.started(first, end) and all(found.holds(condition) for condition in if_end)
     return found.turn() if known else None
+
+
+def mirrored(module: Module, kernel: Kernel) -> bool:
+    """Whether programs may also start with the first own tiles, and go through theirs backwards: loops of later own tiles start later, and
+    all end alike. Then programs of all earlier own tiles come to a tile that a program comes to.
+    """
+    visited = visited_range(kernel)
+    return visited is not None and differs(kernel, visited[0]) and not differs(kernel, visited[1]) and bool(last_first(module, kernel))
+
+
+def first_first(kernel: Kernel) -> Expr:
+    """The turn of a program in a mirrored head: how many tiles there are before its own."""
+    return floordiv(symbol(f"{kernel.own_axis}_start"), symbol(AXIS_DIM[kernel.own_axis]))
+
+
+def either_way(kernel: Kernel, turn: Expr) -> Expr:
+    """The turn of a program, which differs in mirrored heads if the grid has such."""
+    way = any(axis.mirrored for axis in kernel.grid)
+    return select(symbol(MIRRORED) > 0, first_first(kernel), turn) if way else turn
 
 
 def visited_range(kernel: Kernel) -> tuple[Expr, Expr] | None:

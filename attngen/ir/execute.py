@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, symbol_names
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.graph import MIRRORED, Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import (
@@ -105,8 +105,20 @@ def execute_kernel(
     padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in widths.items()}
     start = {**CONSTANTS, **widths, **padded, **tensors, **scalars, **tiles}
     axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(start)))] for axis in kernel.grid]
+    places = [dict(place) for place in product(*axes)]
+    if kernel.grid[0].mirrored:
+        together = int(compiled(kernel.grid[0].heads)(start))
+        places = [place | {MIRRORED: _is_of_last(place, axes[1:], together)} for place in places]
     with np.errstate(all="ignore"):
-        run_together(launch.programs([dict(place) for place in product(*axes)], start))
+        run_together(launch.programs(places, start))
+
+
+def _is_of_last(place: Mapping[str, int], heads: Sequence[Sequence[tuple[str, int]]], together: int) -> int:
+    """1 for a place whose head is of the last ones that are taken together, else 0. The axes of heads: the first one runs fastest."""
+    head, count = 0, 1
+    for axis in heads:
+        head, count = head + count * place[axis[0][0]], count * len(axis)
+    return int(head >= (count - 1) // together * together)
 
 
 def run_together(programs: Iterable[Program]) -> None:

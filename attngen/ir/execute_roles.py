@@ -19,6 +19,7 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.ir.execute import Launch, Program, Values, applies, spread
 from attngen.ir.expr import Expr
+from attngen.ir.graph import MIRRORED
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Block, Loop, Op, Role
 from attngen.ir.roles import (
@@ -101,8 +102,8 @@ class DividedLaunch(Launch):
     def programs(self, places: list[dict[str, int]], start: Values) -> Iterator[Program]:
         """One for each place; of programs that stay, a random number, which share the places by a counter."""
         if self.kernel.adds:
-            first, *others = self.kernel.grid
-            ordered = sorted(places, key=lambda place: -place[first.var] if first.descending else place[first.var])
+            first = self.kernel.grid[0]
+            ordered = sorted(places, key=lambda at: -at[first.var] if first.descending and not at.get(MIRRORED) else at[first.var])
             return iter([self.resident(deque(super().programs(ordered, start)))])
         if not any(isinstance(op, Work) for op in self.kernel.ops()):
             return super().programs(places, start)
@@ -240,7 +241,7 @@ class DividedLaunch(Launch):
             yield from self.block(op.skip, dict(values), "full")
         numbers = [*(reversed(partial) if op.backwards else partial), *full]
         turns = [("partial" if at < cut else "full", number) for at, number in enumerate(numbers)][hidden:]
-        turns = sorted(turns, key=lambda turn: turn[1]) if op.in_order else turns
+        turns = sorted(turns, key=lambda turn: turn[1], reverse=bool(values.get(MIRRORED))) if op.in_order else turns
         for at, (cls, number) in enumerate(turns):
             body = op.step if at or not op.first else op.first
             inside = {**values, **self.named(op, body, carried), **self.turn(op.var, number, values)}

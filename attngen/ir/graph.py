@@ -40,6 +40,7 @@ from attngen.ir.ops import (
 )
 from attngen.ir.roles import Pipeline, bodies_of
 
+MIRRORED = "mirrored"  # what programs know it by whether their heads go the other way round (see GridAxis)
 PHASES = ("logical", "scheduled", "target")
 DEFAULT_BACKEND = "triton"  # of attngen/backends
 
@@ -51,6 +52,8 @@ class GridAxis:
     abreast: heads, counted over all sequences, are taken in groups of this many. In a group, programs run tile by tile: first one tile of
     every head, then the next tile of every head. So long tiles start early, and the last to run are short.
     together: in place of a number of heads, as many as have so many rows together, one at least.
+    mirrored: the last of these groups of heads goes the other way round, as programs know by `mirrored`, which is 1 in it and 0 elsewhere:
+    it starts with the other end's tile, and loops over tiles in their order go backwards.
     """
 
     var: str
@@ -58,6 +61,7 @@ class GridAxis:
     descending: bool = False
     abreast: int = 1
     together: int = 0
+    mirrored: bool = False
 
     @property
     def heads(self) -> Expr:
@@ -167,7 +171,8 @@ class Kernel:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables of loops and of the grid, and the letters of axes: names in expressions that are not values."""
-        return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | set(AXIS_DIM))
+        flags = {MIRRORED for axis in self.grid if axis.mirrored}
+        return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | flags | set(AXIS_DIM))
 
     def scalars_of(self, op: Op) -> set[str]:
         """The scalars that an op's expressions name though they are not operands: bounds of loops do."""

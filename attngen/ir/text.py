@@ -154,7 +154,8 @@ def print_kernel(kernel: Kernel) -> str:
 
 
 def _print_abreast(axis: GridAxis) -> str:
-    return f" together({axis.together})" if axis.together else f" abreast({axis.abreast})" if axis.abreast > 1 else ""
+    many = f" together({axis.together})" if axis.together else f" abreast({axis.abreast})" if axis.abreast > 1 else ""
+    return f"{many} mirrored" if axis.mirrored else many
 
 
 def _print_row(row: Row | Unfit, backend: str) -> str:
@@ -258,6 +259,9 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
         raise IRError(f"{where}: {kind} lacks {', '.join(missing) or 'a field'}") from error
 
 
+_N = "([0-9]{1,9})"
+
+
 def _split_type(text: str) -> tuple[str, str]:
     parts = split(text, ":")
     return (parts[0], parts[1]) if len(parts) == 2 else (text, "")
@@ -266,14 +270,14 @@ def _split_type(text: str) -> tuple[str, str]:
 def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
     axes = []
     for part in split(text, ","):
-        match = re.fullmatch(r"\s*(\w+) in (.+?)( descending)?(?: abreast\(([0-9]{1,3})\))?(?: together\(([0-9]{1,9})\))?\s*", part)
+        match = re.fullmatch(rf"\s*(\w+) in (.+?)( descending)?(?: abreast\(([0-9]{{1,3}})\))?(?: together\({_N}\))?( mirrored)?\s*", part)
         if not match:
             raise IRError(f"{where}: `{part.strip()}` is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`")
-        axes.append(GridAxis(match[1], parse(match[2], where), bool(match[3]), int(match[4] or 1), int(match[5] or 0)))
+        heads = int(match[4] or 1), int(match[5] or 0), bool(match[6])
+        axes.append(GridAxis(match[1], parse(match[2], where), bool(match[3]), *heads))
     return tuple(axes)
 
 
-_N = "([0-9]{1,9})"
 _ROW = re.compile(
     rf"(\w+) bytes={_N} (?=rows)(?:rows>{_N} )?(?:rows<=([0-9]{{1,9}}|inf) )?: "
     rf"BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?( measured)?(?: backend=(\w+))?"

@@ -21,10 +21,11 @@ from typing import ClassVar
 from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes, mode
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
+from attngen.bounds.turns import either_way, mirrored
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
-from attngen.ir.ops import Load
+from attngen.ir.ops import Add, Load
 from attngen.passes.base import Pass
 from attngen.policy import (
     ABREAST,
@@ -160,9 +161,14 @@ def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
 
 
 def _in_turns(module: Module, kernel: Kernel) -> Kernel:
-    """Start with the last tiles, whose turns come first; as many heads together as the L2 has room for what is streamed of them."""
+    """Start with the last tiles, whose turns come first; as many heads together as the L2 has room for what is streamed of them.
+
+    Where earlier tiles visit more, the last of these heads start with the first tiles, so that the last programs to end are short.
+    """
     row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
-    return replace(kernel, grid=(replace(kernel.grid[0], descending=True, together=TOGETHER // row), *kernel.grid[1:]))
+    first = replace(kernel.grid[0], descending=True, together=TOGETHER // row, mirrored=mirrored(module, kernel))
+    made = replace(kernel, grid=(first, *kernel.grid[1:]))
+    return made.rewrite(lambda _, op: [replace(op, turn=either_way(made, op.turn)) if isinstance(op, Add) and op.turn is not None else op])
 
 
 def _longest_first(kernel: Kernel) -> Kernel:

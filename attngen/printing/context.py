@@ -13,7 +13,7 @@ import sympy
 
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.graph import MIRRORED, Kernel, Module
 from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -168,7 +168,11 @@ class KernelContext:
                     "own_head = first_head + turn % heads_abreast",
                 ]
                 position, rest = "turn // heads_abreast", "own_head"
-            lines.append(f"{own.var}_start = ({f'{tiles} - 1 - {position}' if own.descending else position}) * {AXIS_DIM[own.var]}")
+            number = f"({f'{tiles} - 1 - {position}' if own.descending else position})"
+            if own.mirrored:
+                lines.append(f"{MIRRORED} = tl.where(first_head + abreast >= tl.num_programs(0) // {tiles}, 1, 0)  # the last heads")
+                number = f"tl.where({MIRRORED} > 0, {position}, {number[1:-1]})"
+            lines.append(f"{own.var}_start = {number} * {AXIS_DIM[own.var]}")
         for head in outer[:-1]:
             extent = self.scalar(head.extent)
             lines.append(f"{head.var} = {rest} % {extent}")

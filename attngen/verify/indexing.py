@@ -10,7 +10,7 @@ import sympy
 
 from attngen.bounds.intervals import last_row
 from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
-from attngen.ir.graph import GridAxis, Kernel, Module
+from attngen.ir.graph import MIRRORED, GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import AXES
 from attngen.ir.ops import (
@@ -165,6 +165,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
     for op in kernel.ops():
         known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | {"BLOCK_Q", "BLOCK_KV"}
+        known |= {MIRRORED for a in kernel.grid if a.mirrored}
         axes = set() if kernel.walks else {own}
         known |= {f"{axis}_start" for axis in axes}
         for loop in kernel.around(kernel.graph.nodes[op.name]["block"]):

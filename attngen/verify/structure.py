@@ -125,6 +125,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"abreast({axis.abreast}) and together({axis.together}) of the grid axis {axis.var}; expected one of them"
         if axis.abreast < 1 or ((axis.abreast > 1 or axis.together) and (at or axis.var not in AXIS_EXTENT)):
             yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
+        if axis.mirrored and not axis.together:
+            yield f"the grid axis {axis.var} is mirrored without heads that are taken together; expected together(...)"
     blocks = [b.name for b in kernel.blocks]
     homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
     reached = nx.descendants(nx.DiGraph([("entry", "entry"), *homes]), "entry") | {"entry"}

@@ -1,15 +1,15 @@
 """Programs that add to one tile in a fixed order: each has its turn, and none waits for ever.
 
-A program waits for those whose turns come before its own: they own later tiles, and have lower numbers. Programs are started in the order
-of their numbers, and so each waits for programs that have started. By induction on these numbers each ends, however many there is room for
-at one time: the one of the lowest number that is left waits for nobody.
+A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and have lower
+numbers. Programs are started in the order of their numbers, and so each waits for programs that have started. By induction on these
+numbers each ends, however many there is room for at one time: the one of the lowest number that is left waits for nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.bounds.turns import last_first
+from attngen.bounds.turns import either_way, last_first, mirrored
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Add, Count
@@ -24,14 +24,16 @@ def turns(module: Module, kernel: Kernel) -> Iterator[str]:
     if expected is None:
         yield "its loops run over tiles of which it is not known how many programs come to each; expected one range that ends alike for all"
         return
+    wanted = either_way(kernel, expected.expr)
     for op in adds:
-        if op.turn != expected.expr:
-            wanted = to_text(expected.expr)
-            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{wanted}`, as many as come there from later tiles"
+        if op.turn != wanted:
+            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(wanted)}`, as many as come there from later tiles"
     counts = {(op.name, op.src, op.most) for op in kernel.ops() if isinstance(op, Count)}
     for count in expected.counts:
         if (count.name, count.src, count.most) not in counts:
             yield f"%{count.name} counts other tiles than those that start at `{to_text(count.most)}` at most in %{count.src.tensor}"
     own = kernel.grid[0]
+    if own.mirrored and not mirrored(module, kernel):
+        yield f"its grid is mirrored along {own.var}; expected loops that start later for later tiles of it, and end alike for all"
     if module.schedules and (own.var != kernel.own_axis or not own.descending):
         yield f"its programs take turns from the last tile of {kernel.own_axis} on; expected the grid to start with these, descending"

@@ -366,6 +366,9 @@ def run(
     if name == "sorted":
         call.inputs["document_ids"] = call.inputs["document_ids"].sort(1).values
     call = replace(call, tiles={"BLOCK_Q": chance.choice((8, 16)), "BLOCK_KV": chance.choice((8, 16))})
+    if chance.random() < 0.5:  # each head alone: the last one may be mirrored
+        alone = {"bwd": tuple(replace(axis, together=min(1, axis.together)) for axis in module.kernel("bwd").grid)}
+        module = replace(module, kernels=tuple(replace(k, grid=alone.get(k.name, k.grid)) for k in module.kernels))
     DividedLaunch.chance = chance
     return execute(in_one_pass(module), call.of_module(asked(name)) | {"fused": 1}, call.tiles, DOUBLE), naive(asked(name), call)
 

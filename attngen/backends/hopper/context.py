@@ -14,7 +14,7 @@ from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, pieces
-from attngen.ir.graph import Module
+from attngen.ir.graph import MIRRORED, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Block, Init, Loop, Map, Mask, Op, Yield
 from attngen.ir.roles import (
     CHAINS,
@@ -65,7 +65,7 @@ class DividedContext(PipelineContext):
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
         self.shared = handed_over(divided)
         self.stays = any(isinstance(op, Work) for op in divided.ops())
-        self.own, self.loop = divided.own_axis, divided.loop_axis
+        self.own, self.loop, self.mirrored = divided.own_axis, divided.loop_axis, divided.grid[0].mirrored
         super().__init__(module, divided)
         self.portable = KernelContext(module, module.kernel(divided.stands_for))
         # With modifiers, ptxas would move their arithmetic up past the await of P V, if nothing stood there.
@@ -240,6 +240,7 @@ class DividedContext(PipelineContext):
             for what in ("ring", *["full"] * (ring.filled or ring.emptied), *["free"] * ring.emptied)
         ]
         places = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
+        places += [MIRRORED] if self.mirrored else []
         given = [*params, *entry, *([] if self.stays else places), *shared, *(["COUNTER", "TILES"] if self.stays else [])]
         return RoleView(
             f"{self.kernel.name}_{block.name}",
@@ -481,8 +482,10 @@ class DividedContext(PipelineContext):
         turn = self.scalar(op.turn) if op.turn is not None else ""
         start, ahead, rows = f"{self.loop}_start", f"{self.loop}_ahead", AXIS_DIM[self.loop]
         counter = self._counter_of(op.turns) if op.turns else ""
-        following = self._counter_of(op.turns, f"gl.minimum({ahead}, {AXIS_EXTENT[self.loop]} - 1)") if op.turns else ""
-        turns = {"start": start, "ahead": ahead, "rows": rows, "counter": counter, "next": following, "turn": turn}
+        clamped = f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.mirrored else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
+        following = self._counter_of(op.turns, clamped) if op.turns else ""
+        further = f"{start} + gl.where({MIRRORED} > 0, -{rows}, {rows})" if self.mirrored else f"{start} + {rows}"
+        turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": following, "turn": turn}
         return {**text, **turns, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
 
     def _counter_of(self, turns: Access, at: str = "") -> str:

@@ -9,6 +9,7 @@ from attngen.backends.hopper.choice import ROOMY, turns
 from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.bounds.turns import whole_range
 from attngen.ir.expr import Expr, cdiv, floordiv
+from attngen.ir.graph import MIRRORED
 from attngen.ir.ops import AXIS_DIM, Loop, Map, Mask
 from attngen.ir.roles import Pipeline, Ring
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
@@ -162,8 +163,11 @@ class PipelineContext(SoftmaxContext):
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
         first, end = self._term(whole[0]), self.scalar(whole[1])
-        comment = IN_ORDER if own else "tiles in their order"
-        return Node("loop", {**loop.text, "var": tile, "range": end if first == "0" else f"{first}, {end}", "comment": comment}, loop.body)
+        text: dict[str, Any] = {"var": tile, "range": end if first == "0" else f"{first}, {end}", "comment": IN_ORDER if own else "tiles in their order"}
+        if self.kernel.grid[0].mirrored:
+            turned = f"{tile} = gl.where({MIRRORED} > 0, {f'{end} - 1 - at' if first == '0' else f'{first} + {end} - 1 - at'}, at)"
+            text |= {"var": "at", "steps": [turned, *loop.text["steps"]], "comment": f"{text['comment']}; backwards in mirrored heads"}
+        return Node("loop", {**loop.text, **text}, loop.body)
 
     def _loop_of_both(
         self, op: Pipeline, parts: tuple[list[Node], list[Node], int], tile: list[str], condition: str, begin: str, always: bool = False
