@@ -182,5 +182,5 @@ def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor alibi_slopes, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("alibi_mha_9112b0abfe6d", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("alibi_mha_26baf120097d", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

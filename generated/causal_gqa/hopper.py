@@ -637,8 +637,8 @@ def fwd(
 @gluon.jit
 def bwd_producer(
     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-    stride_delta_h, q_end, q_first, kv_start, h, b, k_ring, k_full, v_ring, v_full, q_ring, q_full,
-    do_ring, do_full, lse2_ring, delta_ring,
+    stride_delta_h, q_end, q_first, kv_start, h, b, mirrored, k_ring, k_full, v_ring, v_full,
+    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -656,8 +656,9 @@ def bwd_producer(
             v_full.index(copy),
             v_ring.index(copy),
         )
-    # tiles in their order
-    for q_tile in range(q_first, q_end):
+    # tiles in their order; in mirrored heads backwards
+    for at in range(q_first, q_end):
+        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
         q_start = q_tile * BLOCK_Q
         if q_fills >= SLOTS:
             meet(5 + q_slot, THREADS)  # the slot is free
@@ -691,9 +692,9 @@ def bwd_producer(
 
 @gluon.jit
 def bwd_consumer(
-    dK, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b, k_ring, k_full,
-    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring,
-    dq_full, dq_free,
+    dK, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b, mirrored,
+    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+    ds_ring, dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -718,8 +719,10 @@ def bwd_consumer(
     mbarrier.wait(v_full.index(COPY), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones
-    for q_tile in range(q_first, q_end):
+    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; in mirrored heads
+    # backwards
+    for at in range(q_first, q_end):
+        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
         k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
         k = k_all_near.slice(COPY * ROWS, ROWS, 0)
         v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
@@ -805,7 +808,7 @@ def bwd_consumer(
 @gluon.jit
 def bwd_writer(
     DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first, kv_start, h, b,
-    dq_ring, dq_full, dq_free,
+    mirrored, dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -813,14 +816,19 @@ def bwd_writer(
 ):
     dq_slot, dq_phase = 0, 0
     q_ahead, turn_seen = -1, 0
-    # tiles in their order
-    for q_tile in range(q_first, q_end):
+    # tiles in their order; in mirrored heads backwards
+    for at in range(q_first, q_end):
+        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
         q_start = q_tile * BLOCK_Q
         mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-        turn = gl.minimum(
-            1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
-            gl.cdiv(Nk, BLOCK_KV),
-        ) - 1 - kv_start // BLOCK_KV
+        turn = gl.where(
+            mirrored > 0,
+            kv_start // BLOCK_KV,
+            gl.minimum(
+                1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
+                gl.cdiv(Nk, BLOCK_KV),
+            ) - 1 - kv_start // BLOCK_KV,
+        )
         await_turn(
             DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
             gl.where(q_start == q_ahead, turn_seen, -1),
@@ -831,10 +839,10 @@ def bwd_writer(
                 copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
             else:
                 add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-        q_ahead = q_start + BLOCK_Q
+        q_ahead = q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q)
         turn_seen = turns_passed(
             DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                q_ahead,
+                gl.maximum(q_ahead, 0),
                 Nq - 1,
             ),
         )
@@ -865,7 +873,8 @@ def bwd(
     heads_abreast = gl.minimum(abreast, gl.num_programs(0) // kv_tiles - first_head)  # which take turns
     turn = pid - first_head * kv_tiles
     own_head = first_head + turn % heads_abreast
-    kv_start = (kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
+    mirrored = gl.where(first_head + abreast >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads
+    kv_start = gl.where(mirrored > 0, turn // heads_abreast, kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
     h = own_head % Hq
     b = own_head // Hq
     q_end = gl.cdiv(Nq, BLOCK_Q)
@@ -905,34 +914,35 @@ def bwd(
                 bwd_consumer,
                 (
                     dK, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
-                    delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
-                    THREADS, 0,
+                    mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full,
+                    lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV,
+                    SLOTS, THREADS, 0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
                     dK, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
-                    delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
-                    THREADS, 1,
+                    mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full,
+                    lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV,
+                    SLOTS, THREADS, 1,
                 ),
             ),
             (
                 bwd_producer,
                 (
                     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h,
-                    stride_delta_b, stride_delta_h, q_end, q_first, kv_start, h, b, k_ring, k_full,
-                    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
-                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    stride_delta_b, stride_delta_h, q_end, q_first, kv_start, h, b, mirrored,
+                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+                    delta_ring, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
             (
                 bwd_writer,
                 (
                     DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first,
-                    kv_start, h, b, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    kv_start, h, b, mirrored, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
+                    THREADS,
                 ),
             ),
         ],

@@ -649,7 +649,7 @@ def bwd_producer(
     for copy in gl.static_range(2):
         mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
         copy_in(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
-    # tiles in their order; backwards in mirrored heads
+    # tiles in their order; in mirrored heads backwards
     for at in range(q_first, q_end):
         q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
         q_start = q_tile * BLOCK_Q
@@ -712,8 +712,8 @@ def bwd_consumer(
     mbarrier.wait(v_full.index(COPY), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; backwards in mirrored
-    # heads
+    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; in mirrored heads
+    # backwards
     for at in range(q_first, q_end):
         q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
         k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
@@ -809,7 +809,7 @@ def bwd_writer(
 ):
     dq_slot, dq_phase = 0, 0
     q_ahead, turn_seen = -1, 0
-    # tiles in their order; backwards in mirrored heads
+    # tiles in their order; in mirrored heads backwards
     for at in range(q_first, q_end):
         q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
         q_start = q_tile * BLOCK_Q

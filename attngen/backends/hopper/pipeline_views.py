@@ -162,11 +162,12 @@ class PipelineContext(SoftmaxContext):
         condition = " | ".join(f"({text})" if len(outside) > 1 else text for text in outside)
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
-        first, end = self._term(whole[0]), self.scalar(whole[1])
-        text: dict[str, Any] = {"var": tile, "range": end if first == "0" else f"{first}, {end}", "comment": IN_ORDER if own else "tiles in their order"}
+        first, end, comment = self._term(whole[0]), self.scalar(whole[1]), IN_ORDER if own else "tiles in their order"
+        text: dict[str, Any] = {"var": tile, "range": end if first == "0" else f"{first}, {end}", "comment": comment}
         if self.kernel.grid[0].mirrored:
-            turned = f"{tile} = gl.where({MIRRORED} > 0, {f'{end} - 1 - at' if first == '0' else f'{first} + {end} - 1 - at'}, at)"
-            text |= {"var": "at", "steps": [turned, *loop.text["steps"]], "comment": f"{text['comment']}; backwards in mirrored heads"}
+            last = f"{end} - 1" if first == "0" else f"{first} + {end} - 1"
+            turned = f"{tile} = gl.where({MIRRORED} > 0, {last} - at, at)"
+            text |= {"var": "at", "steps": [turned, *loop.text["steps"]], "comment": f"{comment}; in mirrored heads backwards"}
         return Node("loop", {**loop.text, **text}, loop.body)
 
     def _loop_of_both(
