@@ -212,6 +212,12 @@ def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int
     return (len(runs) - 2, len(runs) - 1) if len(runs) > MOST_RUNS else None
 
 
+def _up_to(run: Run, end: Expr) -> Bool | None:
+    """The condition under which a run has all tiles up to an end, if it has none otherwise; None for other runs."""
+    last = run[3]
+    return last.args[0] if run[0] == 0 and isinstance(last, select) and last.args[1:] == (end, 0) else None
+
+
 def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     """Runs in rising order, each cut to start where the one before it ends."""
 
@@ -221,6 +227,10 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     for inner, outer in permutations(runs, 2):  # a run inside another that has no full tiles: one run, with the full tiles of the inner
         if inner in runs and outer in runs and outer[1] == outer[2] and rises(outer[0], inner[0]) and rises(inner[3], outer[3]):
             runs = [(outer[0], *inner[1:3], outer[3]) if run == outer else run for run in runs if run != inner]
+    for whole, rest in permutations(runs, 2):  # a run of all tiles or of none, up to where another one ends: one run
+        if whole in runs and rest in runs and (condition := _up_to(whole, rest[3])) is not None:
+            joined = tuple(select(condition, x, y) for x, y in zip(whole[:3], rest[:3]))
+            runs = [(*joined, rest[3]) if run == rest else run for run in runs if run != whole]  # type: ignore[misc]
     while found := _to_merge(runs, rises):
         i, j = found
         (a, b, c, d), (e, _, _, f) = runs[i], runs[j]

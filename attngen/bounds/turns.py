@@ -154,6 +154,13 @@ class _Own:
         """Take in where the loop starts: the own tiles of which that is at the loop's tile, or before. False if it is not solved."""
         if not self._depends(first):
             return True
+        if isinstance(first, select) and first.args[1] == 0:  # some loops start at once: those of the first own tiles
+            alone = _Own(self.kernel, self.rising)
+            known = alone.holds(first.args[0]) and alone.started(first.args[2], end) and not alone.counts
+            if not known or len(alone.tiles) != 2:
+                return False
+            self.tiles.append(sympy.Max(*alone.tiles))
+            return True
         if isinstance(first, sympy.Min):  # the end is behind the tile
             rest = [x for x in first.args if x != end]
             return len(rest) == 1 and self.started(rest[0], end)

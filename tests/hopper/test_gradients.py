@@ -45,6 +45,7 @@ MADE: dict[str, dict[str, Any]] = {
     "window": {"mask": {"sliding_window": {"left": 40, "right": 0}}},
     "both_sides": {"head_dim": 64, "mask": {"sliding_window": {"left": 20, "right": 9}}},
     "chunked": {"mask": {"chunked": {"size": 48}}},
+    "prefix": {"mask": "prefix_lm"},
     "padding": {"head_dim": 64, "mask": "key_padding"},
     "lengths": {"mask": {"all_of": ["causal", {"key_padding": {"lengths": True}}]}},
     "documents": {"mask": {"all_of": ["causal", "document"]}},
@@ -107,7 +108,7 @@ def test_which_specs_have_one() -> None:
     assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
         *("alibi_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
         *("causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha", "document_gqa"),
-        *("full_mha", "packed_document_gqa", "padding_mha", "sinks_window_gqa", "window_gqa"),
+        *("full_mha", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "sinks_window_gqa", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name

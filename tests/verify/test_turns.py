@@ -33,6 +33,9 @@ MASKS: dict[str, Any] = {
     "window": {"sliding_window": {"left": 40, "right": 0}},
     "both sides": {"sliding_window": {"left": 40, "right": 20}},
     "chunked": {"chunked": {"size": 48}},
+    "first keys": {"any_of": ["causal", {"expr": "kv_idx < 16"}]},
+    "prefix": {"prefix_lm": {"length": 50}},
+    "prefixes": {"prefix_lm": {"per": "batch"}},
     "lengths": {"all_of": ["causal", {"key_padding": {"lengths": True}}]},
     "padding": "key_padding",
     "documents": {"all_of": ["causal", "document"]},
@@ -123,7 +126,7 @@ def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None
             {"expr": "kv_idx >= starts[b, q_idx]", "params": {"starts": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
             "nobody says that the tensor's numbers rise",
         ),
-        ({"any_of": ["causal", {"expr": "kv_idx < 16"}]}, "two ranges"),
+        ({"all_of": ["causal", {"any_of": [{"sliding_window": {"left": 9}}, {"sink_tokens": {"count": 4}}]}]}, "two ranges"),
     ],
 )
 def test_without_a_formula_there_is_no_kernel_in_one_pass(mask: Any, reason: str) -> None:
