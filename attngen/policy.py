@@ -19,6 +19,10 @@ ABREAST = 8
 # lead, and finds its tiles in the L2 (docs/perf-log.md, section 31).
 TOGETHER = 16 * 2**20
 
+# Rows of a tile of kernels without scores: usually, and where they add up tiles of several heads, of which a program has each in turn
+# (docs/perf-log.md, section 31).
+PLAIN, SUMMED = 64, 32
+
 # ---------------------------------------------------------------- lists of blocks that data gives
 
 LISTED = 128  # rows and columns of a block: the largest tile, since tiles divide blocks

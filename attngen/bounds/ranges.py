@@ -230,7 +230,7 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     for whole, rest in permutations(runs, 2):  # a run of all tiles or of none, up to where another one ends: one run
         if whole in runs and rest in runs and (condition := _up_to(whole, rest[3])) is not None:
             joined = tuple(select(condition, x, y) for x, y in zip(whole[:3], rest[:3]))
-            runs = [(*joined, rest[3]) if run == rest else run for run in runs if run != whole]  # type: ignore[misc]
+            runs = [(*joined, rest[3]) if run == rest else run for run in runs if run != whole]
     while found := _to_merge(runs, rises):
         i, j = found
         (a, b, c, d), (e, _, _, f) = runs[i], runs[j]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attngen import __version__
-from attngen.build.backward import build_delta, build_dkdv, build_dq, build_dq_end, build_fused, fuses, learned
+from attngen.build.backward import build_delta, build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, fuses, learned
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.build.host import build_hosts
@@ -15,6 +15,7 @@ from attngen.build.results import with_results
 from attngen.build.semantics import listed_blocks, meaning
 from attngen.errors import BuildError
 from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Kernel, Module
+from attngen.ir.heads import SHARINGS
 from attngen.spec import Spec
 
 Build = Callable[[Spec], Kernel]
@@ -39,7 +40,8 @@ def build_module(spec: Spec) -> Module:
         "q_outer": ((build_forward,), (build_dq, build_delta, build_dkdv)),
         "kv_outer": ((build_forward_by_key, build_forward_end), (build_delta, build_dkdv, build_dq_end)),
     }[spec.schedule.order]
-    backward += (build_fused, build_dq_end) if fuses(spec) else ()
+    if fuses(spec):
+        backward += (build_fused, *((build_dkdv_end,) if SHARINGS[spec.heads.sharing].is_shared else ()), build_dq_end)
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
     ways = [way for way in WAYS if way.applies(spec)]
     kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))

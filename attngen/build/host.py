@@ -203,12 +203,10 @@ def _launch_fused(b: HostBuilder, fused: Kernel) -> None:
         if arg.name not in ("dK", "dV") and arg.role in ("out", "sum"):
             b.alloc(arg.name, "one_pass", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)
     apart = [arg for arg in fused.args if arg.name in ("dK", "dV") and arg.type.dims != known_type(arg.name).dims]  # of query heads
-    heads = {arg.name: b.alloc(f"{arg.name}_heads", "one_pass", replace(arg.type, space="hbm")) for arg in apart}
+    heads = {arg.name: b.alloc(f"{arg.name.upper()}_HEADS", "one_pass", replace(arg.type, space="hbm")) for arg in apart}
     b.launch("bwd", "one_pass", tuple(heads.items()))
-    for arg in apart:
-        batch, _, *rest = arg.type.dims
-        b.add(View(f"{arg.name}_groups", heads[arg.name], "heads", Type("T", (batch, "Hkv", "group", *rest), "hbm")), "one_pass")
-        b.add(Sum(f"{arg.name}_total", f"{arg.name}_groups", ("group",), known_type(arg.name), into=arg.name), "one_pass")
+    if heads:
+        b.launch("dkdv_end", "one_pass")
     b.launch("dq_end", "one_pass")
 
 
@@ -219,7 +217,7 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
     b.branch("By_rows", "rows_alone", "statistics", of=("O",))
     b.launch("delta", "rows_alone")
     b.branch("By_key", "keys", block, of=("dK",))
-    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv" and not kernel.adds]
+    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv" and kernel.dots and not kernel.adds]
     parts: dict[str, str] = {}
     if any(sharing(kernel.grid) for kernel in owners):
         b.add(Map("splits", _splits(), (), Type("i32", (), "reg")), "keys")

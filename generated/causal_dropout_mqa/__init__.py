@@ -62,6 +62,7 @@ BWD = runtime.Kernel(
     heads=(3,),
     flags=("DROPOUT",),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0,))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
 
 
@@ -173,10 +174,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
             ),
             (seed is not None,),
         )
-        dk_groups = dk_heads.unflatten(1, (Hkv, group))
-        torch.sum(dk_groups, 2, out=dk)
-        dv_groups = dv_heads.unflatten(1, (Hkv, group))
-        torch.sum(dv_groups, 2, out=dv)
+        DKDV_END(
+            q, Nk, B,
+            (dk_heads, dv_heads, dk, dv),
+            (group, Nk),
+            (
+                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
+                HEAD_DIM_V, dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+            ),
+        )
         DQ_END(
             q, Nq, B * Hq,
             (dq_acc, lse2, dq),
@@ -226,5 +232,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_419c8f7ba177", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_b7cbff5ab84b", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -40,6 +40,7 @@ DKDV = runtime.Kernel(
     heads=(1, 2),
 )
 BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0,))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1,))
 
@@ -158,10 +159,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
-        dk_groups = dk_heads.unflatten(1, (Hkv, group))
-        torch.sum(dk_groups, 2, out=dk)
-        dv_groups = dv_heads.unflatten(1, (Hkv, group))
-        torch.sum(dv_groups, 2, out=dv)
+        DKDV_END(
+            q, Nk, B,
+            (dk_heads, dv_heads, dk, dv),
+            (group, Nk),
+            (
+                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
+                HEAD_DIM_V, dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+            ),
+        )
         DQ_END(
             q, Nq, B * Hq,
             (dq_acc, lse2, dq),
@@ -209,5 +215,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_mqa_e2ffb5c99e48", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_mqa_d5e1c84d8bde", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

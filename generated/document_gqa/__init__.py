@@ -48,6 +48,7 @@ BWD = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 DOCUMENT_SPANS = runtime.Kernel(kernels, "document_spans")
 
@@ -232,10 +233,15 @@ def _backward(
                 Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
-        dk_groups = dk_heads.unflatten(1, (Hkv, group))
-        torch.sum(dk_groups, 2, out=dk)
-        dv_groups = dv_heads.unflatten(1, (Hkv, group))
-        torch.sum(dv_groups, 2, out=dv)
+        DKDV_END(
+            q, Nk, B * Hkv,
+            (dk_heads, dv_heads, dk, dv),
+            (Hkv, group, Nk),
+            (
+                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
+                HEAD_DIM_V, *dk.stride()[:3], *dv.stride()[:3],
+            ),
+        )
         DQ_END(
             q, Nq, B * Hq,
             (dq_acc, lse2, dq),
@@ -335,7 +341,7 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_9ddb3b45074b", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_665a609be5e1", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

@@ -62,6 +62,7 @@ BWD = runtime.Kernel(
     heads=(2, 3),
     specialised=(1,),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(2, 3), specialised=(1,))
 
@@ -180,10 +181,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
                 Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
-        dk_groups = dk_heads.unflatten(1, (Hkv, group))
-        torch.sum(dk_groups, 2, out=dk)
-        dv_groups = dv_heads.unflatten(1, (Hkv, group))
-        torch.sum(dv_groups, 2, out=dv)
+        DKDV_END(
+            q, Nk, B * Hkv,
+            (dk_heads, dv_heads, dk, dv),
+            (Hkv, group, Nk),
+            (
+                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
+                HEAD_DIM_V, *dk.stride()[:3], *dv.stride()[:3],
+            ),
+        )
         DQ_END(
             q, Nq, B * Hq,
             (dq_acc, lse2, dq),
@@ -230,5 +236,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
 
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_ec7a25d674c0", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_e324cb213811", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -48,6 +48,7 @@ BWD = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 
 
@@ -153,10 +154,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
                 Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
-        dk_groups = dk_heads.unflatten(1, (Hkv, group))
-        torch.sum(dk_groups, 2, out=dk)
-        dv_groups = dv_heads.unflatten(1, (Hkv, group))
-        torch.sum(dv_groups, 2, out=dv)
+        DKDV_END(
+            q, Nk, B * Hkv,
+            (dk_heads, dv_heads, dk, dv),
+            (Hkv, group, Nk),
+            (
+                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
+                HEAD_DIM_V, *dk.stride()[:3], *dv.stride()[:3],
+            ),
+        )
         DQ_END(
             q, Nq, B * Hq,
             (dq_acc, lse2, dq),
@@ -210,5 +216,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("sinks_window_gqa_32db2461dfc7", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("sinks_window_gqa_0ffed686ef65", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
