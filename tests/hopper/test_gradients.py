@@ -146,6 +146,19 @@ def test_assign_roles_divides_the_keys_among_consumers() -> None:
     assert "  role @consumer copies(2) rows(64) warps(4) registers(240)\n" in text and "  role @writer copies(1) warps(1)" in text
 
 
+def test_select_tiles_mirrors_the_last_heads_where_earlier_keys_see_more() -> None:
+    made = steps("wide_causal")
+    stage = [*made][[*made].index("select-tiles") - 1]
+    before, after = (print_kernel(made[name].kernel("bwd")).splitlines() for name in (stage, "select-tiles"))
+    turn = "-(kv_start // BLOCK_KV) + min((max(0, BLOCK_Q + Nk - Nq + q_start - 1) // BLOCK_KV) + 1, cdiv(Nk, BLOCK_KV)) - 1"
+    add = "add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) turns(%DQ_TURNS[b, h, q_start])"
+    assert [line.strip() for line in after if line not in before] == [
+        "kernel @bwd own(kv) grid(kv in cdiv(Nk, BLOCK_KV) descending together(16384) mirrored, h in Hq, b in B)",
+        f"{add} turn(select(mirrored > 0, (kv_start // BLOCK_KV), {turn}))",
+    ]
+    assert not [name for name in ("wide", "window", "lengths", "packed") if backward(whole(name)).grid[0].mirrored]
+
+
 def test_hide_queries_hides_those_past_the_end() -> None:
     assert changed("wide", "assign-roles", "hide-queries", "step") == (
         [
@@ -388,6 +401,13 @@ def test_what_waits_for_ever_is_named() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- as printed
+
+
+def test_mirrored_heads_go_through_their_tiles_backwards() -> None:
+    text = render(whole("wide_causal"))["hopper.py"]
+    assert "    mirrored = gl.where(first_head + abreast >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads\n" in text
+    turned = "q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)\n"
+    assert text.count(turned) == 3 and turned not in render(whole("window"))["hopper.py"]  # once in each role
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -182,6 +182,52 @@ def test_a_wrong_turn_is_refused(mistake: str) -> None:
         verify(parse_module(head + at + edit(kernels, (old, new))))
 
 
+MIRRORED = {
+    "a grid without heads that go together": (
+        "descending together(16384) mirrored",
+        "descending mirrored",
+        "`signature`: .*the grid axis kv is mirrored without heads that are taken together",
+    ),
+    "one turn for both ways": (
+        "select(mirrored > 0, (kv_start // BLOCK_KV), ",
+        "max(0, ",
+        "`turns`: .*as many as come there from later tiles",
+    ),
+    "a turn that no head has": (
+        "turn(select(mirrored > 0, (kv_start // BLOCK_KV)",
+        "turn(select(mirrored > 0, (kv_start // BLOCK_KV) + 1",
+        "`turns`: .*as many as come there from later tiles",
+    ),
+    "a grid that is not mirrored": (
+        "together(16384) mirrored",
+        "together(16384)",
+        "`types`: .*has a turn, or a place of turns, that is no integer",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MIRRORED)
+def test_a_wrong_mirror_is_refused(mistake: str) -> None:
+    old, new, reason = MIRRORED[mistake]
+    head, at, kernels = print_module(made("causal", "dce")).partition("\nkernel @bwd own")
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(parse_module(head + at + edit(kernels, (old, new))))
+
+
+def test_a_grid_is_mirrored_only_where_all_loops_end_alike() -> None:
+    text = print_module(made("window", "dce"))
+    head, at, kernels = text.partition("\nkernel @bwd own")
+    turn = kernels.partition(" turn(")[2].partition(")\n")[0]
+    mirrored = edit(
+        kernels,
+        ("together(16384)", "together(16384) mirrored"),
+        (f"turn({turn})", f"turn(select(mirrored > 0, (kv_start // BLOCK_KV), {turn}))"),
+    )
+    assert parse_module(head + at + mirrored).kernel("bwd").grid[0].mirrored
+    with pytest.raises(VerifyError, match="rule `turns`: .*its grid is mirrored along kv; expected loops that start later"):
+        verify(parse_module(head + at + mirrored))
+
+
 COUNTED = {
     "tiles that start later": (
         "most(BLOCK_Q + q_start - 1)",
