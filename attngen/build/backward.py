@@ -199,9 +199,14 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any) -> None:
 
     With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention, Appendix B.4).
     Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The factor is applied at the end.
-    Modifiers multiply it by the derivative of the score that the softmax sees, `factor`: dscore is the gradient of that score.
+    Modifiers multiply it by the derivative of the score that the softmax sees, `factor`: dscore is the gradient of that score. In one
+    pass P is multiplied by it first: then dS needs one number for each score beside dP, not two.
     """
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", "delta"))
+    if b.signature.adds and factor != 1 and not b.spec.dropout:
+        b.compute("p_steep", _where_seen(b, p * factor))
+        b.map("ds", symbol("p_steep") * (dp - delta), "step", p_steep="p_steep", dp="dp", delta="delta")
+        return
     name = "ds" if factor == 1 else "dscore"
     if b.spec.dropout:
         b.map(name, p_kept * dp - p * delta, "step", p="p", p_kept=kept, dp="dp", delta="delta")

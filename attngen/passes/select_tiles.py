@@ -110,8 +110,8 @@ class SelectTiles(Pass):
         given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if not tile_loops(kernel):
-            rows = SUMMED if kernel.loops else PLAIN
-            return Row(device, elem, limit, rows, rows, 4, 1, backend=module.backend)
+            side = SUMMED if kernel.loops else PLAIN
+            return Row(device, elem, limit, side, side, 4, 1, backend=module.backend)
         if kernel.counts_pairs:
             return Row(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
         rows = list(candidates(given_q, given_kv, warps))

@@ -53,6 +53,7 @@ MADE: dict[str, dict[str, Any]] = {
     "packed": {"heads": {"sharing": "gqa"}, "mask": {"document": {"packed": True, "causal": True}}},
     "packed_both_ways": {"mask": {"document": {"packed": True}}},
     "dropping": {"head_dim": 64, "mask": {"all_of": ["causal", "key_padding"]}, "dropout": True},
+    "capped_wide": {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": [{"softcap": 5.0}]},
     "capped": {"head_dim": 64, "mask": "causal", "score": [{"softcap": 5.0}]},
 }
 
@@ -108,7 +109,8 @@ def test_which_specs_have_one() -> None:
     assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
         *("alibi_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
         *("causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha", "document_gqa"),
-        *("full_mha", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "sinks_window_gqa", "window_gqa"),
+        *("full_mha", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "sinks_window_gqa"),
+        *("softcap_window_gqa", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name
@@ -242,6 +244,15 @@ def test_overlap_gradients_issues_scores_and_dp_together(name: str) -> None:
         "%k_all_near = near %k_all : T[TILE_KV, D_QK] @sram",
         "%k = own %k_all_near : T[BLOCK_KV, D_QK] @sram",
         "%v_near = near %v : T[BLOCK_KV, D_V] @sram",
+    ]
+
+
+def test_overlap_gradients_issues_dp_late_where_registers_would_not_do() -> None:
+    """Then it is in no turn, and what dS needs of S is held before it."""
+    kinds = ("= issue", "= await", "= hold", "= pack", "turn ")
+    ordered = [line for line in lines("take-turns", "step", "capped_wide") if any(kind in line for kind in kinds)]
+    assert [line.split()[0] if line.startswith("%") else line for line in ordered[:10]] == [
+        *("turn take", "%s_flight", "turn pass", "%s", "%p_cast", "%p_steep_held", "%dp_flight", "%dp", "%ds_cast", "turn take"),
     ]
 
 

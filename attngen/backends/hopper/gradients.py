@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from attngen.backends.hopper.choice import NARROW, PAIR, STEADY, is_shared, work
 from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
@@ -11,8 +9,8 @@ from attngen.bounds.turns import last_first
 from attngen.ir.graph import Module, Row
 from attngen.ir.ops import Gather, Load
 
-# Columns of a head, at most -> operations for each score: of a soft cap under a causal mask, which has 19, registers spill in wide heads.
-MOST_WORK = {NARROW: 23, STEADY: 18}
+MOST_WORK = 23  # operations for each score: those of a soft cap under a window, the most that were compiled
+MOST_BESIDE = 18  # operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
 MOST_OF_LONG = 15  # operations for each score in tiles of 128 queries: of a dilated mask, which has 19, registers spill
 COPIES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
 QUERIES = {NARROW: 128, STEADY: 64}  # columns of a head, at most -> rows of a tile of queries
@@ -44,19 +42,18 @@ def declined(module: Module) -> str:
         return "its loops over queries end where data says, or earlier for later keys, or have a gap; no formula says whose turn comes"
     if module.dropout and module.head_dim_v > NARROW:
         return f"with dropout and heads of more than {NARROW} columns registers spill"
-    most = _of_width(module, MOST_WORK)
-    if (ops := work(module.kernel(FUSED))) > most:
-        return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
+    if (ops := work(module.kernel(FUSED))) > MOST_WORK:
+        return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers may spill"
     return ""
 
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of a kernel's schedule, for any number of keys."""
     crowded = module.dropout or work(module.kernel(FUSED)) > MOST_OF_LONG
-    queries = ROWS if crowded else _of_width(module, QUERIES)
+    queries = ROWS if crowded else next(rows for columns, rows in QUERIES.items() if module.head_dim_v <= columns)
     return Row(DEVICE, 2, None, block_q or queries, block_kv or COPIES * ROWS, 4, slots or SLOTS, tma=True, backend=NAME)
 
 
-def _of_width(module: Module, numbers: Mapping[int, int]) -> int:
-    """The number for heads of so many columns."""
-    return next(number for columns, number in numbers.items() if module.head_dim_v <= columns)
+def is_late(module: Module) -> bool:
+    """Whether dP is multiplied after what S alone gives, for which registers would not do beside it."""
+    return module.head_dim_v > NARROW and work(module.kernel(FUSED)) > MOST_BESIDE

@@ -9,7 +9,12 @@ before:  block @step                                 after:  block @step
            issue dK with dS; await dK; give Q                  await dV; give dO
            issue dQ with the dS of all; await dQ               await dK; give Q; await dQ
 
-So exponentials of P may run beside the product dP. The last three products run one after another, and beside what the other consumer
+So exponentials of P may run beside the product dP. Where registers would not do for both, dP is issued after them:
+
+             take Q; issue S; await S; weights P of S
+             take dO; issue dP; await dP; gradients dS of P and dP
+
+The last three products run one after another, and beside what the other consumer
 computes.
 """
 
@@ -24,6 +29,7 @@ import networkx as nx
 from attngen.backends.hopper.choice import work
 from attngen.backends.hopper.facts import FUSED, NAME, ROWS
 from attngen.backends.hopper.forward import with_backward
+from attngen.backends.hopper.gradients import is_late
 from attngen.backends.hopper.hide_tiles import as_pipeline
 from attngen.bounds.turns import differs, whole_range
 from attngen.ir.graph import Kernel, Module
@@ -41,10 +47,13 @@ class OverlapGradients(Pass):
 
     def run(self, module: Module) -> Module:
         narrow = all(row.block_q <= ROWS for row in module.rows(FUSED, NAME))
-        return with_backward(module, lambda kernel: _overlapped(kernel, narrow and (module.dropout or work(module.kernel(FUSED)) <= LIGHT)))
+        late = any(kernel.name == FUSED for kernel in module.kernels) and is_late(module)
+        return with_backward(
+            module, lambda kernel: _overlapped(kernel, narrow and (module.dropout or late or work(module.kernel(FUSED)) <= LIGHT), late)
+        )
 
 
-def _overlapped(kernel: Kernel, early: bool) -> Kernel:
+def _overlapped(kernel: Kernel, early: bool, late: bool) -> Kernel:
     """One loop over the tiles of both classes in all roles.
 
     Tiles come by their numbers where the mask bounds them: a program then comes to a tile after those whose turns are before its own.
@@ -61,7 +70,7 @@ def _overlapped(kernel: Kernel, early: bool) -> Kernel:
     for block in kernel.blocks:
         ops = block.ops
         if any(isinstance(op, Issue) for op in ops):
-            ops = _with_addresses(kept_tiles, tuple(_ordered(kernel, ops, early)))
+            ops = _with_addresses(kept_tiles, tuple(_ordered(kernel, ops, early, late)))
         elif block.name == "consumer":
             ops = tuple(op for op in ops if not isinstance(op, Own))
         kept = (whole.get(op.name, op) for op in ops if op not in later)
@@ -77,8 +86,11 @@ def _with_addresses(tiles: Sequence[Own | Take], ops: tuple[Op, ...]) -> tuple[O
     return (*args, *made, *(op.with_operands(names) for op in ops if op not in args))
 
 
-def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool) -> Iterator[Op]:
-    """early: weights are packed before dP is awaited. Otherwise they are held after that: else registers spill."""
+def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool) -> Iterator[Op]:
+    """early: weights are packed before dP is awaited. Otherwise they are held after that: else registers spill.
+
+    late: dP is issued once all that S alone gives is computed, of which what dS needs is held, so that it is all that registers hold.
+    """
     graph = kernel.graph
     awaits = {op.value: op for op in ops if isinstance(op, Await)}
     issues = [op for op in ops if isinstance(op, Issue)]
@@ -94,7 +106,8 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool) -> Iterator[Op]:
     rest = [op for op in ops if op not in placed and not isinstance(op, (Arg, Yield))]
     packs = [op for op in rest if isinstance(op, Pack)]
     weights = next(op.value for op in packs if op.name in of_s - of_dp)
-    held = {} if early else {weights: f"{weights}_held"}
+    needed = [op.name for op in rest if op.name in of_s - of_dp and op not in packs and of_dp & set(graph.successors(op.name))]
+    held = {name: f"{name}_held" for name in (needed if late else [] if early else [weights])}
     stages = [{op.name for op in rest} - of_s - of_dp, of_s - of_dp, of_dp]  # what needs no product, what needs S, what needs both
 
     def stage(at: int) -> Iterator[Op]:
@@ -104,15 +117,18 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool) -> Iterator[Op]:
         for op in (op for op in rest if op.name in mine and op not in packs):
             beside = [read for read in waiting if read.name in op.operands()]
             waiting = [read for read in waiting if read not in beside]
-            yield from (*beside, op.with_operands(held))
+            yield from (*beside, op.with_operands(held) if at == 2 else op)
 
     yield from (op for op in ops if isinstance(op, Arg))
-    yield from (takes[s.b], s, takes[dp.b], dp)
+    yield from (takes[s.b], s, *(() if late else (takes[dp.b], dp)))
     yield from stage(0)
     yield awaits[s.name]
     yield from stage(1)
     first = [op for op in packs if early and op.value == weights]
-    yield from (op.with_operands(held) for op in first)
+    yield from first
+    if late:
+        yield from (Hold(made, name, kernel.type_of(name)) for name, made in held.items())
+        yield from (takes[dp.b], dp)
     yield awaits[dp.name]
     if not early:
         yield Hold(held[weights], weights, kernel.type_of(weights))

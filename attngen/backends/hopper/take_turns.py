@@ -22,19 +22,22 @@ Consumers of the backward have two turns for each tile, so that one computes wei
          take Q; turn take; issue S; take dO; issue dP; turn pass
          await S; weights; await dP; dS
          turn take; issue dV; issue dK; issue dQ; turn pass
+
+Where dP is issued later than S, it is in no turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import in_turns
 from attngen.backends.hopper.forward import with_backward, with_forwards
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Op
-from attngen.ir.roles import Issue, Pipeline, Turn
+from attngen.ir.roles import Await, Issue, Pipeline, Turn
 from attngen.passes.base import Pass
 
 
@@ -67,10 +70,14 @@ def _in_turns(kernel: Kernel) -> Kernel:
 
 
 def _turns(block: Block, two: bool) -> Iterator[Op]:
-    """The ops of a body, with a turn around the products that it issues; or two, of which the second has those that add to sums."""
+    """The ops of a body, with a turn around the products that it issues.
+
+    Or with two: around those that it issues before it awaits one, and around those from the first on that adds to sums.
+    """
     products = [op for op in block.ops if isinstance(op, Issue)]
     sums = next(i for i, op in enumerate(products) if op.acc) if two else 0
-    groups = [group for group in (products[:sums], products[sums:]) if group]
+    at_once = takewhile(lambda op: not isinstance(op, Await), block.ops)
+    groups = [group for group in ([op for op in at_once if op in products[:sums]], products[sums:]) if group]
     for op in block.ops:
         yield from (Turn(f"turn_take_{n}_{block.name}", "take") for n, group in enumerate(groups) if op is group[0])
         yield op
