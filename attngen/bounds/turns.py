@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import sympy
@@ -24,25 +23,28 @@ class Turn(NamedTuple):
 def last_first(module: Module, kernel: Kernel) -> Turn | None:
     """The turn of a program where those of the last tiles come first: how many of later tiles come to the tile that its loop is at.
 
-    None where that is not known: its loops run over several ranges, or between numbers that programs read and that nobody says to rise;
-    they may end at an earlier tile for a later one of the program's own, or start at one by a formula that this does not solve for the
-    program's own tile.
+    Loops of later own tiles start later or alike, and end later or alike; from some own tile on, they may have no turn. So programs that
+    come to a tile own tiles that follow one another: the last of them is the last whose loop has started there.
 
-    Loops of later own tiles start later, and end later or alike; from some own tile on, they may have no turn. So programs that come to a
-    tile own tiles that follow one another: the last of them is the last whose loop has started there.
+    None where that is not known. That is where loops run over several ranges; where they are bounded by numbers that programs read and
+    that nobody says to rise; where they may start or end earlier for a later own tile; where their start is no formula that is solved here.
     """
     visited = visited_range(kernel)
     if visited is None:
         return None
-    found = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
+    own = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
     (first, if_first), (end, if_end) = map(_unconditional, visited)
-    if not (if_first <= if_end and found.knows(first, end, *if_end) and found.rises(end)):
+    if not (if_first <= if_end and own.knows(first, end, *if_end) and own.rises(end)):
         return None
-    known = found.started(first, end) and all(found.holds(condition) for condition in if_end)
-    return found.turn() if known else None
+    bounds = [own.started(first, end), *(own.held(condition) for condition in sorted(if_end, key=str))]
+    known = [bound for bound in bounds if bound is not None]
+    if len(known) < len(bounds):
+        return None
+    tiles = sympy.Min(own.whole, *(tiles for bound in known for tiles in bound))
+    return Turn(tiles - 1 - floordiv(own.start, own.rows), tuple(own.counted))
 
 
-def mirrored(module: Module, kernel: Kernel) -> bool:
+def may_mirror(module: Module, kernel: Kernel) -> bool:
     """Whether programs may also start with the first own tiles, and go through theirs backwards: loops of later own tiles start later, and
     all end alike. Then programs of all earlier own tiles come to a tile that a program comes to.
     """
@@ -93,30 +95,22 @@ def _unconditional(e: Expr) -> tuple[Expr, set[Bool]]:
     return e, conditions
 
 
-@dataclass
 class _Own:
-    """The program's own tiles whose loops come to the tile that its loop is at: up to which they start, by each bound that was solved.
+    """What is known of a kernel's own tiles. Bounds say how many of them, from the first on, come to the tile that a loop is at, at most.
 
     rising: the tensors whose numbers never fall along their last dimension.
     """
 
-    kernel: Kernel
-    rising: set[str]
-    tiles: list[Expr] = field(default_factory=list)  # so many own tiles from the first on, at most
-    counts: list[Count] = field(default_factory=list)  # the same, counted in data
-
-    def __post_init__(self) -> None:
-        own = self.kernel.own_axis
-        self.start, self.rows = symbol(f"{own}_start"), symbol(AXIS_DIM[own])
-        self.whole = cdiv(symbol(AXIS_EXTENT[own]), self.rows)
-        loads = {symbol(op.name): op for op in self.kernel.block("entry").ops if isinstance(op, Load) and not op.type.dims}
+    def __init__(self, kernel: Kernel, rising: set[str]) -> None:
+        own = kernel.own_axis
+        self.kernel, self.start, self.rows, self.extent = kernel, symbol(f"{own}_start"), symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])
+        self.whole = cdiv(self.extent, self.rows)
+        self.counted: list[Count] = []  # the ops that bounds name
+        loads = {symbol(op.name): op for op in kernel.block("entry").ops if isinstance(op, Load) and not op.type.dims}
         self.alike = {s for s, op in loads.items() if not any(self.start in i.free_symbols for i in op.src.index)}
         # Of the first or last row of the own tile, in a tensor whose numbers rise: they rise with the tile.
-        ends = {s: op for s, op in loads.items() if s not in self.alike and self._tensor(op) in self.rising}
+        ends = {s: op for s, op in loads.items() if s not in self.alike and kernel.accessed(op)[0].name in rising}
         self.of_rows = {s: op for s, op in ends.items() if op.src.index[-1] in (self.start, last_row(own))}
-
-    def _tensor(self, op: Load) -> str:
-        return self.kernel.accessed(op)[0].name
 
     def knows(self, *bounds: Expr) -> bool:
         """Whether bounds depend on the start of the own tile, on what all programs have, and on numbers that rise with it, alone."""
@@ -137,56 +131,50 @@ class _Own:
             return bool(factor > 0) and self.rises(rest) and not rest.is_Mul
         return (e.is_Add or isinstance(e, (sympy.Max, sympy.Min))) and all(map(self.rises, e.args))
 
-    def holds(self, condition: Bool) -> bool:
-        """Take in a condition on the own tile. Once true it stays true for later ones; or it ends at a start that all programs know."""
+    def held(self, condition: Bool) -> list[Expr] | None:
+        """Bounds by a condition without which a loop has no turn: none if it stays true for later own tiles. None if that is not known."""
         if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
-            return False
-        less, more = condition.lts, condition.gts
-        if not self._depends(less) and self.rises(more):
-            return True
-        end = more if isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan)) else more + 1
-        if less != self.start or self._depends(end):
-            return False
-        self.tiles.append(cdiv(end, self.rows))
-        return True
+            return None
+        if not self._depends(condition.lts) and self.rises(condition.gts):
+            return []
+        until = self._until(condition)
+        return None if until is None else [until]
 
-    def started(self, first: Expr, end: Expr) -> bool:
-        """Take in where the loop starts: the own tiles of which that is at the loop's tile, or before. False if it is not solved."""
+    def _until(self, condition: Bool) -> Expr | None:
+        """How many own tiles start before, or at, a number that all programs know; None for other conditions. It may be any integer."""
+        if condition.lts != self.start or self._depends(condition.gts):
+            return None
+        end = sympy.Min(self.extent, condition.gts)
+        strict = isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan))
+        return cdiv(end, self.rows) if strict else 1 + floordiv(end, self.rows)
+
+    def started(self, first: Expr, end: Expr) -> list[Expr] | None:
+        """Bounds by where loops start: own tiles of which that is at the loop's tile, or before. None if it is not solved."""
         if not self._depends(first):
-            return True
-        if isinstance(first, select) and first.args[1] == 0:  # some loops start at once: those of the first own tiles
-            alone = _Own(self.kernel, self.rising)
-            known = alone.holds(first.args[0]) and alone.started(first.args[2], end) and not alone.counts
-            if not known or len(alone.tiles) != 2:
-                return False
-            self.tiles.append(sympy.Max(*alone.tiles))
-            return True
+            return []
+        if isinstance(first, select):  # the first own tiles start at once
+            at_once, rest = self._until(first.args[0]), self.started(first.args[2], end)
+            return [sympy.Max(at_once, sympy.Min(*rest))] if first.args[1] == 0 and at_once is not None and rest else None
         if isinstance(first, sympy.Min):  # the end is behind the tile
-            rest = [x for x in first.args if x != end]
-            return len(rest) == 1 and self.started(rest[0], end)
+            others = [x for x in first.args if x != end]
+            return self.started(others[0], end) if len(others) == 1 else None
         loop = self.kernel.loop_axis
         at, rows = symbol(f"{loop}_start"), symbol(AXIS_DIM[loop])  # the tile is number at / rows
         if not isinstance(first, (floordiv, cdiv)) or first.args[1] != rows:
-            return False
+            return None
         most = at + rows - 1 if isinstance(first, floordiv) else at
         parts = [x for x in (first.args[0].args if isinstance(first.args[0], sympy.Max) else first.args[:1]) if x != 0]
-        return all(self._at_most(x, most) for x in parts)
+        bounds = [self._at_most(x, most) for x in parts]
+        known = [bound for bound in bounds if bound is not None]
+        return known if len(known) == len(bounds) else None
 
-    def _at_most(self, e: Expr, most: Expr) -> bool:
-        """Take in that an expression is at most `most`, which is not negative."""
+    def _at_most(self, e: Expr, most: Expr) -> Expr | None:
+        """The bound that an expression is at most `most`, which is not negative."""
         if e in self.of_rows and self.of_rows[e].src.index[-1] == self.start:
             read = self.of_rows[e]
             index = (*read.src.index[:-1], symbol(self.kernel.own_axis))
             name = f"{str(e).removesuffix('_least')}_count"
-            self.counts.append(Count(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space)))
-            return True
+            self.counted.append(Count(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space)))
+            return symbol(name)
         left = e - self.start
-        if self._depends(left):
-            return False
-        self.tiles.append(1 + floordiv(sympy.Max(0, most - left), self.rows))
-        return True
-
-    def turn(self) -> Turn:
-        """How many of these tiles come after the program's own."""
-        tiles = sympy.Min(self.whole, *self.tiles, *(symbol(op.name) for op in self.counts))
-        return Turn(tiles - 1 - floordiv(self.start, self.rows), tuple(self.counts))
+        return None if self._depends(left) else 1 + floordiv(sympy.Max(0, most - left), self.rows)

@@ -240,7 +240,7 @@ def build_fused(spec: Spec) -> Kernel:
 
     Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). If the spec's backward is
     deterministic, programs add in the order of their keys, from the last ones on. Where query heads share a key head, a program has one
-    of them, and the host sums dK and dV of a group.
+    of them, and @dkdv_end sums dK and dV of a group.
     """
     return build_dkdv(spec, fused=True)
 
@@ -310,8 +310,18 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
 
 
 def _fused(spec: Spec) -> Signature:
+    """In turns the first program writes. Where the LSE does not tell which rows see no key, sums have to start from 0 all the same."""
     signature = FUSED._replace(apart=SHARINGS[spec.heads.sharing].is_shared)
-    return signature._replace(writes=("DQ_ACC", *FUSED.writes), adds=("DQ_TURNS",)) if _in_order(spec) else signature
+    if not _in_order(spec):
+        return signature
+    if _has_sink(spec):
+        return signature._replace(adds=(*FUSED.adds, "DQ_TURNS"))
+    return signature._replace(writes=("DQ_ACC", *FUSED.writes), adds=("DQ_TURNS",))
+
+
+def _has_sink(spec: Spec) -> bool:
+    """Whether a modifier adds a logit of its own to every row, so that no LSE is -inf."""
+    return any(s.sink() is not None for s in spec.score)
 
 
 def _in_order(spec: Spec) -> bool:
@@ -343,8 +353,8 @@ def _store_key_gradients(b: KernelBuilder, head: Any, home: str) -> None:
 
 
 def build_dq_end(spec: Spec) -> Kernel:
-    """dQ in the element type, from the sums of `bwd`. Where programs take turns, none may come to rows that see no key: these get zeros."""
-    ordered = spec.schedule.order != "kv_outer" and _in_order(spec)
+    """dQ in the element type, from the sums of `bwd`. Where these do not start from 0, rows that see no key get zeros here."""
+    ordered = spec.schedule.order != "kv_outer" and _in_order(spec) and not _has_sink(spec)
     b = KernelBuilder(spec, DQ_END._replace(reads=("DQ_ACC", "LSE2")) if ordered else DQ_END)
     b.tensors()
     for name in ("scale", "Hq", "Nq", *(("keep_scale",) if spec.dropout else ())):

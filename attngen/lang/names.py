@@ -53,6 +53,7 @@ RESERVED: dict[str, frozenset[str]] = {
     "a variable of kernels": frozenset(
         ("abreast", "d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
     )
+    | {"document_q_first_count"}
     | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
     | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
     | {"piece", "slot", "ticket"},

@@ -21,7 +21,7 @@ from typing import ClassVar
 from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes, mode
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
-from attngen.bounds.turns import either_way, mirrored
+from attngen.bounds.turns import either_way, may_mirror
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.graph import Kernel, Module, Row, Unfit
@@ -169,7 +169,7 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
     Where earlier tiles visit more, the last of these heads start with the first tiles, so that the last programs to end are short.
     """
     row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
-    first = replace(kernel.grid[0], descending=True, together=TOGETHER // row, mirrored=mirrored(module, kernel))
+    first = replace(kernel.grid[0], descending=True, together=TOGETHER // row, mirrored=may_mirror(module, kernel))
     made = replace(kernel, grid=(first, *kernel.grid[1:]))
     return made.rewrite(lambda _, op: [replace(op, turn=either_way(made, op.turn)) if isinstance(op, Add) and op.turn is not None else op])
 

@@ -125,8 +125,8 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"abreast({axis.abreast}) and together({axis.together}) of the grid axis {axis.var}; expected one of them"
         if axis.abreast < 1 or ((axis.abreast > 1 or axis.together) and (at or axis.var not in AXIS_EXTENT)):
             yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
-        if axis.mirrored and not axis.together:
-            yield f"the grid axis {axis.var} is mirrored without heads that are taken together; expected together(...)"
+        if axis.mirrored and not (axis.together and kernel.adds):
+            yield f"the grid axis {axis.var} is mirrored; expected that of a kernel that adds, with heads that are taken together"
     blocks = [b.name for b in kernel.blocks]
     homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
     reached = nx.descendants(nx.DiGraph([("entry", "entry"), *homes]), "entry") | {"entry"}
@@ -141,9 +141,9 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
-            added = isinstance(op, Add) and op.turns is None
-            tensor, role = kernel.accessed(op)[0], "sum" if added else "out" if isinstance(op, Store) else "in"
-            more = {"in": ["inout"], "out": ["inout", "scratch"]}.get(role, [])
+            added, in_turns = isinstance(op, Add), isinstance(op, Add) and op.turns is not None
+            tensor, role = kernel.accessed(op)[0], "sum" if added and not in_turns else "out" if isinstance(op, Store) else "in"
+            more = {"in": ["inout"], "out": ["sum"] if in_turns else ["inout", "scratch"]}.get(role, [])
             if not isinstance(tensor, Arg) or tensor.role not in (role, *more):
                 does = "reads" if role == "in" else "adds to" if role == "sum" else "writes"
                 yield f"%{op.name} {does} %{tensor.name}, which is no tensor of role `{role}`"

@@ -9,31 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.bounds.turns import either_way, last_first, mirrored
+from attngen.bounds.turns import either_way, last_first, may_mirror
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Add, Count
 
 
 def turns(module: Module, kernel: Kernel) -> Iterator[str]:
-    """The turn of a program is the number of programs that come to the tile before it: those that own later tiles, and start earlier."""
+    """The turn of a program is how many come to the tile before it: those of later tiles, or in mirrored heads of earlier ones.
+
+    What it counts in data, for that alone, is how many tiles have started there.
+    """
     adds = [op for op in kernel.ops() if isinstance(op, Add) and op.turn is not None]
+    counts = {(op.name, op.src, op.most) for op in kernel.ops() if isinstance(op, Count)}
     if not adds:
+        yield from (f"%{name} counts tiles, and no program takes turns by that" for name, _, _ in sorted(counts, key=str))
         return
     expected = last_first(module, kernel)
     if expected is None:
-        yield "its loops run over tiles of which it is not known how many programs come to each; expected one range that ends alike for all"
+        yield "it is not known how many programs come to each tile of its loops; expected one range, whose start and end rise"
         return
     wanted = either_way(kernel, expected.expr)
     for op in adds:
         if op.turn != wanted:
-            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(wanted)}`, as many as come there from later tiles"
-    counts = {(op.name, op.src, op.most) for op in kernel.ops() if isinstance(op, Count)}
-    for count in expected.counts:
-        if (count.name, count.src, count.most) not in counts:
-            yield f"%{count.name} counts other tiles than those that start at `{to_text(count.most)}` at most in %{count.src.tensor}"
+            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(wanted)}`, as many as come there before"
+    known = {(op.name, op.src, op.most) for op in expected.counts}
+    for name, src, most in sorted(counts - known, key=str):
+        yield f"%{name} counts tiles that start at `{to_text(most)}` at most in %{src.tensor}, of which no turn is made"
+    for name, src, most in sorted(known - counts, key=str):
+        yield f"%{name} is not the number of tiles that start at `{to_text(most)}` at most in %{src.tensor}"
     own = kernel.grid[0]
-    if own.mirrored and not mirrored(module, kernel):
+    if own.mirrored and not may_mirror(module, kernel):
         yield f"its grid is mirrored along {own.var}; expected loops that start later for later tiles of it, and end alike for all"
     if module.schedules and (own.var != kernel.own_axis or not own.descending):
         yield f"its programs take turns from the last tile of {kernel.own_axis} on; expected the grid to start with these, descending"

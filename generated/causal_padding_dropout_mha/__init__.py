@@ -281,5 +281,5 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_658aca2baa2e", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_dropout_mha_1c354dcd9f85", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

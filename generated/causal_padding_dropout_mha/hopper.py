@@ -984,7 +984,7 @@ def bwd_writer(
         mbarrier.wait(dq_full.index(dq_slot), dq_phase)
         turn = gl.minimum(
             gl.minimum(1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV, gl.cdiv(Nk, BLOCK_KV)),
-            gl.cdiv(key_padding_end, BLOCK_KV),
+            gl.cdiv(gl.minimum(Nk, key_padding_end), BLOCK_KV),
         ) - 1 - kv_start // BLOCK_KV
         await_turn(
             DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,

@@ -271,11 +271,12 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
     if cu_seqlens_q.shape != cu_seqlens_kv.shape or not cu_seqlens_q.numel():
         shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_kv.shape)}"
         raise ValueError(f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents in both")
+    cu_seqlens_q, cu_seqlens_kv = (x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv))  # kernels wait for one another by what rises
     spans = []
     for own, other, n, side in ((cu_seqlens_q, cu_seqlens_kv, n_q, 1), (cu_seqlens_kv, cu_seqlens_q, n_kv, -1)):
         position = torch.arange(n, device=own.device, dtype=torch.int32)
         document = torch.searchsorted(own, position, right=True) - 1
-        inside = (document >= 0) & (document < own.shape[0] - 1)
+        inside, before = (document >= 0) & (document < own.shape[0] - 1), document < 0
         document = document.clamp(0, max(0, own.shape[0] - 2))
         last = (document + 1).clamp(max=own.shape[0] - 1)
         first, end = other[document], other[last]
@@ -284,8 +285,8 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
             end = torch.minimum(end, meets + 1)
         elif causal:
             first = torch.maximum(first, meets)
-        rest = n_kv if side > 0 else n_q  # positions in no document see nothing; they come after all others
-        spans += [torch.where(inside, x, rest).int() for x in (first, torch.maximum(first, end))]
+        rest = n_kv if side > 0 else n_q  # positions in no document see nothing: they come before or after all others
+        spans += [torch.where(inside, x, torch.where(before, 0, rest)).int() for x in (first, torch.maximum(first, end))]
     return tuple(spans)
 
 

@@ -243,5 +243,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("padding_mha_a7cfd525a056", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_118bd9d14790", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

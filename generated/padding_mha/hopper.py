@@ -765,7 +765,7 @@ def bwd_writer(
     for q_tile in range(q_end):
         q_start = q_tile * BLOCK_Q
         mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-        turn = gl.minimum(gl.cdiv(Nk, BLOCK_KV), gl.cdiv(key_padding_end, BLOCK_KV)) - 1 - kv_start // BLOCK_KV
+        turn = gl.minimum(gl.cdiv(Nk, BLOCK_KV), gl.cdiv(gl.minimum(Nk, key_padding_end), BLOCK_KV)) - 1 - kv_start // BLOCK_KV
         await_turn(
             DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
             gl.where(q_start == q_ahead, turn_seen, -1),

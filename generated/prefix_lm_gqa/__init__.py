@@ -236,5 +236,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
 
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_e324cb213811", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_9038410b2c09", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -860,7 +860,10 @@ def bwd_writer(
             kv_start // BLOCK_KV,
             gl.minimum(
                 gl.cdiv(Nk, BLOCK_KV),
-                gl.maximum(1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV, gl.cdiv(prefix_length, BLOCK_KV)),
+                gl.maximum(
+                    1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
+                    gl.cdiv(gl.minimum(Nk, prefix_length), BLOCK_KV),
+                ),
             ) - 1 - kv_start // BLOCK_KV,
         )
         await_turn(

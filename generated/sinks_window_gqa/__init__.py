@@ -130,13 +130,13 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
-        )
+        ).zero_()
+        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
         dk_heads = runtime.empty(
             q,
             (B, Hq, Nk, HEAD_DIM_QK),
@@ -146,12 +146,12 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
         dv_heads = runtime.empty(q, (B, Hq, Nk, HEAD_DIM_V), (Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V, 1), q.dtype)
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk_heads, dv_heads),
+            (q, k, v, grad_out, lse2, delta, dq_acc, dq_turns, dk_heads, dv_heads),
             (scale, Hq, group, Nq, Nk),
             (
-                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
-                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK,
-                Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nq, Nq, Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK,
+                HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
         DKDV_END(
@@ -165,9 +165,9 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
         )
         DQ_END(
             q, Nq, B * Hq,
-            (dq_acc, lse2, dq),
+            (dq_acc, dq),
             (scale, Hq, Nq),
-            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nq, Nq, *dq.stride()[:3]),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, *dq.stride()[:3]),
         )
     else:
         if dq.numel():
@@ -216,5 +216,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("sinks_window_gqa_0ffed686ef65", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("sinks_window_gqa_a8f2be0b6e92", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -267,7 +267,7 @@ def told(slot):
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles, columns where only a part of a tile is copied at once)
 DESCRIBED = {
     "fwd": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, 64)),
-    "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (7, 64, 64), (8, 64), (9, 64)),
+    "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (6, 64, 64), (8, 64), (9, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
 STAYING = {"fwd": 2}
@@ -752,7 +752,7 @@ def bwd_consumer(
 
 @gluon.jit
 def bwd_writer(
-    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first, kv_start, h, b,
+    DQ_ACC, DQ_TURNS, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first, kv_start, h, b,
     dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
@@ -796,10 +796,10 @@ def bwd_writer(
 
 @gluon.jit(do_not_specialize=["Nq", "Nk"])
 def bwd(
-    Q, K, V, dO, LSE2, DELTA, DQ_TURNS, DQ_ACC, dK, dV, scale, Hq, group, Nq, Nk, stride_q_b,
+    Q, K, V, dO, LSE2, DELTA, DQ_ACC, DQ_TURNS, dK, dV, scale, Hq, group, Nq, Nk, stride_q_b,
     stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
     stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b,
-    stride_delta_h, stride_dq_turns_b, stride_dq_turns_h, stride_dq_acc_b, stride_dq_acc_h,
+    stride_delta_h, stride_dq_acc_b, stride_dq_acc_h, stride_dq_turns_b, stride_dq_turns_h,
     stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
@@ -882,7 +882,7 @@ def bwd(
             (
                 bwd_writer,
                 (
-                    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first,
+                    DQ_ACC, DQ_TURNS, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first,
                     kv_start, h, b, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),

@@ -671,8 +671,8 @@ def dkdv_end(
 
 @triton.jit(do_not_specialize=["Nq"])
 def dq_end(
-    DQ_ACC, LSE2, dQ, scale, Hq, Nq, stride_dq_acc_b, stride_dq_acc_h, stride_dq_acc_n,
-    stride_lse2_b, stride_lse2_h, stride_dq_b, stride_dq_h, stride_dq_n,
+    DQ_ACC, dQ, scale, Hq, Nq, stride_dq_acc_b, stride_dq_acc_h, stride_dq_acc_n, stride_dq_b,
+    stride_dq_h, stride_dq_n,
     BLOCK_Q: tl.constexpr,
 ):
     # After the backward: dQ in the element type.
@@ -687,16 +687,13 @@ def dq_end(
     d_qk = tl.arange(0, D_QK)
 
     DQ_ACC_head = DQ_ACC + tl.cast(b, tl.int64) * stride_dq_acc_b + tl.cast(h, tl.int64) * stride_dq_acc_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     dq = tl.load(
         DQ_ACC_head + tl.cast(q_start, tl.int64) * stride_dq_acc_n + (q_off[:, None] * stride_dq_acc_n + d_qk[None, :]),
         mask=(q_idx < Nq)[:, None],
         other=0.0,
     )
-    lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
-    dq_seen = tl.where((lse2 < float("inf"))[:, None], dq, 0)
-    dq_out = (dq_seen * scale).to(dtype)
+    dq_out = (dq * scale).to(dtype)
     tl.store(
         dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + d_qk[None, :]),
         dq_out,

@@ -24,7 +24,7 @@ def test_a_backward_in_one_pass_has_sums_in_fp32() -> None:
 def test_heads_that_share_keys_have_gradients_of_each_query_head() -> None:
     parts = {part.block: part for part in scratch(target("causal_gqa"))}
     more = "B*D_QK*Hq*Nk*elem + 4*B*D_QK*Hq*Nq + B*D_V*Hq*Nk*elem + 4*B*Hq*Nq"
-    assert to_text(parts["one_pass"].bytes) == more and parts["one_pass"].tensors == ("DQ_TURNS", "DQ_ACC", "dK_heads", "dV_heads")
+    assert to_text(parts["one_pass"].bytes) == more and parts["one_pass"].tensors == ("DQ_TURNS", "DQ_ACC", "DK_HEADS", "DV_HEADS")
     assert to_text(parts["keys"].where) == "splits > 1"
 
 

@@ -47,6 +47,7 @@ MADE: dict[str, dict[str, Any]] = {
     "chunked": {"mask": {"chunked": {"size": 48}}},
     "prefix": {"mask": "prefix_lm"},
     "padding": {"head_dim": 64, "mask": "key_padding"},
+    "padded_sink": {"mask": {"all_of": ["causal", {"key_padding": {"lengths": True}}]}, "score": "sink"},
     "lengths": {"mask": {"all_of": ["causal", {"key_padding": {"lengths": True}}]}},
     "documents": {"mask": {"all_of": ["causal", "document"]}},
     "sorted": {"head_dim": 64, "mask": {"document": {"sorted": True}}},

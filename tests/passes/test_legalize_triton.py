@@ -82,6 +82,7 @@ def test_a_loop_with_two_accumulators_or_a_loop_in_it_recomputes():
         "fwd": {"full": False, "partial": False},
         "dkdv": {"all": True, "full": True, "partial": True},
         "bwd": {"full": True, "partial": True},
+        "dkdv_end": {"all": True},
         "dq": {"full": False, "partial": False},
         "packed": {"full": False, "partial": False},
     }

@@ -376,7 +376,7 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
         ({}, None),  # there is no such kernel
         (
             {"mask": {"expr": "kv_idx + q_idx <= q_len"}, "backward": {"deterministic": False}},
-            "its loops over queries end where data says, or earlier for later keys, or have a gap; no formula says whose turn comes.",
+            "its loops over queries have a gap, or may start or end earlier for later keys, so that it is not known whose turn comes.",
         ),
         ({"mask": {"sliding_window": {"left": 99}}, "backward": {"deterministic": False}}, ""),
         ({"mask": "causal", "score": "alibi"}, ""),

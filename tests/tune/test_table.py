@@ -89,7 +89,7 @@ PACKED_OF = {
 @pytest.mark.parametrize("name", SPECS)
 def test_classes_of_masks_by_range(name):
     module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text())
-    for kernel in (k for k in module.kernels if k.loops and not k.prepares):
+    for kernel in (k for k in module.kernels if k.dots):
         classes, other = (PACKED_OF, "full") if kernel.name == "packed" else (CLASSES_OF, "causal")
         assert [mask_class(module, kernel, n) for _, n in RANGES] == classes.get(name, " ".join([other] * 4)).split(), kernel.name
     assert {mask_class(module, module.kernel("delta"), n) for _, n in RANGES} == {"none"}

@@ -39,7 +39,7 @@ def declined(module: Module) -> str:
     if why := obstacle(module):
         return why
     if last_first(module, module.kernel(FUSED)) is None:
-        return "its loops over queries end where data says, or earlier for later keys, or have a gap; no formula says whose turn comes"
+        return "its loops over queries have a gap, or may start or end earlier for later keys, so that it is not known whose turn comes"
     if module.dropout and module.head_dim_v > NARROW:
         return f"with dropout and heads of more than {NARROW} columns registers spill"
     if (ops := work(module.kernel(FUSED))) > MOST_WORK:
