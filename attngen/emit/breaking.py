@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-_LEVELS = ("== != < <= > >=", "|", "&", "+ -", "* / // %")  # those that bind least come first
+_LEVELS = ("or", "and", "== != < <= > >=", "|", "&", "+ -", "* / // %")  # those that bind least come first
 _LEVEL = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
-_SIGN = re.compile(r" (==|!=|<=|>=|<|>|\||&|\+|-|\*|//|/|%) ")
+_SIGN = re.compile(r" (or|and|==|!=|<=|>=|<|>|\||&|\+|-|\*|//|/|%) ")
 
 
 def statement(text: str, most: int) -> str:

@@ -12,7 +12,7 @@ import textwrap
 import tokenize
 from itertools import accumulate
 
-from attngen.emit.breaking import expression, outermost, without_texts
+from attngen.emit.breaking import expression, outermost, parted, without_texts
 from attngen.emit.layout import WIDTH, fill, fold, strings
 
 LIMIT = 140
@@ -91,6 +91,9 @@ def _code(text: str, room: int, nested: bool) -> str:
         pieces = strings(longest[0][1:-1])
         before, after = text[: longest.start()], text[longest.end() :]
         return f"{before}(\n{textwrap.indent(pieces, '    ')}\n){after}" if before or after else pieces
+    items = parted(text, 0, len(text)) if nested else []
+    if len(items) > 2 and max(map(len, items)) < room:  # arguments, several on a line
+        return "\n".join(fill([item for item in items if item], room)).removesuffix("," * (not text.endswith(",")))
     comma = "," if nested and text.endswith(",") else ""
     lines = (expression(text.removesuffix(","), room - 1) + comma if nested else fold(text, room)).splitlines()
     if len(lines) == 1:

@@ -52,8 +52,8 @@ class GridAxis:
     abreast: heads, counted over all sequences, are taken in groups of this many. In a group, programs run tile by tile: first one tile of
     every head, then the next tile of every head. So long tiles start early, and the last to run are short.
     together: in place of a number of heads, as many as have so many rows together, one at least.
-    mirrored: the last of these groups of heads goes the other way round, as programs know by `mirrored`, which is 1 in it and 0 elsewhere:
-    it starts with the other end's tile, and loops over tiles in their order go backwards.
+    mirrored: the last of these groups of heads, which may be all of them, goes the other way round: it starts with the other end's tile,
+    and loops over tiles in their order go backwards. Programs know it by `mirrored`, which is 1 in that group and 0 elsewhere.
     """
 
     var: str
