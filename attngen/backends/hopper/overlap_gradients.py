@@ -14,8 +14,7 @@ So exponentials of P may run beside the product dP. Where registers would not do
              take Q; issue S; await S; weights P of S
              take dO; issue dP; await dP; gradients dS of P and dP
 
-The last three products run one after another, and beside what the other consumer
-computes.
+The last three products run one after another, and beside what the other consumer computes.
 """
 
 from __future__ import annotations
@@ -47,10 +46,13 @@ class OverlapGradients(Pass):
 
     def run(self, module: Module) -> Module:
         narrow = all(row.block_q <= ROWS for row in module.rows(FUSED, NAME))
-        late = any(kernel.name == FUSED for kernel in module.kernels) and is_late(module)
-        return with_backward(
-            module, lambda kernel: _overlapped(kernel, narrow and (module.dropout or late or work(module.kernel(FUSED)) <= LIGHT), late)
-        )
+
+        def change(kernel: Kernel) -> Kernel:
+            late = is_late(module)
+            light = module.dropout or late or work(module.kernel(FUSED)) <= LIGHT
+            return _overlapped(kernel, narrow and light, late)
+
+        return with_backward(module, change)
 
 
 def _overlapped(kernel: Kernel, early: bool, late: bool) -> Kernel:
