@@ -40,8 +40,10 @@ def build_module(spec: Spec) -> Module:
         "q_outer": ((build_forward,), (build_dq, build_delta, build_dkdv)),
         "kv_outer": ((build_forward_by_key, build_forward_end), (build_delta, build_dkdv, build_dq_end)),
     }[spec.schedule.order]
+    if SHARINGS[spec.heads.sharing].is_shared and spec.schedule.order == "q_outer":
+        backward += (build_dkdv_end,)
     if fuses(spec):
-        backward += (build_fused, *((build_dkdv_end,) if SHARINGS[spec.heads.sharing].is_shared else ()), build_dq_end)
+        backward += (build_fused, build_dq_end)
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
     ways = [way for way in WAYS if way.applies(spec)]
     kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))

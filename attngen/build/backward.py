@@ -64,13 +64,13 @@ FUSED = Signature(
     about="Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.",
 )
 DQ_END = Signature("dq_end", "q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type.")
-# Of programs that have one of the query heads that share a K/V head.
+# Of programs that each have some of the query heads that share a K/V head.
 DKDV_END = Signature(
     "dkdv_end",
     "kv",
-    ("DK_HEADS", "DV_HEADS"),
+    ("DK_PARTS", "DV_PARTS"),
     ("dK", "dV"),
-    about="After the backward in one pass: dK and dV, summed over the query heads that share a K/V head.",
+    about="After the backward: dK and dV, summed over the programs among which the query heads of a group are split.",
 )
 
 
@@ -370,20 +370,20 @@ def build_dq_end(spec: Spec) -> Kernel:
 
 
 def build_dkdv_end(spec: Spec) -> Kernel:
-    """dK and dV of each K/V head, from those of the query heads that share it: sums in fp32, in the order of the heads."""
-    sharing, home = SHARINGS[spec.heads.sharing], "group"
+    """dK and dV of each K/V head, from parts of the query heads that share it: sums in fp32, in the order of the heads."""
+    sharing, home = SHARINGS[spec.heads.sharing], "part"
     b = KernelBuilder(spec, DKDV_END)
     b.tensors()
-    for name in (*(("Hkv",) if sharing.axis else ()), "group", "Nk"):
+    for name in (*(("Hkv",) if sharing.axis else ()), "splits", "Nk"):
         b.scalar(name)
     columns = {"dk": "D_QK", "dv": "D_V"}
     starts = {name: b.init(f"{name}_init", 0, "BLOCK_KV", width) for name, width in columns.items()}
-    b.loop("total", "g", symbol("group"), home, cls="all", **starts)
+    b.loop("total", "split", symbol("splits"), home, cls="all", **starts)
     b.carried(home, **starts)
     for name, width in columns.items():
-        part = b.load(f"{name}_head", f"{name.upper()}_HEADS", ("b", sharing.member, "kv", width.lower()), home)
+        part = b.load(f"{name}_part", f"{name.upper()}_PARTS", ("b", sharing.owned, "split", "kv", width.lower()), home)
         b.map(f"{name}_next", symbol(name) + symbol(part), home, "f32", False, **{name: name, part: part})
-    b.add(Yield("yield_group", tuple((name, f"{name}_next") for name in columns)), home)
+    b.add(Yield("yield_part", tuple((name, f"{name}_next") for name in columns)), home)
     for name, width in columns.items():
         _scaled(b, f"{name}_out", f"total.{name}")
         b.store(f"d{name[1:].upper()}", ("b", sharing.owned, "kv", width.lower()), f"{name}_out")

@@ -205,8 +205,12 @@ def _launch_fused(b: HostBuilder, fused: Kernel) -> None:
     apart = [arg for arg in fused.args if arg.name in ("dK", "dV") and arg.type.dims != known_type(arg.name).dims]  # of query heads
     heads = {arg.name: b.alloc(f"{arg.name.upper()}_HEADS", "one_pass", replace(arg.type, space="hbm")) for arg in apart}
     b.launch("bwd", "one_pass", tuple(heads.items()))
-    if heads:
-        b.launch("dkdv_end", "one_pass")
+    for arg in apart:
+        batch, _, *rest = arg.type.dims
+        parts = Type("T", (batch, "Hkv", "group", *rest), "hbm")
+        b.add(View(f"{arg.name.upper()}_PARTS", heads[arg.name], "heads", parts), "one_pass")
+    if apart:
+        b.launch("dkdv_end", "one_pass", splits=symbol("group"))
     b.launch("dq_end", "one_pass")
 
 
@@ -230,8 +234,7 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
         b.launch(kernel.name, "keys", tuple((name, ref) for name, ref in parts.items() if name in written))
     if parts:
         b.branch("Summed", "sums", "keys", where=sympy.Gt(symbol("splits"), 1))
-        for name, ref in parts.items():
-            b.add(Sum(f"{name}_sum", ref, ("splits",), known_type(name), into=name), "sums")
+        b.launch("dkdv_end", "sums", tuple((f"{name.upper()}_PARTS", ref) for name, ref in parts.items()))
 
 
 def _splits() -> Any:

@@ -243,10 +243,10 @@ class HostContext:
         var, src = variable(op.name), variable(op.src)
         if op.by == "expand":
             return {"var": var, "expr": f"{src}.expand({self._dim('B')}, {self._dim('Hq')}, -1, -1)"}
+        if self._is_contiguous(op.name):
+            return {"var": var, "expr": src}
         if op.by == "heads":
             return {"var": var, "expr": f"{src}.unflatten(1, ({self._dim('Hkv')}, {self._dim('group')}))"}
-        if self._is_contiguous(op.src):
-            return {"var": var, "expr": src}
         fresh = ", fresh=True" * op.fresh
         return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{fresh})"}
 
@@ -263,8 +263,6 @@ class HostContext:
         dims = self.host.type_of(op.value).dims
         gone = [str(dims.index(d)) for d in op.over]
         value = variable(op.value)
-        if op.into:
-            return {"var": "", "expr": f"torch.sum({value}, {', '.join(gone)}, out={variable(op.into)})"}
         expr = f"{value}.sum({tuple_text(gone)})" if gone else value
         left = [d for d in dims if d not in op.over]
         if tuple(left) != op.type.dims:
@@ -346,10 +344,11 @@ class HostContext:
         }
 
     def _is_contiguous(self, ref: str) -> bool:
-        """Whether a value is allocated as a contiguous tensor, or is a view of one by groups. Its strides follow from its dimensions."""
+        """Whether it is allocated as a contiguous tensor, or is a view of one that launches alone take: strides follow from dimensions."""
         op = self.host.by_name[ref]
-        if isinstance(op, View) and op.by == "group":
-            return self._is_contiguous(op.src)
+        if isinstance(op, View) and op.by != "expand":
+            users = (user for user in self.host.ops() if ref in user.operands())
+            return self._is_contiguous(op.src) and all(isinstance(user, Launch) for user in users)
         return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
 
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:

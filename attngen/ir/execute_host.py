@@ -201,8 +201,6 @@ class _Run:
         left = tuple(d for d in dims if d not in op.over)
         summed = values[op.value].sum(tuple(dims.index(d) for d in op.over))
         found: np.ndarray = summed.transpose([left.index(d) for d in op.type.dims])
-        if op.into:
-            values[op.into][...] = found
         return found
 
     def _place(self, op: Place, values: Values) -> np.ndarray:

@@ -85,12 +85,11 @@ class If(Op):
 
 @dataclass(frozen=True)
 class Sum(Op):
-    """Sum over named dimensions. The result has its dimensions in the order of `type`. With `into`, it is written to that tensor."""
+    """Sum over named dimensions. The result has its dimensions in the order of `type`."""
 
     value: str = field(metadata=OPERAND)
     over: tuple[str, ...]
     type: Type
-    into: str | None = field(default=None, metadata=OPERAND)
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ SHAPES = {
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
     "DQ_TURNS": ("B", "Hq", "Nq"),
-    "DK_HEADS": ("B", "Hq", "Nk", "D_QK"),
-    "DV_HEADS": ("B", "Hq", "Nk", "D_V"),
+    "DK_PARTS": ("B", "Hkv", "splits", "Nk", "D_QK"),
+    "DV_PARTS": ("B", "Hkv", "splits", "Nk", "D_V"),
 }
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attngen.runtime.checks import Shapes, is_plain
-from attngen.runtime.memory import addressable, on_its_device, rows_layout
+from attngen.runtime.memory import addressable, no_rows, on_its_device, rows_layout
 from attngen.runtime.private import apply_of, below_autograd, in_forward_ad
 
 Results = tuple[torch.Tensor, ...]
@@ -55,6 +55,11 @@ def refuse_gradients(*tensors: Any) -> None:
 
 def _without_backward(*args: Any, **more: Any) -> None:
     raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+
+
+def _wants_order() -> bool:
+    """Whether torch is told to raise where an algorithm is not deterministic."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -141,13 +146,12 @@ class Operators:
     def _backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
         q, k, v, out, lse, *operands = args
         signature = self.signature
-        ordered = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-        if signature.unordered and ordered and operands[-1]:
+        if signature.unordered and operands[-1] and _wants_order():
             raise RuntimeError(
                 f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
                 "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
             )
-        grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
+        grad_lse = no_rows(lse.device) if grad_lse is None else grad_lse.resolve_neg().contiguous()
         q, k, v = addressable(q), addressable(k), addressable(v)
         return self.host_backward(addressable(grad_out), grad_lse, q, k, v, out, lse, *operands)
 

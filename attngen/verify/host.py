@@ -225,9 +225,6 @@ class _Writes:
                 return state | {op.into} if op.src in state else state
             case View():
                 return state
-            case Sum() if op.into:
-                self._read(op.name, op.value, state)
-                return state | {op.into, op.name}
         reads = [ref for _, ref in op.values if not self._is_field(ref)] if isinstance(op, Yield) else list(op.operands())
         for ref in reads:
             self._read(op.name, ref, state)

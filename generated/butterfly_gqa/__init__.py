@@ -40,6 +40,7 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2, 3),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 
 
 def attention(
@@ -183,8 +184,12 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
             ),
         )
         if splits > 1:
-            torch.sum(dk_parts, 2, out=dk)
-            torch.sum(dv_parts, 2, out=dv)
+            DKDV_END(
+                q, Nk, B * Hkv,
+                (dk_parts, dv_parts, dk, dv),
+                (Hkv, splits, Nk),
+                (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+            )
     return dq, dk, dv
 
 
@@ -204,5 +209,5 @@ def butterfly(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("butterfly_gqa_951cf7288015", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("butterfly_gqa_45dd0606fc13", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

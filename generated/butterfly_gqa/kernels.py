@@ -100,6 +100,23 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
+    "dkdv_end": {
+        ("sm80", 2): (
+            (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm90", 2): (
+            (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm100", 2): (
+            (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("gfx942", 2): (
+            (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("any", 2): (
+            (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
+        ),
+    },
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
@@ -614,6 +631,69 @@ def dkdv(
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
     dk_out = (dk * scale).to(dtype)
+    tl.store(
+        dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),
+        dk_out,
+        mask=(kv_idx < Nk)[:, None],
+    )
+    dv_out = dv.to(dtype)
+    tl.store(
+        dV_head + tl.cast(kv_start, tl.int64) * stride_dv_n + (kv_off[:, None] * stride_dv_n + d_v[None, :]),
+        dv_out,
+        mask=(kv_idx < Nk)[:, None],
+    )
+
+
+@triton.jit(do_not_specialize=["Nk"])
+def dkdv_end(
+    DK_PARTS, DV_PARTS, dK, dV, Hkv, splits, Nk, stride_dk_parts_b, stride_dk_parts_h,
+    stride_dk_parts_s, stride_dk_parts_n, stride_dv_parts_b, stride_dv_parts_h, stride_dv_parts_s,
+    stride_dv_parts_n, stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    BLOCK_KV: tl.constexpr,
+):
+    # After the backward: dK and dV, summed over the programs among which the query heads of a group are split.
+    pid = tl.program_id(0)
+    kv_tiles = tl.cdiv(Nk, BLOCK_KV)
+    kv_start = (pid % kv_tiles) * BLOCK_KV
+    hkv = pid // kv_tiles % Hkv
+    b = pid // kv_tiles // Hkv
+    kv_off = tl.arange(0, BLOCK_KV)
+    dtype = dK.dtype.element_ty
+    kv_idx = kv_start + kv_off
+    d_qk = tl.arange(0, D_QK)
+    d_v = tl.arange(0, D_V)
+
+    dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(hkv, tl.int64) * stride_dk_h
+    dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(hkv, tl.int64) * stride_dv_h
+    dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
+    dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
+    # query heads that share this key head
+    for split in tl.range(0, splits, disable_licm=True):
+        DK_PARTS_head = (
+            DK_PARTS
+            + tl.cast(b, tl.int64) * stride_dk_parts_b
+            + tl.cast(hkv, tl.int64) * stride_dk_parts_h
+            + tl.cast(split, tl.int64) * stride_dk_parts_s
+        )
+        DV_PARTS_head = (
+            DV_PARTS
+            + tl.cast(b, tl.int64) * stride_dv_parts_b
+            + tl.cast(hkv, tl.int64) * stride_dv_parts_h
+            + tl.cast(split, tl.int64) * stride_dv_parts_s
+        )
+        dk_part = tl.load(
+            DK_PARTS_head + tl.cast(kv_start, tl.int64) * stride_dk_parts_n + (kv_off[:, None] * stride_dk_parts_n + d_qk[None, :]),
+            mask=(kv_idx < Nk)[:, None],
+            other=0.0,
+        )
+        dk = dk + dk_part.to(tl.float32)
+        dv_part = tl.load(
+            DV_PARTS_head + tl.cast(kv_start, tl.int64) * stride_dv_parts_n + (kv_off[:, None] * stride_dv_parts_n + d_v[None, :]),
+            mask=(kv_idx < Nk)[:, None],
+            other=0.0,
+        )
+        dv = dv + dv_part.to(tl.float32)
+    dk_out = dk.to(dtype)
     tl.store(
         dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),
         dk_out,

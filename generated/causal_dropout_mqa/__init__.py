@@ -54,6 +54,7 @@ DKDV = runtime.Kernel(
     heads=(3, 4),
     flags=("DROPOUT",),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0,))
 BWD = runtime.Kernel(
     kernels,
     "bwd",
@@ -62,7 +63,6 @@ BWD = runtime.Kernel(
     heads=(3,),
     flags=("DROPOUT",),
 )
-DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0,))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
 
 
@@ -174,13 +174,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
             ),
             (seed is not None,),
         )
+        dk_parts = dk_heads
+        dv_parts = dv_heads
         DKDV_END(
             q, Nk, B,
-            (dk_heads, dv_heads, dk, dv),
+            (dk_parts, dv_parts, dk, dv),
             (group, Nk),
             (
-                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
-                HEAD_DIM_V, dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                Hkv * group * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hkv * group * Nk * HEAD_DIM_V,
+                Nk * HEAD_DIM_V, HEAD_DIM_V, dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
             ),
         )
         DQ_END(
@@ -225,12 +227,19 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
                 (seed is not None,),
             )
             if splits > 1:
-                torch.sum(dk_parts, 2, out=dk)
-                torch.sum(dv_parts, 2, out=dv)
+                DKDV_END(
+                    q, Nk, B,
+                    (dk_parts, dv_parts, dk, dv),
+                    (splits, Nk),
+                    (
+                        dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0), dv_parts.stride(2),
+                        dv_parts.stride(3), dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                    ),
+                )
     return dq, dk, dv
 
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_b7cbff5ab84b", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_5ea69b2d3a52", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -39,6 +39,7 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2, 3),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 BWD = runtime.Kernel(
     kernels,
     "bwd",
@@ -46,7 +47,6 @@ BWD = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2),
 )
-DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
 
@@ -162,13 +162,16 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
+        dk_parts = dk_heads
+        dv_parts = dv_heads
         DKDV_END(
             q, Nk, B * Hkv,
-            (dk_heads, dv_heads, dk, dv),
+            (dk_parts, dv_parts, dk, dv),
             (Hkv, group, Nk),
             (
-                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
-                HEAD_DIM_V, *dk.stride()[:3], *dv.stride()[:3],
+                Hkv * group * Nk * HEAD_DIM_QK, group * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK,
+                Hkv * group * Nk * HEAD_DIM_V, group * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
+                *dk.stride()[:3], *dv.stride()[:3],
             ),
         )
         DQ_END(
@@ -210,12 +213,16 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 ),
             )
             if splits > 1:
-                torch.sum(dk_parts, 2, out=dk)
-                torch.sum(dv_parts, 2, out=dv)
+                DKDV_END(
+                    q, Nk, B * Hkv,
+                    (dk_parts, dv_parts, dk, dv),
+                    (Hkv, splits, Nk),
+                    (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                )
     return dq, dk, dv
 
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_gqa_69778e1b4cd2", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_gqa_590786a48637", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -39,8 +39,8 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2),
 )
-BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
 DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0,))
+BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1,))
 
@@ -159,13 +159,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
+        dk_parts = dk_heads
+        dv_parts = dv_heads
         DKDV_END(
             q, Nk, B,
-            (dk_heads, dv_heads, dk, dv),
+            (dk_parts, dv_parts, dk, dv),
             (group, Nk),
             (
-                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
-                HEAD_DIM_V, dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                Hkv * group * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hkv * group * Nk * HEAD_DIM_V,
+                Nk * HEAD_DIM_V, HEAD_DIM_V, dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
             ),
         )
         DQ_END(
@@ -208,12 +210,19 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 ),
             )
             if splits > 1:
-                torch.sum(dk_parts, 2, out=dk)
-                torch.sum(dv_parts, 2, out=dv)
+                DKDV_END(
+                    q, Nk, B,
+                    (dk_parts, dv_parts, dk, dv),
+                    (splits, Nk),
+                    (
+                        dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0), dv_parts.stride(2),
+                        dv_parts.stride(3), dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                    ),
+                )
     return dq, dk, dv
 
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_mqa_d5e1c84d8bde", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_mqa_a682e36f940a", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -109,12 +109,6 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
-    "bwd": {
-        ("sm90", 2, "hopper"): (
-            (64, None),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
-        ),
-    },
     "dkdv_end": {
         ("sm80", 2): (
             (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
@@ -130,6 +124,12 @@ SCHEDULES = {
         ),
         ("any", 2): (
             (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
+        ),
+    },
+    "bwd": {
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
         ),
     },
     "dq_end": {
@@ -667,12 +667,12 @@ def dkdv(
 
 @triton.jit(do_not_specialize=["Nk"])
 def dkdv_end(
-    DK_HEADS, DV_HEADS, dK, dV, Hkv, group, Nk, stride_dk_heads_b, stride_dk_heads_h,
-    stride_dk_heads_n, stride_dv_heads_b, stride_dv_heads_h, stride_dv_heads_n, stride_dk_b,
-    stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    DK_PARTS, DV_PARTS, dK, dV, Hkv, splits, Nk, stride_dk_parts_b, stride_dk_parts_h,
+    stride_dk_parts_s, stride_dk_parts_n, stride_dv_parts_b, stride_dv_parts_h, stride_dv_parts_s,
+    stride_dv_parts_n, stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
     BLOCK_KV: tl.constexpr,
 ):
-    # After the backward in one pass: dK and dV, summed over the query heads that share a K/V head.
+    # After the backward: dK and dV, summed over the programs among which the query heads of a group are split.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     kv_start = (pid % kv_tiles) * BLOCK_KV
@@ -689,29 +689,31 @@ def dkdv_end(
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
     # query heads that share this key head
-    for g in tl.range(0, group, disable_licm=True):
-        DK_HEADS_head = (
-            DK_HEADS
-            + tl.cast(b, tl.int64) * stride_dk_heads_b
-            + tl.cast(g + hkv * group, tl.int64) * stride_dk_heads_h
+    for split in tl.range(0, splits, disable_licm=True):
+        DK_PARTS_head = (
+            DK_PARTS
+            + tl.cast(b, tl.int64) * stride_dk_parts_b
+            + tl.cast(hkv, tl.int64) * stride_dk_parts_h
+            + tl.cast(split, tl.int64) * stride_dk_parts_s
         )
-        DV_HEADS_head = (
-            DV_HEADS
-            + tl.cast(b, tl.int64) * stride_dv_heads_b
-            + tl.cast(g + hkv * group, tl.int64) * stride_dv_heads_h
+        DV_PARTS_head = (
+            DV_PARTS
+            + tl.cast(b, tl.int64) * stride_dv_parts_b
+            + tl.cast(hkv, tl.int64) * stride_dv_parts_h
+            + tl.cast(split, tl.int64) * stride_dv_parts_s
         )
-        dk_head = tl.load(
-            DK_HEADS_head + tl.cast(kv_start, tl.int64) * stride_dk_heads_n + (kv_off[:, None] * stride_dk_heads_n + d_qk[None, :]),
+        dk_part = tl.load(
+            DK_PARTS_head + tl.cast(kv_start, tl.int64) * stride_dk_parts_n + (kv_off[:, None] * stride_dk_parts_n + d_qk[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dk = dk + dk_head.to(tl.float32)
-        dv_head = tl.load(
-            DV_HEADS_head + tl.cast(kv_start, tl.int64) * stride_dv_heads_n + (kv_off[:, None] * stride_dv_heads_n + d_v[None, :]),
+        dk = dk + dk_part.to(tl.float32)
+        dv_part = tl.load(
+            DV_PARTS_head + tl.cast(kv_start, tl.int64) * stride_dv_parts_n + (kv_off[:, None] * stride_dv_parts_n + d_v[None, :]),
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
-        dv = dv + dv_head.to(tl.float32)
+        dv = dv + dv_part.to(tl.float32)
     dk_out = dk.to(dtype)
     tl.store(
         dK_head + tl.cast(kv_start, tl.int64) * stride_dk_n + (kv_off[:, None] * stride_dk_n + d_qk[None, :]),

@@ -190,14 +190,22 @@ def rows_layout(x: torch.Tensor, width: int) -> Layout:
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
-    order = sorted(range(3), key=x.stride, reverse=True)
-    if width * math.prod(x.shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
+    return _ordered_layout((b, h, n), x.stride(), width)
+
+
+def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Layout:
+    """What `rows_layout` gives for a tensor that is not contiguous: its first three sizes and all strides."""
+    order = sorted(range(3), key=steps.__getitem__, reverse=True)
+    if width * math.prod(shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
         order = [0, 1, 2]
     strides, step = [0, 0, 0, 1], width
     for d in reversed(order):
         strides[d] = step
-        step = step * max(x.shape[d], 1)
-    return (b, h, n, width), tuple(strides)
+        step = step * max(shape[d], 1)
+    return (*shape, width), tuple(strides)
+
+
+_known_layout = functools.lru_cache(maxsize=1024)(_ordered_layout)  # of the sizes that calls have had
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -210,7 +218,7 @@ def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) ->
     """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
     dtype = dtype or x.dtype
     if not x.is_contiguous():
-        return empty(x, *rows_layout(x, width), dtype)
+        return empty(x, *_known_layout(x.shape[:3], x.stride(), width), dtype)
     b, h, n, _ = x.shape
     of_head = n * width
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
@@ -220,6 +228,12 @@ def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) ->
 def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor without elements, of the dtype of x unless another is given."""
     return x.new_empty((0,) * dimensions, dtype=dtype or x.dtype)
+
+
+@functools.cache
+def no_rows(device: torch.device) -> torch.Tensor:
+    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of most tensors are."""
+    return torch.empty_strided((1, 1, 0), (16, 16, 1), dtype=torch.float32, device=device)
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -1129,6 +1143,11 @@ def _without_backward(*args: Any, **more: Any) -> None:
     raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
 
 
+def _wants_order() -> bool:
+    """Whether torch is told to raise where an algorithm is not deterministic."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
     shape, strides = rows_layout(addressable(x), width)
@@ -1213,13 +1232,12 @@ class Operators:
     def _backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
         q, k, v, out, lse, *operands = args
         signature = self.signature
-        ordered = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-        if signature.unordered and ordered and operands[-1]:
+        if signature.unordered and operands[-1] and _wants_order():
             raise RuntimeError(
                 f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
                 "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
             )
-        grad_lse = lse[:, :, :0] if grad_lse is None else grad_lse.resolve_neg().contiguous()  # no rows: zero
+        grad_lse = no_rows(lse.device) if grad_lse is None else grad_lse.resolve_neg().contiguous()
         q, k, v = addressable(q), addressable(k), addressable(v)
         return self.host_backward(addressable(grad_out), grad_lse, q, k, v, out, lse, *operands)
 

@@ -54,6 +54,7 @@ DKDV = runtime.Kernel(
     heads=(2, 3, 4),
     specialised=(1,),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 BWD = runtime.Kernel(
     kernels,
     "bwd",
@@ -62,7 +63,6 @@ BWD = runtime.Kernel(
     heads=(2, 3),
     specialised=(1,),
 )
-DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(2, 3), specialised=(1,))
 
@@ -181,13 +181,16 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
                 Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
+        dk_parts = dk_heads
+        dv_parts = dv_heads
         DKDV_END(
             q, Nk, B * Hkv,
-            (dk_heads, dv_heads, dk, dv),
+            (dk_parts, dv_parts, dk, dv),
             (Hkv, group, Nk),
             (
-                Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V,
-                HEAD_DIM_V, *dk.stride()[:3], *dv.stride()[:3],
+                Hkv * group * Nk * HEAD_DIM_QK, group * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK,
+                Hkv * group * Nk * HEAD_DIM_V, group * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
+                *dk.stride()[:3], *dv.stride()[:3],
             ),
         )
         DQ_END(
@@ -229,12 +232,16 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
                 ),
             )
             if splits > 1:
-                torch.sum(dk_parts, 2, out=dk)
-                torch.sum(dv_parts, 2, out=dv)
+                DKDV_END(
+                    q, Nk, B * Hkv,
+                    (dk_parts, dv_parts, dk, dv),
+                    (Hkv, splits, Nk),
+                    (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                )
     return dq, dk, dv
 
 
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_9038410b2c09", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_93e6c389b531", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -39,6 +39,7 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1, 2, 3),
 )
+DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
 
 
@@ -153,12 +154,16 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             ),
         )
         if splits > 1:
-            torch.sum(dk_parts, 2, out=dk)
-            torch.sum(dv_parts, 2, out=dv)
+            DKDV_END(
+                q, Nk, B * Hkv,
+                (dk_parts, dv_parts, dk, dv),
+                (Hkv, splits, Nk),
+                (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+            )
     return dq, dk, dv
 
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("streaming_gqa_0a50bd7015ea", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("streaming_gqa_0adf28475db7", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -447,11 +447,17 @@ def test_gradients_of_shared_keys_are_summed() -> None:
     """Each program has those of a query head; a kernel adds up those of a group."""
     text = print_module(whole("shared"))
     host = text.partition("host @backward")[2].partition("kernel @")[0]
-    assert [line.strip() for line in host.splitlines() if "_HEADS" in line or "@dkdv_end" in line] == [
+    assert [line.strip() for line in host.splitlines() if "_HEADS" in line or "_parts" in line or "@dkdv_end" in line] == [
         "%DK_HEADS = alloc : T[B, Hq, Nk, D_QK] @hbm",
         "%DV_HEADS = alloc : T[B, Hq, Nk, D_V] @hbm",
         "launch @bwd args(dK=%DK_HEADS, dV=%DV_HEADS)",
-        "launch @dkdv_end",
+        "%DK_PARTS = view %DK_HEADS by(heads) : T[B, Hkv, group, Nk, D_QK] @hbm",
+        "%DV_PARTS = view %DV_HEADS by(heads) : T[B, Hkv, group, Nk, D_V] @hbm",
+        "launch @dkdv_end sizes(splits=group)",
+        "%dK_parts = alloc where(splits > 1) otherwise(%dK) : T[B, Hkv, splits, Nk, D_QK] @hbm",
+        "%dV_parts = alloc where(splits > 1) otherwise(%dV) : T[B, Hkv, splits, Nk, D_V] @hbm",
+        "launch @dkdv args(dK=%dK_parts, dV=%dV_parts)",
+        "launch @dkdv_end args(DK_PARTS=%dK_parts, DV_PARTS=%dV_parts)",
     ]
     assert "kernel @dkdv_end own(kv) grid(kv in cdiv(Nk, BLOCK_KV), hkv in Hkv, b in B)\n" in text
     assert "    %dK = arg out : T[B, Hq, Nk, D_QK] @hbm\n" in text

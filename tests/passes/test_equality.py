@@ -33,7 +33,7 @@ from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
-from attngen.ir.host import Alloc, Copy, If, Launch, ListBlocks, Place, Sum, SumDistances, View
+from attngen.ir.host import Alloc, Copy, If, Launch, ListBlocks, Place, SumDistances, View
 from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
 from attngen.ir.text import parse_module, print_module
 from attngen.parts import Sizes
@@ -461,7 +461,7 @@ HostChange = Callable[[Op], list[Op]]
 
 
 def sum_of_splits_left_out(op: Op) -> list[Op]:
-    return [] if isinstance(op, Sum) and op.into else [op]
+    return [] if isinstance(op, Launch) and op.kernel == "dkdv_end" else [op]
 
 
 def copy_left_out(op: Op) -> list[Op]:
@@ -490,7 +490,8 @@ def heads_in_wrong_order(op: Op) -> list[Op]:
 
 def heads_not_told_apart(op: Op) -> list[Op]:
     """Packed rows as if they were the queries of one head."""
-    return [replace(op, sizes=tuple((name, symbol("Gq")) for name, _ in op.sizes)) if isinstance(op, Launch) and op.sizes else op]
+    packed = isinstance(op, Launch) and op.kernel == "packed"
+    return [replace(op, sizes=tuple((name, symbol("Gq")) for name, _ in op.sizes)) if packed else op]
 
 
 def distances_off(op: Op) -> list[Op]:
