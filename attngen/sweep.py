@@ -8,6 +8,7 @@ TRITON_INTERPRET decides when triton is imported: set it before this file is.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ import triton
 
 from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
+from attngen.policy import FUSED_KEYS, FUSED_ROWS
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 
@@ -80,7 +82,8 @@ def run_job(job: Job, device: str, seed: int) -> Table:
     """Every case of one spec in one dtype."""
     spec, module = load_spec(job.spec), load_module(job.folder)
     lines = []
-    for case in cases(spec, device):
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 0
+    for case in cases(spec, processors):
         large = case.batch * case.q_heads * case.n_q * case.n_kv >= TURNS
         with _turns[0] if large and _turns else nullcontext():
             try:
@@ -97,17 +100,25 @@ def run_job(job: Job, device: str, seed: int) -> Table:
     return Table(f"{spec.name}, {job.dtype}", tuple(lines))
 
 
-def cases(spec: Spec, device: str) -> Iterator[Case]:
-    """Ragged and unequal sizes, other layouts, and N up to 32k, or MODIFIED."""
+def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:
+    """Ragged and unequal sizes, other layouts; on a device of so many multiprocessors many sequences, and N up to 32k, or MODIFIED."""
     heads = heads_for(spec)
-    for n_q, n_kv in RAGGED if device == "cuda" else RAGGED[:4]:
+    for n_q, n_kv in RAGGED if processors else RAGGED[:4]:
         yield Case(2, *heads, n_q, n_kv)
     for layout in ("bnhd", "packed", "expanded", "island"):
         yield Case(2, *heads, 127, 127, layout)
-    for n_q, n_kv in LARGE if device == "cuda" else []:
+    if processors:
+        yield crowded(spec, processors)
+    for n_q, n_kv in LARGE if processors else []:
         if spec.score and n_q > MODIFIED:
             continue
         yield Case(1, *heads_for(spec, 2), n_q, n_kv)
+
+
+def crowded(spec: Spec, processors: int) -> Case:
+    """Ragged sequences, so many that a device of so many multiprocessors takes the backward in one pass where there is one."""
+    heads, rows = heads_for(spec), FUSED_ROWS + 5
+    return Case(math.ceil(FUSED_KEYS * processors / (heads[0] * rows)), *heads, rows, rows)
 
 
 def repeats(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int) -> bool:

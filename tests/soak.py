@@ -11,7 +11,6 @@ products on a stream of its own.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,8 @@ from types import ModuleType
 import torch
 
 from attngen.errors import AttngenError
-from attngen.policy import FUSED_KEYS, FUSED_ROWS
 from attngen.spec import Spec, load_spec
-from attngen.sweep import runs
+from attngen.sweep import crowded, runs
 from attngen.testing import Case, heads_for, load_module
 
 
@@ -31,8 +29,7 @@ def cases(spec: Spec, processors: int) -> Iterator[Case]:
     heads = heads_for(spec)
     yield Case(2, *heads, 1, 1000)
     yield Case(2, *heads, 127, 129)
-    rows = FUSED_ROWS + 5
-    yield Case(math.ceil(FUSED_KEYS * processors / (heads[0] * rows)), *heads, rows, rows)
+    yield crowded(spec, processors)
 
 
 def differing(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, repeats: int, beside: bool = False) -> int:

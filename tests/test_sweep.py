@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attngen import cli, sweep
+from attngen.policy import FUSED_KEYS
 from attngen.spec import make_spec
 from attngen.sweep import Job, Table, cases, failures, page, run_job
 from attngen.testing import Case, load_module
@@ -113,6 +114,7 @@ def test_other_bits_in_a_second_run_fail(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_which_cases_there_are() -> None:
     """On CUDA up to 32k rows, and 16k where scores are modified: the oracle keeps them all."""
-    assert max(c.n_q for c in cases(spec("causal_mha"), "cuda")) == 32768 and max(c.n_q for c in cases(spec("alibi_mha"), "cuda")) == 16384
-    assert max(c.n_q for c in cases(spec("causal_mha"), "cpu")) == 129
-    assert {c.layout for c in cases(spec("causal_mha"), "cpu")} == {"bhnd", "bnhd", "packed", "expanded", "island"}
+    assert max(c.n_q for c in cases(spec("causal_mha"), 132)) == 32768 and max(c.n_q for c in cases(spec("alibi_mha"), 132)) == 16384
+    assert max(c.batch * c.q_heads * c.n_kv for c in cases(spec("causal_mha"), 132) if c.n_q == 1029) >= FUSED_KEYS * 132
+    assert max(c.n_q for c in cases(spec("causal_mha"))) == 129
+    assert {c.layout for c in cases(spec("causal_mha"))} == {"bhnd", "bnhd", "packed", "expanded", "island"}
