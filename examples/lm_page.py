@@ -13,6 +13,7 @@ import torch
 from decoder import PLAIN, stop
 
 Run = dict[str, Any]
+WAYS = {"kept": "as they are", "checkpointed": "checkpointed", "graph": "in a CUDA graph"}  # of steps whose speed is measured
 COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # of what is beside naive
 
 
@@ -127,7 +128,8 @@ def text(results: dict[str, Any], picture: str) -> str:
             f"held out, of which every validation reads the same {settings['val_tokens']:,}. {settings['epochs']} epochs of",
             f"{settings['epoch_tokens']:,} tokens in batches of {settings['batch']} sequences of {settings['seq']}; AdamW at",
             f"{settings['lr']:g} after a short warm-up, then a cosine to a tenth of it; gradients clipped to 1; {numbers}; activation",
-            f"checkpointing {'on' if settings['checkpoint'] else 'off'}. Dropout is on the attention's probabilities alone, and off",
+            f"checkpointing {'on' if settings['checkpoint'] else 'off'}{'; steps replayed from a CUDA graph' * settings['graph']}.",
+            "Dropout is on the attention's probabilities alone, and off",
             "in validation. A seed fixes the initial weights and the batches, for every attention alike; what dropout drops is each",
             "attention's own.",
         ),
@@ -154,7 +156,9 @@ def text(results: dict[str, Any], picture: str) -> str:
             "## Speed and memory",
             paragraph(
                 "Whole training steps: forward, backward, clipping and optimizer. Peak memory is the most that tensors held, weights and",
-                "optimizer included. Checkpointed, a block keeps nothing but its input, and is computed again in the backward pass.",
+                "optimizer included. Checkpointed, a block keeps nothing but its input, and is computed again in the backward pass. In a",
+                "CUDA graph, a step is recorded once and replayed: where the host needs longer than the device, as in short steps of",
+                "eager PyTorch, only these rates compare kernels.",
             ),
             speed_table(results["speed"]),
         ]
@@ -213,14 +217,16 @@ def speed(group: list[Run]) -> list[str]:
 
 
 def speed_table(records: list[Run]) -> str:
-    """A line per length, dropout and attention; activations kept, then checkpointed."""
-    groups: dict[tuple[Any, ...], dict[bool, Run]] = {}
+    """A line per size, dropout and attention; rate and memory of each way that was measured."""
+    groups: dict[tuple[Any, ...], dict[str, Run]] = {}
     for r in records:
-        groups.setdefault((f"{r['batch']} x {r['seq']}", f"{r['dropout']:g}", r["attention"]), {})[r["checkpoint"]] = r
-    head = ["batch x length", "dropout", "attention", "tokens/s", "peak GiB", "tokens/s, checkpointed", "peak GiB, checkpointed"]
+        groups.setdefault((f"{r['batch']} x {r['seq']}", f"{r['dropout']:g}", r["attention"]), {})[r["way"]] = r
+    ways = [way for way in WAYS if way in unique(records, "way")]
+    head = ["batch x length", "dropout", "attention"]
+    for way in ways:
+        head += [name if way == "kept" else f"{name}, {WAYS[way]}" for name in ("tokens/s", "peak GiB")]
     return table(
-        head,
-        [[*key, *(cell for kept in (False, True) for cell in speed([both[kept]] if kept in both else []))] for key, both in groups.items()],
+        head, [[*key, *(cell for way in ways for cell in speed([found[way]] if way in found else []))] for key, found in groups.items()]
     )
 
 

@@ -1,7 +1,7 @@
 """A language model trained with naive attention, with SDPA and with generated modules, from the same seeds: do they learn the same?
 
     python examples/train_lm.py --attention naive sdpa causal_mqa        # five epochs of each
-    python examples/train_lm.py --attention naive my/module --dropout 0 0.1 --seeds 0 1 2 --speed 512 4096 --out DIR
+    python examples/train_lm.py --attention naive my/module --dropout 0 0.1 --seeds 0 1 2 --speed 16x512 8x4096 --out DIR
     python examples/train_lm.py --report docs/lm-training.md --from DIR  # the page and its plot, from what --out wrote
 
 The text is split into training and validation by file (every tenth is held out), one file by its end. Tokens are the most frequent
@@ -47,8 +47,7 @@ SIZES: dict[str, tuple[int, int, str]] = {  # a flag's default on a GPU, on a CP
     "epoch_tokens": (1_000_000, 256, "tokens of an epoch, drawn from the training text without replacement"),
     "val_tokens": (200_000, 128, "tokens of a validation, the same every time"),
     "vocabulary": (8192, 1024, "tokens, 256 of them bytes"),
-    "speed_tokens": (16384, 64, "tokens of a step of --speed"),
-    "speed_steps": (6, 1, "steps that --speed times, after as many that it does not"),
+    "speed_steps": (10, 1, "steps that --speed times, after as many that it does not"),
 }
 SUFFIXES = {".txt", ".md", ".rst", ".py"}  # of a --data folder
 # Folders of the standard library that are left out: tests, tables, what others installed.
@@ -119,16 +118,51 @@ def windows(tokens: torch.Tensor, starts: torch.Tensor, seq: int) -> torch.Tenso
 # ---------------------------------------------------------------------------------------------- training
 
 
-class Trainer:
-    """One model, its optimizer and its two attentions: with dropout to train, without to validate."""
+class Replayed:
+    """A function of a tensor that a GPU computes, in a CUDA graph: it is recorded once and replayed, so that the host has next to no work.
 
-    def __init__(self, args: argparse.Namespace, chosen: Variant, dropout: float, seed: int, seq: int, checkpointed: bool) -> None:
+    The first calls run as they are, for what libraries set up and an optimizer allocates in its first steps. Inputs have one shape.
+    """
+
+    PLAIN_CALLS = 3
+
+    def __init__(self, function: Callable[[torch.Tensor], None]) -> None:
+        self.function, self.calls = function, 0
+        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def __call__(self, x: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls <= self.PLAIN_CALLS:  # beside the usual stream, as the recording is
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.function(x)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return
+        if self.calls == self.PLAIN_CALLS + 1:
+            self.x = x.clone()
+            with torch.cuda.graph(self.graph):  # computes nothing yet
+                self.function(self.x)
+        self.x.copy_(x)
+        self.graph.replay()
+
+
+class Trainer:
+    """One model, its optimizer and its two attentions: with dropout to train, without to validate.
+
+    With `graph`, steps are replayed from a CUDA graph, which reads the learning rate from a tensor.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, chosen: Variant, dropout: float, seed: int, seq: int, checkpointed: bool, graph: bool
+    ) -> None:
         torch.manual_seed(seed)
         self.device, self.dtype = args.device, args.dtype
         sizes = (args.layers, args.d_model, args.heads, seq, chosen, args.vocabulary, checkpointed)
         with torch.device(args.device):
             self.model = Decoder(*sizes)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=args.device == "cuda")
+        lr = torch.tensor(args.lr, device=args.device) if graph else args.lr
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), fused=args.device == "cuda", capturable=graph)
+        self.step = Replayed(self.update) if graph else self.update
         plain = functools.partial(chosen.attend, window=chosen.window) if chosen.name in PLAIN else chosen.attend
         self.exact: Attend = plain
         self.attend: Attend = functools.partial(plain, dropout_p=dropout) if dropout else plain
@@ -139,7 +173,7 @@ class Trainer:
             logits = self.model(batch[:, :-1], attend)
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    def step(self, batch: torch.Tensor) -> None:
+    def update(self, batch: torch.Tensor) -> None:
         """One step of the optimizer."""
         loss = self.loss(batch, self.attend)
         self.optimizer.zero_grad()
@@ -158,7 +192,7 @@ class Trainer:
 def train(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, seed: int) -> dict[str, Any]:
     """Train from the seed and print a line per epoch; the record of the run."""
     fresh(args.device)
-    trainer = Trainer(args, chosen, dropout, seed, args.seq, args.checkpoint)
+    trainer = Trainer(args, chosen, dropout, seed, args.seq, args.checkpoint, args.graph)
     generator = torch.Generator().manual_seed(seed)
     count, held = (len(text.train) - 1) // args.seq, (len(text.held) - 1) // args.seq
     steps, shown = args.epoch_tokens // args.seq // args.batch, args.val_tokens // args.seq
@@ -185,13 +219,13 @@ def train(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float,
     return {"attention": chosen.name, "dropout": dropout, "seed": seed, "perplexity": perplexities, **measured}
 
 
-def measure(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, seq: int, checkpointed: bool) -> dict[str, Any]:
-    """Tokens per second and peak memory of a few steps at another length, with as many tokens a step as --speed sets."""
+def measure(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, size: tuple[int, int], way: str) -> dict[str, Any]:
+    """Tokens per second and peak memory of a few steps of `size` (sequences, their length), in one of WAYS."""
     fresh(args.device)
-    batch = max(1, args.speed_tokens // seq)
+    batch, seq = size
     measured: dict[str, Any] = {"tokens_per_s": None, "peak_gib": None}
     try:
-        trainer = Trainer(args, chosen, dropout, 0, seq, checkpointed)
+        trainer = Trainer(args, chosen, dropout, 0, seq, way == "checkpointed", way == "graph")
         starts = torch.randint(len(text.train) - seq, (2 * args.speed_steps, batch), generator=torch.Generator().manual_seed(0))
         for i, row in enumerate(starts.to(args.device)):
             if i == args.speed_steps:
@@ -200,9 +234,8 @@ def measure(args: argparse.Namespace, text: Text, chosen: Variant, dropout: floa
         measured = {"tokens_per_s": args.speed_steps * batch * seq / (clock(args.device) - started), "peak_gib": peak(args.device)}
     except torch.OutOfMemoryError:
         pass  # stays None, and the page says so
-    kept = "checkpointed" if checkpointed else "all kept"
-    print(f"{chosen.name:<20} dropout {dropout:<4} {batch} x {seq:<6} {kept:<13} {told(measured)}", flush=True)
-    return {"attention": chosen.name, "dropout": dropout, "seq": seq, "batch": batch, "checkpoint": checkpointed, **measured}
+    print(f"{chosen.name:<20} dropout {dropout:<4} {batch} x {seq:<6} {lm_page.WAYS[way]:<16} {told(measured)}", flush=True)
+    return {"attention": chosen.name, "dropout": dropout, "seq": seq, "batch": batch, "way": way, **measured}
 
 
 def told(measured: dict[str, Any]) -> str:
@@ -258,7 +291,11 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     chosen = choose(args)
     text = read_text(args.data, args.vocabulary)
-    needs = {"--seq": args.seq + 1, "--seq and --batch": args.seq * args.batch + 1, "--speed": max(args.speed, default=0) + 1}
+    needs = {
+        "--seq": args.seq + 1,
+        "--seq and --batch": args.seq * args.batch + 1,
+        "--speed": max((seq for _, seq in args.speed), default=0) + 1,
+    }
     for tokens, name, options in ((text.train, "training", needs), (text.held, "validation", ["--seq"])):
         for option in options:
             if len(tokens) < needs[option]:
@@ -279,6 +316,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
             "lr": args.lr,
             "dtype": args.dtype,
             "checkpoint": args.checkpoint,
+            "graph": args.graph,
         },
         "data": text.about,
         "environment": environment(args.device),
@@ -286,8 +324,9 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         "runs": [],
     }
     work: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        ("speed", functools.partial(measure, args, text, v, dropout, seq, kept))
-        for seq, dropout, kept, v in itertools.product(args.speed, args.dropout, (False, True), chosen)
+        ("speed", functools.partial(measure, args, text, v, dropout, size, way))
+        for size, dropout, way, v in itertools.product(args.speed, args.dropout, lm_page.WAYS, chosen)
+        if way != "graph" or args.device == "cuda"
     ]
     work += [
         ("runs", functools.partial(train, args, text, v, dropout, seed))
@@ -324,6 +363,14 @@ def write(results: dict[str, Any], folder: Path) -> None:
             rows.writerows((run["attention"], run["dropout"], run["seed"], epoch, value) for epoch, value in enumerate(run["perplexity"]))
 
 
+def size(text: str) -> tuple[int, int]:
+    """(sequences, their length) of a word such as 16x512."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: expected sequences and their length, as in 16x512")
+    return int(found[1]), int(found[2])
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
@@ -333,8 +380,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     option("--seeds", nargs="+", type=int, default=[0], metavar="N", help="a run of each attention for each [0]")
     option("--dropout", nargs="+", type=float, default=[0.0], metavar="P", help="of the attention's probabilities; a run for each [0]")
     option("--checkpoint", action="store_true", help="train with activation checkpointing, block by block")
+    option("--graph", action="store_true", help="train with steps that are replayed from a CUDA graph: the host has next to no work")
     option(
-        "--speed", nargs="+", type=int, default=[], metavar="N", help="first measure speed and memory at lengths N, checkpointed and not"
+        "--speed",
+        nargs="+",
+        type=size,
+        default=[],
+        metavar="BxN",
+        help="first measure speed and memory of steps of B sequences of N tokens: as they are, checkpointed, in a CUDA graph",
     )
     option("--budget", type=float, metavar="S", help="start nothing that would end later than in S seconds, judged by the longest run yet")
     option("--out", type=Path, metavar="DIR", help="write results.json and curves.csv to this folder, after every run")
@@ -355,6 +408,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for p in args.dropout:
         if not 0 <= p < 1:
             parser.error(f"--dropout {p:g}: expected a probability from 0 up to, not including, 1")
+    if args.graph and (args.device == "cpu" or args.checkpoint):
+        parser.error(f"--graph: expected a GPU, and no --checkpoint; the device is {args.device}")
     if bool(args.report) != bool(args.sources):
         parser.error("--report and --from: expected both or neither; the page is written from the results of earlier runs")
     return args

@@ -62,7 +62,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def study(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, str]:
     """The folder and the output of a study of naive attention, SDPA and a module, over two seeds."""
     out = tmp_path_factory.mktemp("out")
-    options = ["--attention", "naive", "sdpa", "causal_mqa", "--seeds", "0", "1", "--lr", "0.003", "--speed", "16", "--speed-tokens", "16"]
+    options = ["--attention", "naive", "sdpa", "causal_mqa", "--seeds", "0", "1", "--lr", "0.003", "--speed", "1x16"]
     return out, train(*options, "--data", data, "--out", out)
 
 
@@ -75,8 +75,8 @@ def test_a_module_learns_as_naive_attention_does(study: tuple[Path, str]) -> Non
         assert curve == pytest.approx(curves["naive", seed], rel=1e-2)
         assert 600 > curve[0] > curve[1] > curve[2] > 1 and len(curve) == 3
     assert printed.count("epoch 2   perplexity") == 6 and "causal_mqa, dropout 0: perplexity" in printed
-    assert [(r["attention"], r["checkpoint"]) for r in results["speed"]] == [
-        (name, kept) for kept in (False, True) for name in ("naive", "sdpa", "causal_mqa")
+    assert [(r["attention"], r["way"]) for r in results["speed"]] == [
+        (name, way) for way in ("kept", "checkpointed") for name in ("naive", "sdpa", "causal_mqa")
     ]
     rows = list(csv.reader((out / "curves.csv").open()))
     assert rows[0] == ["attention", "dropout", "seed", "epoch", "perplexity"] and len(rows) == 1 + 6 * 3
@@ -178,7 +178,7 @@ def test_a_budget_that_is_spent_starts_nothing(
         ("--attention naive --data /nosuch", r"--data /nosuch: cannot be read \(No such file or directory\)"),
         ("--attention naive --data MODULES", "--data .*: no file with one of .md, .py, .rst, .txt below it"),
         ("--attention naive --data DATA --seq 9999", "tokens for training; expected 10000 or more, for --seq"),
-        ("--attention naive --data DATA --speed 9999", "tokens for training; expected 10000 or more, for --speed"),
+        ("--attention naive --data DATA --speed 1x9999", "tokens for training; expected 10000 or more, for --speed"),
         ("--attention MODULES/exact_module --dropout 0.1", "--dropout 0.1: exact_module was built without dropout; its spec needs"),
         ("--report page.md --from /nosuch", "--from /nosuch: no results.json that can be read"),
     ],
@@ -194,7 +194,7 @@ def test_what_cannot_be_done_is_one_sentence(
     assert "\n" not in str(stopped.value)
 
 
-@pytest.mark.parametrize("options", ["--dropout 1", "--epochs 0", "--report page.md", "--vocabulary 256"])
+@pytest.mark.parametrize("options", ["--dropout 1", "--epochs 0", "--report page.md", "--vocabulary 256", "--graph", "--speed 512"])
 def test_options_out_of_range_are_refused(
     examples: tuple[ModuleType, ModuleType], options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
