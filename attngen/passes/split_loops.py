@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.bounds.turns import last_first
+from attngen.bounds.turns import last_first, makers_of
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Add, Arg, Loop, Map, Op, Type
@@ -43,11 +43,12 @@ class SplitLoops(Pass):
 
 def _with_turns(module: Module, kernel: Kernel) -> Kernel:
     """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of them."""
-    if not any(isinstance(op, Add) and op.turns for op in kernel.ops()):
+    add = next((op for op in kernel.ops() if isinstance(op, Add) and op.turns), None)
+    if add is None:
         return kernel
-    turn = last_first(module, kernel)
-    expr, counts = turn or (None, ())
-    return kernel.rewrite(lambda _, op: [*counts, replace(op, turn=expr)] if isinstance(op, Add) and op.turns else [op])
+    turn, before = last_first(module, kernel), makers_of(kernel, add)
+    expr, makers = turn or (None, ())
+    return kernel.rewrite(lambda _, op: [*makers, replace(add, turn=expr)] if op is add else [] if op in before else [op])
 
 
 def _is_unordered(kernel: Kernel) -> bool:
