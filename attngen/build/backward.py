@@ -229,7 +229,10 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
 
 
 def fuses(spec: Spec) -> bool:
-    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else."""
+    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else.
+
+    Not where data lists the blocks: full ones and others have lists of their own, so that no list is in the order of turns.
+    """
     wide = spec.head_dim.qk + spec.head_dim.v > WIDEST
     blocks = listed_blocks(spec)
     from_data = blocks is not None and blocks.data

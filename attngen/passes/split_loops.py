@@ -14,6 +14,11 @@ Where data says where loops start, and its numbers rise, a program counts those:
 
          %document_q_first_count = count %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
          add %DQ_ACC[b, h, q, d_qk] %dq turns(%DQ_TURNS[b, h, q_start]) turn(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
+
+Where blocks are listed, a program's turn is among the listed tiles, up to the last one whose programs come:
+
+before:  %kv_end_at = position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV)) : i32[]
+after:   %kv_end_at = position %KV_RANK_row tile(min(..., cdiv(Nk, BLOCK_KV))) : i32[]
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and have lower
 numbers. Programs are started in the order of their numbers, and so each waits for programs that have started. By induction on these
-numbers each ends, however many there is room for at one time: the one of the lowest number that is left waits for nobody.
+numbers each ends, however many there is room for at one time: the one of the lowest number that is left waits for nobody. Lists of blocks
+leave some of these programs out, and change no order.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from attngen.ir.ops import Access, Add, Base, Count, Op, Position
 def turns(module: Module, kernel: Kernel) -> Iterator[str]:
     """The turn of a program is how many come to the tile before it: those of later tiles, or in mirrored heads of earlier ones.
 
-    What it counts in data, for that alone, is how many tiles have started there. With lists of blocks, programs come to the tiles that they
-    list. Of these the tile's own list tells how many there are behind the program's tile, up to the end that the formula gives.
+    What it counts in data, for that alone, is how many tiles have started there. With lists of blocks, it is how many tiles the list of the
+    tile has behind the program's own, up to the end that the formula gives.
     """
     adds = [op for op in kernel.ops() if isinstance(op, Add) and op.turn is not None]
     counts = [op for op in kernel.ops() if isinstance(op, Count)]

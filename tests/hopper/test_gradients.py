@@ -431,7 +431,7 @@ LISTED_REFUSED = {
     "places of tiles that are told": (
         "step(@write) listed(%Q_LIST_row) in_order(yes)",
         "step(@write) listed(%Q_LIST_row) places(%LSE2_ring) in_order(yes)",
-        "`.*`: .*",
+        "`bodies`: .*%write_total comes to tiles in their order",
     ),
 }
 
