@@ -86,8 +86,9 @@ def tensor_args(
     args += [Arg(name.upper(), "in", type_) for name, type_ in read.items()]
     if blocks and signature.scores:
         listed = block_lists(signature.own, blocks.data)
-        if "DQ_TURNS" in signature.adds:
-            listed |= dict([*BLOCK_LISTS["q"].items()][:1])  # the ranks of keys, of which turns are made
+        if "DQ_TURNS" in signature.adds:  # turns are made of the ranks in the lists of queries
+            ranks, *_ = BLOCK_LISTS["q"]
+            listed[ranks] = BLOCK_LISTS["q"][ranks]
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
     if dropout and signature.scores:
         args.append(Arg("SEED", "in", Type("i64")))
