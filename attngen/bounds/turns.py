@@ -9,15 +9,45 @@ import sympy
 
 from attngen.bounds.intervals import last_row
 from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
-from attngen.ir.graph import MIRRORED, Kernel, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Count, Load, Type
+from attngen.ir.graph import MIRRORED, Blocks, Kernel, Module
+from attngen.ir.names import BLOCK_LISTS
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Base, Count, Load, Op, Position, Type
 
 
 class Turn(NamedTuple):
-    """The turn of a program, and the ops that count in data what it names."""
+    """The turn of a program, and the ops that make what it names, in the body of the loop that adds."""
 
     expr: Expr
-    counts: tuple[Count, ...] = ()
+    makers: tuple[Op, ...] = ()
+
+
+def turn_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[Count] = ()) -> Turn:
+    """The turn of a program where those of so many tiles, from the first on, may come to the tile that its loop is at.
+
+    With lists of blocks, those of them come that the loop's tile lists. Both sides have their lists of one mask: a tile is in the list of
+    another one if that is in its own. So the turn is how many listed tiles there are from the next one on.
+    """
+    number = floordiv(symbol(f"{own}_start"), symbol(AXIS_DIM[own]))
+    if blocks is None:
+        return Turn(tiles - 1 - number, tuple(counts))
+    loop = "kv" if own == "q" else "q"
+    ranks, _ = BLOCK_LISTS[loop]
+    block = floordiv(symbol(f"{loop}_start"), sympy.Integer(blocks.size))
+    row = Base(f"{ranks}_row", Access(ranks, (symbol("b"), symbol("h"), block)), Type("ptr"))
+    end, following = (Position(f"{own}_{what}_at", row.name, e, Type("i32")) for what, e in (("end", tiles), ("next", number + 1)))
+    return Turn(symbol(end.name) - symbol(following.name), (*counts, row, end, following))
+
+
+def makers_of(kernel: Kernel, add: Add) -> tuple[Op, ...]:
+    """The ops of a loop's body that make what the turn of an op there names."""
+    home = kernel.graph.nodes[add.name]["block"]
+    found, left = set[str](), kernel.scalars_of(add)
+    while left:
+        name = left.pop()
+        if kernel.graph.nodes[name]["block"] == home and name not in found:
+            found.add(name)
+            left |= {*kernel.op(name).operands(), *kernel.scalars_of(kernel.op(name))}
+    return tuple(op for op in kernel.block(home).ops if op.name in found)
 
 
 def last_first(module: Module, kernel: Kernel) -> Turn | None:
@@ -41,15 +71,17 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
     if len(known) < len(bounds):
         return None
     tiles = sympy.Min(own.whole, *(tiles for bound in known for tiles in bound))
-    return Turn(tiles - 1 - floordiv(own.start, own.rows), tuple(own.counted))
+    return turn_of(kernel.own_axis, tiles, module.blocks, own.counted)
 
 
 def may_mirror(module: Module, kernel: Kernel) -> bool:
     """Whether programs may also start with the first own tiles, and go through theirs backwards: loops of later own tiles start later, and
-    all end alike. Then programs of all earlier own tiles come to a tile that a program comes to.
+    all end alike. Then programs of all earlier own tiles come to a tile that a program comes to; not so with lists of blocks.
     """
     visited = visited_range(kernel)
-    return visited is not None and differs(kernel, visited[0]) and not differs(kernel, visited[1]) and bool(last_first(module, kernel))
+    if module.blocks or visited is None or not differs(kernel, visited[0]) or differs(kernel, visited[1]):
+        return False
+    return last_first(module, kernel) is not None
 
 
 def first_first(kernel: Kernel) -> Expr:

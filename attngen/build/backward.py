@@ -229,9 +229,14 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
 
 
 def fuses(spec: Spec) -> bool:
-    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else."""
+    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else.
+
+    Not where data lists the blocks: full ones and others have lists of their own, so that no list is in the order of turns.
+    """
     wide = spec.head_dim.qk + spec.head_dim.v > WIDEST
-    plain = not (wide or listed_blocks(spec) or spec.schedule.order == "kv_outer")
+    blocks = listed_blocks(spec)
+    from_data = blocks is not None and blocks.data
+    plain = not (wide or from_data or spec.schedule.order == "kv_outer")
     return spec.trains and plain and all(x.by == "row" for x in learned(spec))
 
 

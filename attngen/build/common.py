@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 
+from attngen.bounds.turns import turn_of
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
@@ -131,9 +132,14 @@ class KernelBuilder:
         access = _access(tensor, index)
         check: Checks = tuple((a, "partial") for a in access.axes() if a == self.loop_axis)
         own = self.own_axis
-        place = _access(turns, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1])) if turns else None
-        tile, tiles = floordiv(symbol(f"{own}_start"), symbol(AXIS_DIM[own])), cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
-        turn = tiles - 1 - tile if turns else None  # all programs come to all tiles, as long as no pass knows better
+        if not turns:
+            self.add(Add(f"add_{value}", access, value, check), "step")
+            return
+        place = _access(turns, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1]))
+        tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))  # of which all come, as long as no pass knows better
+        turn, makers = turn_of(own, tiles, listed_blocks(self.spec))
+        for op in makers:
+            self.add(op, "step")
         self.add(Add(f"add_{value}", access, value, check, "", place, turn), "step")
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:

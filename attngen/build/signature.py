@@ -8,7 +8,7 @@ from typing import NamedTuple
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import GRADIENTS, SHAPES, SHARES, block_lists, tensor_dtype
+from attngen.ir.names import BLOCK_LISTS, GRADIENTS, SHAPES, SHARES, block_lists, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
 
@@ -85,7 +85,11 @@ def tensor_args(
     args = tensors(signature.reads, "in")
     args += [Arg(name.upper(), "in", type_) for name, type_ in read.items()]
     if blocks and signature.scores:
-        args += [Arg(name, "in", Type("i32", dims)) for name, dims in block_lists(signature.own, blocks.data).items()]
+        listed = block_lists(signature.own, blocks.data)
+        if "DQ_TURNS" in signature.adds:  # turns are made of the ranks in the lists of queries
+            ranks, *_ = BLOCK_LISTS["q"]
+            listed[ranks] = BLOCK_LISTS["q"][ranks]
+        args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
     if dropout and signature.scores:
         args.append(Arg("SEED", "in", Type("i64")))
     return [*args, *tensors(signature.rewrites, "inout"), *tensors(signature.adds, "sum"), *tensors(signature.writes, "out"), *parts]

@@ -418,8 +418,7 @@ class Launch:
         return int((row[:: values[AXIS_DIM[_letter(axis)]]] <= self.expression(op.most, values)).sum())
 
     def _position(self, op: Position, values: Values, cls: str) -> int:
-        axis = "kv" if self.kernel.own_axis == "q" else "q"
-        ranks, ratio = values[op.src], self.tiles_in_a_block(axis, values)
+        ranks, ratio = values[op.src], self.tiles_in_a_block(self.kernel.ranked_axis(op), values)
         block, rest = divmod(int(self.expression(op.tile, values)), ratio)
         before = int(ranks[block])
         listed = rest > 0 and ranks[block + 1] > before  # the block that the tile is in

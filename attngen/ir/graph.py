@@ -15,7 +15,7 @@ import sympy
 from attngen.errors import VerifyError
 from attngen.ir.expr import Bool, Expr, floordiv, symbol
 from attngen.ir.host import Host
-from attngen.ir.names import DIRECTIONS
+from attngen.ir.names import DIRECTIONS, block_lists
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -167,6 +167,11 @@ class Kernel:
         if isinstance(source, Base):
             return self.op(source.src.tensor), source.src.index + access.index
         return source, access.index
+
+    def ranked_axis(self, op: Position) -> str:
+        """The axis of the tile whose position an op gives."""
+        row = self.op(op.src)
+        return "kv" if isinstance(row, Base) and row.src.tensor in block_lists("q", True) else "q"
 
     @cached_property
     def variables(self) -> frozenset[str]:

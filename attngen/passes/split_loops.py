@@ -14,6 +14,11 @@ Where data says where loops start, and its numbers rise, a program counts those:
 
          %document_q_first_count = count %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
          add %DQ_ACC[b, h, q, d_qk] %dq turns(%DQ_TURNS[b, h, q_start]) turn(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
+
+Where blocks are listed, a program's turn is among the listed tiles, up to the last one whose programs come:
+
+before:  %kv_end_at = position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV)) : i32[]
+after:   %kv_end_at = position %KV_RANK_row tile(min(..., cdiv(Nk, BLOCK_KV))) : i32[]
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.bounds.turns import last_first
+from attngen.bounds.turns import last_first, makers_of
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Add, Arg, Loop, Map, Op, Type
@@ -43,11 +48,12 @@ class SplitLoops(Pass):
 
 def _with_turns(module: Module, kernel: Kernel) -> Kernel:
     """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of them."""
-    if not any(isinstance(op, Add) and op.turns for op in kernel.ops()):
+    add = next((op for op in kernel.ops() if isinstance(op, Add) and op.turns), None)
+    if add is None:
         return kernel
-    turn = last_first(module, kernel)
-    expr, counts = turn or (None, ())
-    return kernel.rewrite(lambda _, op: [*counts, replace(op, turn=expr)] if isinstance(op, Add) and op.turns else [op])
+    turn, before = last_first(module, kernel), makers_of(kernel, add)
+    expr, makers = turn or (None, ())
+    return kernel.rewrite(lambda _, op: [*makers, replace(add, turn=expr)] if op is add else [] if op in before else [op])
 
 
 def _is_unordered(kernel: Kernel) -> bool:

@@ -269,7 +269,7 @@ class KernelContext:
         return [*place, f"{op.var}_ahead = tile_at({', '.join(args)})"]
 
     def _position(self, op: Position, cls: str) -> dict[str, Any]:
-        ratio = f"BLOCK // {AXIS_DIM['kv' if self.kernel.own_axis == 'q' else 'q']}"
+        ratio = f"BLOCK // {AXIS_DIM[self.kernel.ranked_axis(op)]}"
         return {"var": op.name, "ranks": self.var(op.src), "tile": self.scalar(op.tile), "ratio": ratio}
 
     def _seed(self, op: Seed, cls: str) -> dict[str, Any]:

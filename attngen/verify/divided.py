@@ -11,11 +11,11 @@ import networkx as nx
 from attngen.bounds.copies import copy_bounds
 from attngen.bounds.intervals import mentions
 from attngen.bounds.launches import groups, lane_registers
-from attngen.bounds.turns import whole_range
+from attngen.bounds.turns import makers_of, whole_range
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Add, Arg, Count, Load, Loop, Map, Op, Store, Yield
+from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -172,7 +172,7 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             yield from _hidden(kernel, op)
             if not (op.partial or op.full):
                 yield f"%{op.name} has no range"
-            alone = not (op.first or op.listed or op.backwards)
+            alone = not (op.first or op.places or op.backwards)
             if op.in_order and not (alone and len(op.full) <= 1 and whole_range((*op.partial, *op.full))):
                 yield f"%{op.name} comes to tiles in their order; expected @step alone, one range of full ones, and others beside it"
         elif isinstance(op, Loop):
@@ -211,9 +211,8 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     portable = module.kernel(kernel.stands_for)
     if kernel.grid != portable.grid:
         yield f"its grid is not that of @{portable.name} as it is portable"
-    turns, expected = ([(op.turns, op.turn) for op in k.ops() if isinstance(op, Add)] for k in (kernel, portable))
-    counts, wanted_counts = ([(op.name, op.src, op.most) for op in k.ops() if isinstance(op, Count)] for k in (kernel, portable))
-    if turns != expected or counts != wanted_counts:
+    turns, expected = ([(op.turns, op.turn, makers_of(k, op)) for op in k.ops() if isinstance(op, Add)] for k in (kernel, portable))
+    if turns != expected:
         yield f"its programs add in other turns than those of @{portable.name} as it is portable"
     wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed) for loop in portable.loops}
     scalars = dict(portable.named)

@@ -41,7 +41,7 @@ CONSTANTS = {"LOG2E", "LN2"}
 # names in the printed kernel that are not values of the IR
 RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
 RESERVED |= {*PADDED.values(), "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
-RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "turn"}
+RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "q_next", "turn"}
 RESERVED |= {
     "at",
     "BLOCK",

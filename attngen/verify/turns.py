@@ -2,28 +2,30 @@
 
 A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and have lower
 numbers. Programs are started in the order of their numbers, and so each waits for programs that have started. By induction on these
-numbers each ends, however many there is room for at one time: the one of the lowest number that is left waits for nobody.
+numbers each ends, however many there is room for at one time: the one of the lowest number that is left waits for nobody. Lists of blocks
+leave some of these programs out, and change no order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.bounds.turns import either_way, last_first, may_mirror
+from attngen.bounds.turns import either_way, last_first, makers_of, may_mirror
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Add, Count
+from attngen.ir.ops import Access, Add, Base, Count, Op, Position
 
 
 def turns(module: Module, kernel: Kernel) -> Iterator[str]:
     """The turn of a program is how many come to the tile before it: those of later tiles, or in mirrored heads of earlier ones.
 
-    What it counts in data, for that alone, is how many tiles have started there.
+    What it counts in data, for that alone, is how many tiles have started there. With lists of blocks, it is how many tiles the list of the
+    tile has behind the program's own, up to the end that the formula gives.
     """
     adds = [op for op in kernel.ops() if isinstance(op, Add) and op.turn is not None]
-    counts = {(op.name, op.src, op.most) for op in kernel.ops() if isinstance(op, Count)}
+    counts = [op for op in kernel.ops() if isinstance(op, Count)]
     if not adds:
-        yield from (f"%{name} counts tiles, and no program takes turns by that" for name, _, _ in sorted(counts, key=str))
+        yield from (f"%{op.name} counts tiles, and no program takes turns by that" for op in counts)
         return
     expected = last_first(module, kernel)
     if expected is None:
@@ -33,13 +35,29 @@ def turns(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in adds:
         if op.turn != wanted:
             yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(wanted)}`, as many as come there before"
-    known = {(op.name, op.src, op.most) for op in expected.counts}
-    for name, src, most in sorted(counts - known, key=str):
-        yield f"%{name} counts tiles that start at `{to_text(most)}` at most in %{src.tensor}, of which no turn is made"
-    for name, src, most in sorted(known - counts, key=str):
-        yield f"%{name} is not the number of tiles that start at `{to_text(most)}` at most in %{src.tensor}"
+    known, found = ({_said(op) for op in ops} for ops in (expected.makers, (*counts, *(m for op in adds for m in makers_of(kernel, op)))))
+    yield from (f"{said}, of which no turn is made" for said in sorted(found - known))
+    yield from (f"the turn is made of what the body has not: {said}" for said in sorted(known - found))
     own = kernel.grid[0]
     if own.mirrored and not may_mirror(module, kernel):
         yield f"its grid is mirrored along {own.var}; expected loops that start later for later tiles of it, and end alike for all"
     if module.schedules and (own.var != kernel.own_axis or not own.descending):
         yield f"its programs take turns from the last tile of {kernel.own_axis} on; expected the grid to start with these, descending"
+
+
+def _said(op: Op) -> str:
+    """What an op is that makes a turn."""
+    match op:
+        case Count(src=src, most=most):
+            what = f"counts tiles that start at `{to_text(most)}` at most in {_place(src)}"
+        case Position(src=src, tile=tile):
+            what = f"is the position of the tile `{to_text(tile)}` in %{src}"
+        case Base(src=src):
+            what = f"points to {_place(src)}"
+        case _:
+            what = "is no number of tiles"
+    return f"%{op.name} {what}"
+
+
+def _place(access: Access) -> str:
+    return f"%{access.tensor}[{', '.join(map(to_text, access.index))}]"

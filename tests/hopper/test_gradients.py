@@ -24,7 +24,7 @@ from attngen.ir.execute_roles import DividedLaunch, RolesStuck
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
-from attngen.passes.pipeline import lower, stages
+from attngen.passes.pipeline import lower, stages, undivided
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from attngen.verify.machine import broken
@@ -57,6 +57,17 @@ MADE: dict[str, dict[str, Any]] = {
     "capped_wide": {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": [{"softcap": 5.0}]},
     "capped": {"head_dim": 64, "mask": "causal", "score": [{"softcap": 5.0}]},
 }
+BLOCKS = {"block_sparse": {"block": 128}}
+LISTED: dict[str, dict[str, Any]] = {
+    "blocks": {"mask": BLOCKS},
+    "blocks_causal": {"head_dim": 64, "heads": {"sharing": "gqa"}, "mask": {"all_of": ["causal", BLOCKS]}},
+    "blocks_in_a_window": {"mask": {"all_of": [{"sliding_window": {"left": 150, "right": 30}}, BLOCKS]}, "score": "sink"},
+    "blocks_of_packed": {"mask": {"all_of": [{"document": {"packed": True, "causal": True}}, BLOCKS]}},
+    "blocks_unordered": {"mask": {"all_of": ["causal", BLOCKS]}, "backward": {"deterministic": False}},
+    "butterfly": {"head_dim": 64, "mask": {"block_sparse": {"block": 128, "pattern": "butterfly"}}},
+    "local_global": {"head_dim": 64, "mask": {"block_sparse": {"block": 256, "pattern": "local_global", "local": 0, "globals": 1}}},
+}
+MADE |= LISTED
 
 
 @cache
@@ -108,7 +119,7 @@ def edited(name: str, *changes: tuple[str, str]) -> Module:
 
 def test_which_specs_have_one() -> None:
     assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
-        *("alibi_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
+        *("alibi_mha", "block_sparse_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
         *("causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha", "document_gqa"),
         *("full_mha", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "sinks_window_gqa"),
         *("softcap_window_gqa", "window_gqa"),
@@ -132,6 +143,31 @@ def test_split_loops_counts_what_data_says() -> None:
         "%document_q_first_count = count %DOCUMENT_Q_FIRST[kv] most(BLOCK_Q + q_start - 1) : i32[] @?",
         f"add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) turns(%DQ_TURNS[b, h, q_start]) {turn}",
     ]
+
+
+def test_split_loops_ends_what_is_listed_where_loops_do() -> None:
+    before, after = (lines_of(steps("blocks_causal")[stage].kernel("bwd"), "step") for stage in ("classify-tiles", "split-loops"))
+    made = [
+        "%KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[] @?",
+        "%kv_end_at = position %KV_RANK_row tile({}) : i32[] @?",
+        "%kv_next_at = position %KV_RANK_row tile((kv_start // BLOCK_KV) + 1) : i32[] @?",
+        "add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) turns(%DQ_TURNS[b, h, q_start]) turn(kv_end_at - kv_next_at)",
+    ]
+    end = "min((max(0, BLOCK_Q + Nk - Nq + q_start - 1) // BLOCK_KV) + 1, cdiv(Nk, BLOCK_KV))"
+    for found, tiles in ((before, "cdiv(Nk, BLOCK_KV)"), (after, end)):
+        assert [line for line in found if "KV_RANK" in line or line.startswith("add ")] == [line.format(tiles) for line in made]
+
+
+@pytest.mark.parametrize("name", ["blocks", "blocks_of_packed"])
+def test_share_gradients_has_the_writer_read_what_is_listed(name: str) -> None:
+    gone, come = changed(name, "make-rings", "share-gradients", "step")
+    made = [line for line in gone if re.search(" = (base|count|position) ", line)]
+    assert [line.split()[0] for line in made] == [
+        *["%document_q_first_count"] * (name == "blocks_of_packed"),
+        *("%KV_RANK_row", "%kv_end_at", "%kv_next_at"),
+    ]
+    assert not [line for line in come if "KV_RANK" in line]
+    assert lines("share-gradients", "write", name)[: len(made) + 1] == [*made, "%dq_tile = take %dQ_ring : f32[BLOCK_Q, D_QK] @sram"]
 
 
 def test_share_gradients_has_the_writer_count() -> None:
@@ -263,10 +299,11 @@ def test_overlap_gradients_issues_dp_late_where_registers_would_not_do() -> None
         ("wide", "partial(q_full_end .. q_end) full(0 .. q_full_end) step(@write)"),
         ("wide_causal", "full(q_full_first .. q_full_end) step(@write) in_order(yes)"),
         ("window", "full(q_full_first .. q_full_end) step(@write) in_order(yes)"),
+        ("blocks", "partial(q_full_end_at .. q_end_at) full(0 .. q_full_end_at) step(@write) listed(%Q_LIST_row) in_order(yes)"),
     ],
 )
 def test_overlap_gradients_makes_one_loop_of_two(name: str, order: str) -> None:
-    """Where a mask bounds tiles, they come by their numbers."""
+    """Where a mask bounds or lists tiles, they come by their numbers."""
     assert len([line for line in lines("share-gradients", "writer", name) if " = loop q " in line]) == 2
     (writing,) = [line for line in lines("overlap-gradients", "writer", name) if " = pipeline q " in line]
     assert writing.endswith(order)
@@ -280,6 +317,21 @@ def test_take_turns_has_two_turns_in_each_tile() -> None:
     ]
     consumer = lines("take-turns", "consumer")
     assert (consumer[0], consumer[-1]) == ("turn start", "turn end")
+
+
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        ({"block_sparse": {"block": 64}}, "its mask lists blocks of 64 keys, and a program has 128"),
+        ({"expr": "allowed[b, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "Nq", "Nk"], "dtype": "bool"}}}, ""),
+    ],
+)
+def test_small_blocks_and_blocks_of_data_have_none(mask: Any, why: str) -> None:
+    """Of blocks that data lists, full ones and others have lists of their own: the build makes no kernel in one pass."""
+    made = dict(stages(asked_for := make_spec({**BASE, "mask": mask})))
+    reasons = list(undivided(asked_for, made["dce"]))
+    assert [reason for reason in reasons if "@bwd" in reason] == [f"On sm90 the kernel @bwd has no row for hopper: {why}."] * bool(why)
+    assert [kernel.name for kernel in made["legalize-triton"].kernels if kernel.adds] == []
 
 
 def test_what_nothing_divides_drops_out() -> None:
@@ -365,6 +417,32 @@ def test_a_wrong_order_of_tiles_is_refused(mistake: str) -> None:
         verify(edited("window", (old, new)))
 
 
+LISTED_REFUSED = {
+    "a turn that another tile has": (
+        "tile((kv_start // BLOCK_KV) + 1)",
+        "tile(kv_start // BLOCK_KV)",
+        "`walks`: .*its programs add in other turns than those of @bwd",
+    ),
+    "ranks of another tile": (
+        "base %KV_RANK[b, h, q_start // 128]",
+        "base %KV_RANK[b, h, 0]",
+        "`walks`: .*its programs add in other turns",
+    ),
+    "places of tiles that are told": (
+        "step(@write) listed(%Q_LIST_row) in_order(yes)",
+        "step(@write) listed(%Q_LIST_row) places(%LSE2_ring) in_order(yes)",
+        "`bodies`: .*%write_total comes to tiles in their order",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", LISTED_REFUSED)
+def test_a_wrong_turn_among_listed_tiles_is_refused(mistake: str) -> None:
+    old, new, reason = LISTED_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("blocks", (old, new)))
+
+
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_a_wrong_text_is_refused_with_a_reason(mistake: str) -> None:
     old, new, reason = REFUSED[mistake]
@@ -391,7 +469,10 @@ def run(
     call = Call.random(chance, asked(name), build_module(asked(name)), lengths)
     if name == "sorted":
         call.inputs["document_ids"] = call.inputs["document_ids"].sort(1).values
-    call = replace(call, tiles={"BLOCK_Q": chance.choice((8, 16)), "BLOCK_KV": chance.choice((8, 16))})
+    sides = (32, 64, 128) if name in LISTED else (8, 16)
+    call = replace(call, tiles={"BLOCK_Q": chance.choice(sides), "BLOCK_KV": chance.choice(sides)})
+    if "block_mask" in call.inputs:  # queries and keys of which no block counts
+        call.inputs["block_mask"][:, :, 1:2], call.inputs["block_mask"][..., 2:3] = False, False
     if chance.random() < 0.5:  # each head alone: the last one may be mirrored
         alone = {"bwd": tuple(replace(axis, together=min(1, axis.together)) for axis in module.kernel("bwd").grid)}
         module = replace(module, kernels=tuple(replace(k, grid=alone.get(k.name, k.grid)) for k in module.kernels))
@@ -401,7 +482,8 @@ def run(
 
 @pytest.mark.parametrize("name", MADE)
 def test_they_compute_what_naive_attention_does(name: str) -> None:
-    for seed, lengths in enumerate([None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]):
+    few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]
+    for seed, lengths in enumerate([(129, 390), (390, 129), (0, 200), (384, 384)] if name in LISTED else few):
         must_be_equal(*run(name, seed, lengths), f"{name} {seed}")
 
 
@@ -420,6 +502,16 @@ def test_mirrored_heads_go_through_their_tiles_backwards() -> None:
     assert "    mirrored = gl.where(first_head + abreast >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads\n" in text
     turned = "q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)\n"
     assert text.count(turned) == 3 and turned not in render(whole("window"))["hopper.py"]  # once in each role
+
+
+def test_the_turn_of_the_next_listed_tile_is_read_ahead() -> None:
+    """Loops over lists read the number of the next tile a turn ahead, and the writer how many programs have added to it."""
+    text = render(whole("blocks_causal"))["hopper.py"].partition("\ndef bwd_writer(")[2]
+    assert "    for at in range(q_first_at, q_end_at):\n        q_tile = q_ahead\n" in text
+    assert text.index("q_ahead = tile_at(Q_LIST_row, at + 1, ") < text.index(
+        "q_next = q_ahead * BLOCK_Q\n        turn_seen = turns_passed("
+    )
+    assert "gl.where(q_start == q_next, turn_seen, -1)," in text and "kv_next_at = position(KV_RANK_row, 1 + " in text
 
 
 @pytest.mark.parametrize("name", MADE)

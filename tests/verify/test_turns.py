@@ -15,7 +15,7 @@ from attngen.bounds.turns import either_way, last_first
 from attngen.derive import derive
 from attngen.errors import VerifyError
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Add, Count, Load
+from attngen.ir.ops import Add, Count, Load, Position
 from attngen.ir.text import parse_module, print_module
 from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
@@ -25,6 +25,7 @@ from tests.helpers import edit
 
 Data = dict[str, np.ndarray]
 
+BLOCK = 32  # rows of listed blocks
 MASKS: dict[str, Any] = {
     "none": "none",
     "causal": "causal",
@@ -43,6 +44,10 @@ MASKS: dict[str, Any] = {
     "packed": {"document": {"packed": True}},
     "packed, causal": {"document": {"packed": True, "causal": True}},
     "packed in a window": {"all_of": [{"document": {"packed": True}}, {"sliding_window": {"left": 40, "right": 20}}]},
+    "blocks": {"block_sparse": {"block": BLOCK}},
+    "blocks, causal": {"all_of": ["causal", {"block_sparse": {"block": BLOCK}}]},
+    "blocks in a window": {"all_of": [{"sliding_window": {"left": 40, "right": 20}}, {"block_sparse": {"block": BLOCK}}]},
+    "blocks of packed": {"all_of": [{"document": {"packed": True, "causal": True}}, {"block_sparse": {"block": BLOCK}}]},
 }
 RANDOM = 6  # calls of each size, where data says what a query sees
 SIZES = [
@@ -72,6 +77,8 @@ def some_data(mask: str, generator: torch.Generator, n_q: int, n_kv: int) -> Dat
     if "kv_lengths" in given and torch.rand((), generator=generator) < 0.3:  # all keys count
         given["kv_lengths"] = torch.full_like(given["kv_lengths"], 2**31 - 1)
     tensors = given | derive(asked, sizes, given, "cpu")
+    if asked.mask.blocks():
+        tensors["blocks"] = torch.rand((-(-n_q // BLOCK), -(-n_kv // BLOCK)), generator=generator) < 0.6
     return {name.upper(): x.numpy() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
 
 
@@ -85,9 +92,21 @@ def read(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
 
 
 def counted(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
-    """And how many tiles start where data says, up to the tile of queries that it is at."""
-    ops = [op for op in kernel.ops() if isinstance(op, Count)]
-    return numbers | {op.name: int((data[op.src.tensor][..., :: numbers["BLOCK_KV"]] <= evaluate(op.most, numbers)).sum()) for op in ops}
+    """And how many tiles start where data says, up to the tile of queries that it is at; and how many of the first ones it lists."""
+    ops = [op for op in kernel.block("step").ops if isinstance(op, (Count, Position))]
+    for op in ops:
+        if isinstance(op, Count):
+            found = int((data[op.src.tensor][..., :: numbers["BLOCK_KV"]] <= evaluate(op.most, numbers)).sum())
+        else:
+            tiles = range(int(evaluate(op.tile, numbers)))
+            found = sum(counts(data, numbers["q_start"], tile * numbers["BLOCK_KV"]) for tile in tiles)
+        numbers = numbers | {op.name: found}
+    return numbers
+
+
+def counts(data: Data, q_start: int, kv_start: int) -> bool:
+    """Whether the mask of blocks shows the block that has a tile."""
+    return "BLOCKS" not in data or bool(data["BLOCKS"][q_start // BLOCK, kv_start // BLOCK])
 
 
 def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, int]]:
@@ -98,7 +117,7 @@ def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, 
         for loop in kernel.loops:
             for lo, hi in loop.ranges:
                 tiles = range(*(int(evaluate(kernel.resolve(bound), numbers)) for bound in (lo, hi)))
-                found |= {(tile * sizes["BLOCK_Q"], start) for tile in tiles}
+                found |= {(first, start) for first in (tile * sizes["BLOCK_Q"] for tile in tiles) if counts(data, first, start)}
     return found
 
 
@@ -109,7 +128,7 @@ def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None
     found = last_first(made(mask, "dce"), kernel)
     assert found is not None and turn == either_way(kernel, found.expr)
     ways = (0, 1) if kernel.grid[0].mirrored else (0,)
-    for n_q, n_kv, block_q, block_kv in SIZES * (RANDOM if spec_of(mask).mask.inputs() else 1):
+    for n_q, n_kv, block_q, block_kv in SIZES * (RANDOM if spec_of(mask).mask.inputs() or spec_of(mask).mask.blocks() else 1):
         sizes = {"Nq": n_q, "Nk": n_kv, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
         data = some_data(mask, generator, n_q, n_kv)
         met = visits(kernel, sizes, data)
@@ -238,7 +257,7 @@ COUNTED = {
     "tiles that start later": (
         "most(BLOCK_Q + q_start - 1)",
         "most(BLOCK_Q + q_start)",
-        "`turns`: .*%document_q_first_count counts tiles that start at `BLOCK_Q \\+ q_start` at most in %DOCUMENT_Q_FIRST, ",
+        "`turns`: .*%document_q_first_count counts tiles that start at `BLOCK_Q \\+ q_start` at most in %DOCUMENT_Q_FIRST\\[kv\\], ",
     ),
     "numbers that may fall": (
         "document_q_first[Nk] rising",
@@ -254,7 +273,7 @@ COUNTED = {
     "a count beside": (
         "    %document_q_first_count = count",
         "    %odd_count = count %DOCUMENT_Q_END[kv] most(0) : i32[] @reg\n    %document_q_first_count = count",
-        "`turns`: .*%odd_count counts tiles that start at `0` at most in %DOCUMENT_Q_END, of which no turn is made",
+        "`turns`: .*%odd_count counts tiles that start at `0` at most in %DOCUMENT_Q_END\\[kv\\], of which no turn is made",
     ),
     "no count": (
         "    %document_q_first_count = count %DOCUMENT_Q_FIRST[kv] most(BLOCK_Q + q_start - 1) : i32[] @reg\n",
@@ -270,3 +289,44 @@ def test_a_wrong_count_is_refused(mistake: str) -> None:
     text = print_module(made("packed, causal", "dce"))
     with pytest.raises(VerifyError, match=f"rule {reason}"):
         verify(parse_module(edit(text, (old, new))))
+
+
+ROW = f"base %KV_RANK[b, h, q_start // {BLOCK}]"
+LISTED = {
+    "the own tile among those before": (
+        "tile((kv_start // BLOCK_KV) + 1)",
+        "tile(kv_start // BLOCK_KV)",
+        r"`turns`: .*%kv_next_at is the position of the tile `kv_start // BLOCK_KV` in %KV_RANK_row, of which no turn is made",
+    ),
+    "an end before that of the loops": (
+        "%kv_end_at = position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV))",
+        "%kv_end_at = position %KV_RANK_row tile(Nk // BLOCK_KV)",
+        r"`turns`: .*%kv_end_at is the position of the tile `Nk // BLOCK_KV` in %KV_RANK_row, of which no turn is made",
+    ),
+    "the list of the own tile": (
+        ROW,
+        f"base %Q_RANK[b, h, kv_start // {BLOCK}]",
+        rf"`turns`: .*%KV_RANK_row points to %Q_RANK\[b, h, kv_start // {BLOCK}\], of which no turn is made",
+    ),
+    "the list of another tile": (ROW, f"base %KV_RANK[b, h, kv_start // {BLOCK}]", "`indexing`: .*%KV_RANK_row indexes Tq of %KV_RANK by"),
+    "a turn among all tiles": ("turn(kv_end_at - kv_next_at)", TURN, r"`turns`: .*; expected `kv_end_at - kv_next_at`, as many as come"),
+    "all that are listed": ("turn(kv_end_at - kv_next_at)", "turn(kv_end_at)", "`turns`: .*as many as come there before"),
+}
+
+
+@pytest.mark.parametrize("mistake", LISTED)
+def test_a_wrong_turn_among_listed_tiles_is_refused(mistake: str) -> None:
+    old, new, reason = LISTED[mistake]
+    head, at, kernels = print_module(made("blocks", "dce")).partition("\nkernel @bwd own")
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(parse_module(head + at + edit(kernels, (old, new))))
+
+
+def test_heads_are_not_mirrored_where_tiles_are_listed() -> None:
+    """Of earlier tiles, too, only those come that are listed."""
+    text = print_module(made("blocks, causal", "dce"))
+    head, at, kernels = text.partition("\nkernel @bwd own")
+    turn = "turn(select(mirrored > 0, (kv_start // BLOCK_KV), kv_end_at - kv_next_at))"
+    mirrored = edit(kernels, ("together(16384)", "together(16384) mirrored"), ("turn(kv_end_at - kv_next_at)", turn))
+    with pytest.raises(VerifyError, match="rule `turns`: .*its grid is mirrored along kv; expected loops that start later"):
+        verify(parse_module(head + at + mirrored))

@@ -321,7 +321,7 @@ class DividedContext(PipelineContext):
                 what = "phase" if takes else "fills"
                 lines.append(f"{short}_{what} = 0" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, 0")
         if block.role and any(isinstance(op, Add) and op.turns for op in self.kernel.within(block.name)):
-            lines.append(f"{self.loop}_ahead, turn_seen = -1, 0")
+            lines.append(f"{self._next_start()}, turn_seen = -1, 0")
         return lines
 
     def _shared_counters(self, name: str, block: Block) -> list[str]:
@@ -480,13 +480,18 @@ class DividedContext(PipelineContext):
         text = self._shared_slot(take.ring)
         first = f"{self._copies()} * {text['slot']} + piece" if text["slot"] else "piece"
         turn = self.scalar(op.turn) if op.turn is not None else ""
-        start, ahead, rows = f"{self.loop}_start", f"{self.loop}_ahead", AXIS_DIM[self.loop]
+        start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
         counter = self._counter_of(op.turns) if op.turns else ""
         clamped = f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.mirrored else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
         following = self._counter_of(op.turns, clamped) if op.turns else ""
         further = f"{start} + gl.where({MIRRORED} > 0, -{rows}, {rows})" if self.mirrored else f"{start} + {rows}"
+        further = f"{self.loop}_ahead * {rows}" if self.module.blocks else further
         turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": following, "turn": turn}
         return {**text, **turns, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
+
+    def _next_start(self) -> str:
+        """The variable of where the next tile starts. Where tiles are listed, loops read its number a turn ahead, as `ahead`."""
+        return f"{self.loop}_{'next' if self.module.blocks else 'ahead'}"
 
     def _counter_of(self, turns: Access, at: str = "") -> str:
         """The address of the number of programs that have added to a tile, or to the one whose first row is `at`."""

@@ -24,6 +24,8 @@ def obstacle(module: Module) -> str:
         return "there is no such kernel of this spec"
     if not any(row.elem_bytes == 2 for row in module.rows(FORWARD)):
         return "no dtype of the spec has 16 bits"
+    if module.blocks and module.blocks.size < COPIES * ROWS:
+        return f"its mask lists blocks of {module.blocks.size} keys, and a program has {COPIES * ROWS}"
     if module.head_dim_qk != module.head_dim_v or not is_power_of_two(module.head_dim_v):
         return f"its heads have {module.head_dim_qk} and {module.head_dim_v} columns; expected as many of q and k as of v, a power of two"
     if any(isinstance(op, (Gather, Load)) and set(op.type.dims) == PAIR for op in kernel.ops()):

@@ -58,13 +58,13 @@ class OverlapGradients(Pass):
 def _overlapped(kernel: Kernel, early: bool, late: bool) -> Kernel:
     """One loop over the tiles of both classes in all roles.
 
-    Tiles come by their numbers where the mask bounds them: a program then comes to a tile after those whose turns are before its own.
-    Where all programs visit the same tiles, partial ones come first, as in loops that are apart.
+    Tiles come by their numbers where the mask bounds or lists them: a program then comes to a tile after those whose turns are before its
+    own. Where all programs visit the same tiles, partial ones come first, as in loops that are apart.
     """
     loops = [[op for op in role.ops if isinstance(op, Loop)] for role in kernel.roles]
     visited = whole_range([pair for loop in loops[0] for pair in loop.ranges])
-    bounded = visited is not None and any(differs(kernel, end) for end in visited)
-    whole = {same[0].name: replace(as_pipeline(same), in_order=bounded) for same in loops}
+    in_order = visited is not None and (loops[0][0].listed is not None or any(differs(kernel, end) for end in visited))
+    whole = {same[0].name: replace(as_pipeline(same), in_order=in_order) for same in loops}
     later = [op for same in loops for op in same[1:]]
     results = {f"{op.name}.{field}": f"{whole[same[0].name].name}.{field}" for same in loops for op in same for field, _ in op.carry}
     kept_tiles = [op for op in kernel.block("consumer").ops if isinstance(op, (Own, Take))]

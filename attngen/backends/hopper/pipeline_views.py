@@ -158,12 +158,16 @@ class PipelineContext(SoftmaxContext):
         assert whole is not None
         body, own, _ = parts = self._differing(op)
         (lo, hi), *_ = op.full or (whole,)
-        outside = [f"{tile} < {self._term(lo)}"] * (lo != whole[0]) + [f"{tile} >= {self._term(hi)}"] * (hi != whole[1])
+        at = "at" if op.listed else tile
+        outside = [f"{at} < {self._term(lo)}"] * (lo != whole[0]) + [f"{at} >= {self._term(hi)}"] * (hi != whole[1])
         condition = " | ".join(f"({text})" if len(outside) > 1 else text for text in outside)
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
         first, end, comment = self._term(whole[0]), self.scalar(whole[1]), IN_ORDER if own else "tiles in their order"
-        text: dict[str, Any] = {"var": tile, "range": end if first == "0" else f"{first}, {end}", "comment": comment}
+        text: dict[str, Any] = {"var": at, "range": end if first == "0" else f"{first}, {end}", "comment": comment}
+        if op.listed:
+            text["before"] = gluon([self._ahead(op, first, f"{end} > {first}")])
+            text["steps"] = [f"{tile} = {op.var}_ahead", *gluon([self._ahead(op, "at + 1", f"{end} > at + 1")]), *loop.text["steps"]]
         if self.kernel.grid[0].mirrored:
             last = f"{end} - 1" if first == "0" else f"{first} + {end} - 1"
             turned = f"{tile} = gl.where({MIRRORED} > 0, {last} - at, at)"

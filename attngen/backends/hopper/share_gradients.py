@@ -40,9 +40,10 @@ import sympy
 
 from attngen.backends.hopper.facts import ROWS
 from attngen.backends.hopper.forward import with_backward
+from attngen.bounds.turns import makers_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Add, Block, Count, Dot, Loop, Op, Yield
+from attngen.ir.ops import AXIS_DIM, Add, Block, Dot, Loop, Op, Yield
 from attngen.ir.roles import PARTS, WHOLE, Await, Give, Issue, Own, Pack, Raise, Ring, Share, Take
 from attngen.passes.base import Pass
 
@@ -75,6 +76,7 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
     tile = replace(product.type, space="sram")
     cast, everyone = f"{product.a}_cast", f"{product.a}_all"
     rings = (Ring("dS_ring", whole, symbol("num_stages")), Ring("dQ_ring", tile, sympy.Integer(SUMS)))
+    makers = makers_of(kernel, add)
     users = [op for op in kernel.ops() if isinstance(op, Dot) and op.a == product.a]
 
     def change(_: str, op: Op) -> Iterator[Op]:
@@ -90,8 +92,8 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
             yield Give(f"give_{everyone}", everyone)
         elif op is add:
             yield Share("share_dq", "dQ_ring", product.name)
-        elif isinstance(op, Count):
-            return  # the writer's turn is counted there
+        elif op in makers:
+            return  # the writer, whose turn it is, has them
         elif op in users:
             if op is users[0]:
                 yield Pack(cast, product.a, ds)
@@ -102,7 +104,7 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
 
     changed = kernel.rewrite(change)
     write = (
-        *(op for op in kernel.ops() if isinstance(op, Count)),
+        *makers,
         Take("dq_tile", "dQ_ring", tile),
         replace(add, value="dq_tile"),
         Give("give_dq_tile", "dq_tile"),
