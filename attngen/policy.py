@@ -12,7 +12,9 @@ SPLIT_KEYS = 512
 # would wait for their first turns; and a sequence has so many queries, and keys (docs/perf-log.md, section 31).
 FUSED_KEYS = 480
 FUSED_ROWS = 1024
+FUSED_LISTED = 2048  # keys, at most, where the mask lists blocks: of more, programs of one tile of queries wait too long for each other
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
+WIDEST_FUSED = 320  # of the kernel that also adds to dQ: with 64 keys these sums are 160 registers of a consumer of a divided kernel
 # Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
 ABREAST = 8
 # Bytes of what programs stream that add to dQ in turns, of the heads that run together: each program starts when the one before it has a

@@ -19,7 +19,7 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import Access, Gather, Store, Type, Yield
 from attngen.ir.shares import part
 from attngen.parts import KV, NATURAL, Q
-from attngen.policy import WIDEST
+from attngen.policy import WIDEST_FUSED
 from attngen.spec import Spec
 
 _ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
@@ -233,7 +233,7 @@ def fuses(spec: Spec) -> bool:
 
     Not where data lists the blocks: full ones and others have lists of their own, so that no list is in the order of turns.
     """
-    wide = spec.head_dim.qk + spec.head_dim.v > WIDEST
+    wide = spec.head_dim.qk + spec.head_dim.v > WIDEST_FUSED
     blocks = listed_blocks(spec)
     from_data = blocks is not None and blocks.data
     plain = not (wide or from_data or spec.schedule.order == "kv_outer")

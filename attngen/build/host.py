@@ -15,7 +15,7 @@ from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Plac
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
-from attngen.policy import FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
+from attngen.policy import FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, SPLIT_KEYS
 from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
@@ -161,7 +161,8 @@ def _backward(module: Module) -> Host:
     if walks:
         _launch_by_key(b, module)
     elif fused := next((kernel for kernel in module.kernels if kernel.adds), None):
-        b.branch("In_one_pass", "one_pass", where=sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys()), orelse="apart")
+        wanted = sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys(module))
+        b.branch("In_one_pass", "one_pass", where=wanted, orelse="apart")
         _launch_fused(b, fused)
         _launch_by_owner(b, module, "apart")
     else:
@@ -189,10 +190,13 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
     b.launch("dq_end", "queries")
 
 
-def _many_keys() -> Bool:
-    """Whether sequences are long, and each multiprocessor has several programs of key tiles: of few, most would wait for first turns."""
+def _many_keys(module: Module) -> Bool:
+    """Whether sequences are long, and each multiprocessor has several programs of key tiles: of few, most would wait for first turns.
+
+    Where blocks are listed, sequences are not too long either: all key tiles of a head may start with one tile of queries.
+    """
     batch, heads, queries, keys, processors = map(symbol, ("B", "Hq", "Nq", "Nk", "processors"))
-    long = sympy.And(queries >= FUSED_ROWS, keys >= FUSED_ROWS)
+    long = sympy.And(queries >= FUSED_ROWS, keys >= FUSED_ROWS, *([keys <= FUSED_LISTED] if module.blocks else []))
     return sympy.And(long, sympy.Ge(batch * heads * keys, FUSED_KEYS * processors))
 
 

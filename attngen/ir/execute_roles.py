@@ -430,14 +430,15 @@ class DividedLaunch(Launch):
         yield False
 
     def _put(self, op: Put, values: Values) -> Any:
-        """Through the copy's own slot, from which all rows inside the tensor are stored later; in halves, if it has room for one."""
+        """Through the copy's own slot, from which all rows inside the tensor are stored later; as many columns at a time as fit it."""
         tile = self.mine(op.through, values).tiles[0]
         width = values[op.value].shape[1]
         columns = min(width, tile.shape[1])
         for first in range(0, width, columns):
             yield from self._flush(op, values)
-            tile[:, :columns] = values[op.value][:, first : first + columns]
-            self.stored(op, values, tile, first, columns)
+            part = values[op.value][:, first : first + columns]
+            tile[:, : part.shape[1]] = part
+            self.stored(op, values, tile, first, part.shape[1])
             yield False
 
     def stored(self, op: Put, values: Values, tile: Any, first: int, columns: int) -> None:

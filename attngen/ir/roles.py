@@ -30,8 +30,8 @@ class Ring(Op):
 
     All these are filled together, once the slot of each is free. A ring of `i32[]` passes places of tiles (see Work).
 
-    With `columns`, a tile lies in pieces of so many columns, one after another. A product over the columns adds up those of the pieces.
-    Where the last piece reaches beyond the tensor, it ends with zeros.
+    With `columns`, a tile lies in pieces of so many columns, one after another. A product over the columns adds up those of the pieces;
+    one whose own columns they are has its columns in such pieces. Where the last piece reaches beyond the tensor, it ends with zeros.
 
     With `beside`, it has numbers of keys: as many slots as that ring, each filled, taken and given back with the slot of that ring. One
     of `i32[]` has the number of the tile there.
@@ -322,6 +322,7 @@ class Pipeline(Op):
     and the other bodies have the turns after that. Tiles before its own partial ones are full for the copy.
 
     With `in_order`, tiles come by their numbers: full ones follow one another, and partial ones are before and behind them.
+    With `recompute`, values that do not change from turn to turn are computed again in each turn, as in a loop (see ops.Loop).
     """
 
     var: str
@@ -337,6 +338,7 @@ class Pipeline(Op):
     own_partial: Ranges = ()
     places: str | None = field(default=None, metadata=OPERAND)
     in_order: bool = False
+    recompute: bool = False
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""

@@ -43,8 +43,8 @@ class SplitGradients(Pass):
 
 
 def _has_both(kernel: Kernel) -> bool:
-    """Whether its programs own a tile of keys each, and hold the sums of both gradients, of products over queries."""
-    return kernel.writes.issuperset(GRADIENTS) and bool(kernel.dots) and not kernel.walks
+    """Whether its programs own a tile of keys each, and hold the sums of both gradients, and of no other one."""
+    return kernel.writes.issuperset(GRADIENTS) and bool(kernel.dots) and not (kernel.walks or kernel.adds)
 
 
 def _launch_each(op: Op, both: set[str]) -> list[Op]:

@@ -423,8 +423,9 @@ def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
     if op.acc and (kernel.type_of(op.acc).dtype, kernel.type_of(op.acc).dims, kernel.type_of(op.acc).space) != ("f32", dims, "reg"):
         yield f"the accumulator is not f32[{', '.join(dims)}] @reg"
     pieces = [_pieces(kernel, ref) for ref in (op.a, op.b)]
-    summed = [n if op.over == t.dims[-1] else 0 for n, t in zip(pieces, (a, b))]  # only a sum may be one of pieces
-    if pieces != summed or (any(pieces) and len(set(pieces)) > 1):
+    summed = [n if op.over == t.dims[-1] else 0 for n, t in zip(pieces, (a, b))]
+    columns = pieces[1] and op.over in b.dims[:1] and b.dims[-1] == "D_QK"  # of the second operand, and so of the product
+    if len(set(summed)) > 1 or pieces != (summed if not columns else [summed[0], pieces[1]]):
         found = " and ".join(str(n or "all") for n in pieces)
         yield f"its operands lie in pieces of {found} columns; expected pieces of one width, over {op.over}"
 
@@ -432,6 +433,8 @@ def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
 def _pieces(kernel: Kernel, ref: str) -> int:
     """The columns of the pieces in which a value lies, if it is a tile that does."""
     take = kernel.op(ref)
+    while isinstance(take, (Near, Own)):
+        take = kernel.op(take.value)
     ring = kernel.op(take.ring) if isinstance(take, Take) else None
     return ring.columns if isinstance(ring, Ring) else 0
 

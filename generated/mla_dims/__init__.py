@@ -34,6 +34,8 @@ DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BL
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DK = runtime.Kernel(kernels, "dk", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
 DV = runtime.Kernel(kernels, "dv", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_Q")), heads=(1,))
+BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 
 
 def attention(
@@ -90,49 +92,81 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
+    processors = runtime.processors(q.device)
+    fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
-        q, k, v, out, grad_out, lse, grad_lse,
+    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
+        out, grad_out, lse, grad_lse, q, k, v,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if dq.numel():
-        DQ(
-            q, Nq, B * Hq,
-            (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
-            (scale, Hq, Nq, Nk, Nlse),
-            (
-                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-            ),
-        )
-    elif out.numel():
+    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-    if dk.numel():
-        DK(
-            q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, dk),
-            (scale, Hq, Nq, Nk),
-            (*q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk.stride()[:3]),
+        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_QK),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            torch.float32,
         )
-        DV(
+        BWD(
             q, Nk, B * Hq,
-            (q, k, grad_out, lse2, dv),
+            (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk, dv),
             (scale, Hq, Nq, Nk),
-            (*q_strides, *k_strides, *grad_out_strides, Hq * Nq, Nq, *dv.stride()[:3]),
+            (
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk.stride()[:3], *dv.stride()[:3],
+            ),
         )
+        DQ_END(
+            q, Nq, B * Hq,
+            (dq_acc, lse2, dq),
+            (scale, Hq, Nq),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nq, Nq, *dq.stride()[:3]),
+        )
+    else:
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
+                (scale, Hq, Nq, Nk, Nlse),
+                (
+                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                    *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+                ),
+            )
+        elif out.numel():
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            )
+        if dk.numel():
+            DK(
+                q, Nk, B * Hq,
+                (q, k, v, grad_out, lse2, delta, dk),
+                (scale, Hq, Nq, Nk),
+                (*q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk.stride()[:3]),
+            )
+            DV(
+                q, Nk, B * Hq,
+                (q, k, grad_out, lse2, dv),
+                (scale, Hq, Nq, Nk),
+                (*q_strides, *k_strides, *grad_out_strides, Hq * Nq, Nq, *dv.stride()[:3]),
+            )
     return dq, dk, dv
 
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("mla_dims_1c60f8579d4a", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("mla_dims_f812e427f2ca", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

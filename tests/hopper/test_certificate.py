@@ -74,6 +74,9 @@ def test_a_row_that_fails_says_why(compiled: Compiled) -> None:
     said = list(violations(module, divided, row, broken))
     assert said[0] == spills and said[1].startswith(waits) and len(said) == 2
     assert why_not(module, divided, row, broken) == "; ".join(said)
+    reloading = replace(reading, machine={**reading.machine, "reloads": 3})
+    (why,) = violations(module, divided, row, reloading)
+    assert why == f"{where} stores or loads spilled registers in its loops, 3 times; expected them outside alone"
     assert why_not(module, divided, row, "no such instruction") == f"{where} does not compile: no such instruction"
     files = record(module, render(module), {("fwd", row): broken})
     entry = next(e for e in json.loads(files["report.json"])["kernels"]["fwd"]["schedules"] if e.get("backend") == "hopper")

@@ -41,6 +41,7 @@ CODE = {
     "unset": [],
     "exponentials": 0,
     "under": 0,
+    "reloads": 0,
 }
 
 

@@ -273,6 +273,7 @@ def test_a_certificate_asks_for_registers_at_launch_not_for_overlap() -> None:
         "unset": [],
         "exponentials": 136,
         "under": 0,
+        "reloads": 0,
     }
     reading = Reading(sram_bytes(module, divided, made), 80, 0, 4096, "0", 1.0, machine=code)
 

@@ -387,7 +387,7 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
         ),
         (
             {"mask": "none", "head_dim": {"qk": 128, "v": 64}},
-            "its heads have 128 and 64 columns; expected as many of q and k as of v, a power of two.",
+            "its heads have 128 and 64 columns; expected as many of q and k as of v, a power of two, or 192 and 128.",
         ),
         ({"mask": "none", "dtype": "fp32"}, "no dtype of the spec has 16 bits."),
         (

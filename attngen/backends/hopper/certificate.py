@@ -18,12 +18,16 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Map, SoftmaxStep
 from attngen.ir.roles import HALVES, Await, Issue, Pipeline, Put, SoftmaxRows, Weigh
 
+# Bytes that may spill outside loops where sums take most of the registers, as stores and loads: numbers that loops do not need.
+OUTSIDE = 64
+
 
 def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
     """Why a row gets no certificate: the ends of sentences about its kernel, each with what was expected."""
     predicted, has = sram_bytes(module, kernel, row), room_of(kernel.resident)
-    if reading.spilled_bytes:
-        yield f"spills {reading.spilled_bytes:,} bytes; expected none"
+    most = OUTSIDE if any(isinstance(op, Pipeline) and op.recompute for op in kernel.ops()) else 0
+    if reading.spilled_bytes > most:
+        yield f"spills {reading.spilled_bytes:,} bytes; expected {f'{most} at most' if most else 'none'}"
     if reading.shared_bytes != predicted:
         yield f"needs {reading.shared_bytes:,} bytes of shared memory; expected the {predicted:,} of the closed form"
     if reading.shared_bytes > has:
@@ -54,6 +58,8 @@ def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
         yield f"has {code['HMMA']:,} HMMA in its machine code; expected products of groups of warps alone"
     if code["serialised"]:
         yield f"has products that wait for each other, as ptxas warns ({', '.join(code['serialised'])}); expected products in flight"
+    if code["reloads"]:
+        yield f"stores or loads spilled registers in its loops, {code['reloads']} times; expected them outside alone"
     if code["unset"]:
         yield f"reads a register before it is written ({code['unset'][0]}); expected each path to write it first"
     if code["reused"]:

@@ -149,7 +149,8 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[
 
     roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised: the numbers of
     ptxas' warnings that products wait for each other. reused: what writes a register of a product in flight. unset: what reads a uniform
-    register that a path to it has not written. under: how many of the `exponentials` in loops stand under a product of weights.
+    register that a path to it has not written. under: how many of the `exponentials` in loops stand under a product of weights. reloads:
+    loads and stores of spilled registers in such loops.
     """
     code = parse(text)
     of: dict[str, list[Part]] = {role: [] for role, _ in marks}
@@ -166,4 +167,5 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[
         "unset": unset(code),
         "exponentials": sum(p.exponentials for p in all_parts),
         "under": sum(p.under for p in all_parts),
+        "reloads": sum(p.reloads for p in all_parts),
     }

@@ -13,15 +13,16 @@ from attngen.backends.hopper.choice import PAIR, barriers_of, copies_of, handed_
 from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS, ROWS, THREADS, TURNED
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
-from attngen.backends.hopper.widths import part_of, pieces
+from attngen.backends.hopper.widths import part_of, piece_of, pieces
 from attngen.ir.graph import MIRRORED, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Block, Init, Loop, Map, Mask, Op, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Block, Init, Loop, Map, Mask, Op, Type, Yield
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
     PARTS,
     WHOLE,
     Await,
+    Convert,
     Drain,
     Fill,
     Flush,
@@ -144,7 +145,7 @@ class DividedContext(PipelineContext):
         assert isinstance(take, Take)
         share = next(o for o in self.kernel.ops() if isinstance(o, Share) and o.ring == take.ring)
         dims = self.kernel.type_of(share.value).dims
-        return self._dims(dims)[0], str(self._columns(dims[1]))
+        return self._dims(dims)[0], str(self.rings[take.ring].columns or self._columns(dims[1]))
 
     def _copies(self) -> int:
         """The copies of the role whose rows are the program's."""
@@ -166,7 +167,9 @@ class DividedContext(PipelineContext):
                 of = f'"{AXIS_DIM[self.own]}"' if whole else rows[op.src.axes()[0]]
                 found.add((params.index(op.src.tensor), of, part_of(self.rings[op.ring])))
             elif isinstance(op, Put):
-                found.add((params.index(op.dst.tensor), rows[op.dst.axes()[0]], part_of(self.rings[op.through])))
+                pieces_of = self._widths(self.kernel.type_of(op.value))
+                columns = str(pieces_of[0]) if pieces_of else part_of(self.rings[op.through])
+                found.add((params.index(op.dst.tensor), rows[op.dst.axes()[0]], columns))
             elif isinstance(op, Add):
                 of, columns = self._part(op)
                 found.add((params.index(op.dst.tensor), of if of.isdigit() else f'"{of}"', columns))
@@ -194,10 +197,14 @@ class DividedContext(PipelineContext):
         if not self.shared[op.name] or add is None:
             rows, columns = self._dims(op.type.dims, False)
             return RingView(self._short(op.name), slots, f"{rows}, {columns}", "", slots, slots, False, of="dtype")
-        copies = self._copies()
-        buffers = str(copies) if slots == "1" else f"{copies} * {slots}"
+        parts = self._tiles_of(op)
+        buffers = str(parts) if slots == "1" else f"{parts} * {slots}"
         shape = ", ".join(self._part(add))
         return RingView(self._short(op.name), slots, shape, add.dst.tensor, buffers, slots, False, emptied=True)
+
+    def _tiles_of(self, ring: Ring) -> int:
+        """The buffers of a tile that copies share with the copy engine: one for each part, or for each of its pieces."""
+        return pieces(self.module, ring) if ring.columns else self._copies()
 
     def _times(self, ring: Ring, count: str) -> str:
         """So many tiles of a ring, as a number of buffers: each has as many as its tile has pieces."""
@@ -220,6 +227,22 @@ class DividedContext(PipelineContext):
     def _columns(self, dim: str) -> int:
         """The columns of a tile of sums for dQ, or of a copy's part of it."""
         return self.module.head_dim_qk // (self._copies() if dim == PARTS["D_QK"] else 1)
+
+    def _widths(self, type_: Type) -> list[int]:
+        """The columns of the pieces in which sums lie in registers, as their tiles do in shared memory; none where they are whole.
+
+        A copy's part of dQ is a piece, and its part of one that all copies share.
+        """
+        piece, dim = piece_of(self.module.head_dim_qk), type_.dims[-1] if type_.dims else ""
+        if not piece or dim not in ("D_QK", PARTS["D_QK"]):
+            return []
+        whole, rest = divmod(self._columns(dim), piece)
+        return [piece] * whole + [rest] * bool(rest)
+
+    def _parts(self, ref: str) -> list[str]:
+        """The variables of a value in registers: of its pieces, if it lies in some."""
+        var, n = self.var(ref), len(self._widths(self.kernel.type_of(ref)))
+        return [f"{var}_{i}" for i in range(n)] or [var]
 
     def _role(self, block: Block, params: list[str]) -> RoleView:
         assert block.role is not None
@@ -286,11 +309,15 @@ class DividedContext(PipelineContext):
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
         if "PARTS" in words:
-            columns = next(self._dims(op.type.dims)[1] for op in self.kernel.ops() if isinstance(op, Issue) and op.over in WHOLE.values())
-            lines.append(f"PARTS: gl.constexpr = layout_of({columns})")
+            part = next(op.type for op in self.kernel.ops() if isinstance(op, Issue) and op.over in WHOLE.values())
+            lines.append(f"PARTS: gl.constexpr = layout_of({[*self._widths(part), self._dims(part.dims)[1]][0]})")
+        if "REST" in words:
+            lines.append(f"REST: gl.constexpr = layout_of({self._widths(part)[-1]})")
+        if "OPERAND_OF_PARTS" in words:
+            lines.append("OPERAND_OF_PARTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PARTS, k_width=2)")
         if "CHAINED" in words:
             lines.append("CHAINED: gl.constexpr = chained_layout()")
-        if words & {f"{self.own}_off", f"{self.own}_idx"}:
+        if f"{self.own}_off" in words or (f"{self.own}_idx" in words and not self.places_rows):
             lines.append(f"{self.own}_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         if words & {f"{self.loop}_off", f"{self.loop}_idx"}:
             lines.append(f"{self.loop}_off = gl.arange(0, {AXIS_DIM[self.loop]}, layout=gl.SliceLayout(0, SCORES))")
@@ -305,7 +332,8 @@ class DividedContext(PipelineContext):
     def _own_rows(self, words: set[str]) -> list[str]:
         """The positions of the copy's own rows."""
         start, own = f"{self.own}_start", f"{self.own}_idx"
-        return [f"{start} = {start} + COPY * ROWS", *([f"{own} = {start} + {self.own}_off"] if own in words else [])]
+        placed = [f"{own} = {start} + {self.own}_off"] if own in words and not self.places_rows else []
+        return [f"{start} = {start} + COPY * ROWS", *placed]
 
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """The next slot of each ring that a role fills or takes from; the phase of its barrier, or how often the role has filled it."""
@@ -329,8 +357,19 @@ class DividedContext(PipelineContext):
         short, ring = self._short(name), self.rings[name]
         shares = bool(block.role and block.role.rows)  # the first slots are free, as if they had been given back once
         found = {f"{short}_slot": "0"} if self._slots(ring) != "1" else {}
-        found |= {f"{short}_phase": str(int(shares))} if self.shared[name] else {}
+        found |= {f"{short}_phase": str(int(shares))} if self.shared[name] and not (shares and self._alike(name)) else {}
         return [f"{', '.join(found)} = {', '.join(found.values())}"] if found else []
+
+    def _alike(self, name: str) -> str:
+        """A ring of one slot whose tile a turn gives back before it shares one of this ring, of one slot: both are in one phase then."""
+        for step in (self.kernel.block(op.step).ops for op in self.kernel.ops() if isinstance(op, Pipeline)):
+            at = next((i for i, op in enumerate(step) if isinstance(op, Share) and op.ring == name), 0)
+            rings = {op.name: op.ring for op in step if isinstance(op, Take)}
+            given = [rings[op.value] for op in step[:at] if isinstance(op, Give)]
+            one = [ring for ring in given if self.rings[ring].slots == 1 == self.rings[name].slots and ring not in self.shared]
+            if one:
+                return one[-1]
+        return ""
 
     def _free(self, ring: str) -> str:
         """The number of the named barrier of a ring's first slot."""
@@ -441,16 +480,28 @@ class DividedContext(PipelineContext):
     def _share(self, op: Share, cls: str) -> dict[str, Any]:
         """Where a copy writes its part, what it waits for before, and at whose barrier it arrives after that."""
         text, value = self._shared_slot(op.ring), self.kernel.type_of(op.value)
-        one = text["slot"] or "0"
+        one, alike = text["slot"] or "0", self._alike(op.ring)
+        text |= {"phase": f"{self._short(alike or op.ring)}_phase", "in_phase": bool(alike)}
+        if self.shared[op.ring] and self.rings[op.ring].columns:
+            return {**text, "stored": self._stored_pieces(op), "index": one, "waits": True}
         if self.shared[op.ring]:
             place = f"COPY + {self._copies()} * {one}" if text["slot"] else "COPY"
             shape = ", ".join(self._dims(value.dims))
             tile = f"{text['ring']}_ring.index({place}).reshape([{shape}])"
             wide = self._columns(value.dims[1]) >= TURNED
             stored = f"store_sums({tile}, {self.var(op.value)}, PARTS)" if wide else f"{tile}.store({self.var(op.value)})"
-            return {**text, "stored": stored, "index": one, "waits": True}
+            return {**text, "stored": [stored], "index": one, "waits": True}
         tile = f"{text['ring']}_ring.index({one}).slice(COPY * ROWS, ROWS, 0)"
-        return {**text, "stored": f"{tile}.store(unpack({self.var(op.value)}, dtype))", "index": one, "waits": False}
+        return {**text, "stored": [f"{tile}.store(unpack({self.var(op.value)}, dtype))"], "index": one, "waits": False}
+
+    def _stored_pieces(self, op: Share) -> list[str]:
+        """Stores of a copy's part of dQ: of the halves of its piece, the first or the last, and of its half of the one between them."""
+        (whole, rest), ring = self._parts(op.value), f"{self._short(op.ring)}_ring"
+        shape = f"[{self._dims(self.kernel.type_of(op.value).dims)[0]}, {self.rings[op.ring].columns}]"
+        sums = [("4 * COPY", f"gl.convert_layout({whole}_left, REST, assert_trivial=True)")]
+        sums += [("4 * COPY + 1", f"gl.convert_layout({whole}_right, REST, assert_trivial=True)"), ("2 + COPY", rest)]
+        stores = [f"store_sums({ring}.index({at}).reshape({shape}), {value}, REST)" for at, value in sums]
+        return [f"{whole}_left, {whole}_right = halves({whole})", *stores]
 
     def _shared_slot(self, name: str) -> dict[str, Any]:
         """The slot of a tile that copies share, and the named barrier of its first part, with the threads that meet there."""
@@ -466,10 +517,12 @@ class DividedContext(PipelineContext):
         ring = self.rings[take.ring]
         index = self._slot(take.ring, "COPY")["index"]
         at = "nothing()" if index == "0" else f"{index} + nothing()"
-        return {"var": self.var(op.name), "ring": self._short(take.ring), "index": at, "shape": self._shape(ring)}
+        first = self._times(ring, at)
+        tiles = [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(op.name))]
+        return {"tiles": tiles, "ring": self._short(take.ring), "shape": self._shape(ring)}
 
     def _own(self, op: Own, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value)}
+        return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}
 
     def _add(self, op: Add, cls: str) -> dict[str, Any]:
         """The parts of a tile that the copy engine adds, and where; and the program's turn."""
@@ -478,7 +531,8 @@ class DividedContext(PipelineContext):
         rows, columns = self._part(op)
         moved, column = (f" + piece * {ROWS}", "0") if rows == str(ROWS) else ("", f"piece * {columns}")
         text = self._shared_slot(take.ring)
-        first = f"{self._copies()} * {text['slot']} + piece" if text["slot"] else "piece"
+        tiles = self._tiles_of(self.rings[take.ring])
+        first = f"{tiles} * {text['slot']} + piece" if text["slot"] else "piece"
         turn = self.scalar(op.turn) if op.turn is not None else ""
         start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
         counter = self._counter_of(op.turns) if op.turns else ""
@@ -487,7 +541,7 @@ class DividedContext(PipelineContext):
         further = f"{start} + gl.where({MIRRORED} > 0, -{rows}, {rows})" if self.mirrored else f"{start} + {rows}"
         further = f"{self.loop}_ahead * {rows}" if self.module.blocks else further
         turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": following, "turn": turn}
-        return {**text, **turns, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
+        return {**text, **turns, "pieces": tiles, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
 
     def _next_start(self) -> str:
         """The variable of where the next tile starts. Where tiles are listed, loops read its number a turn ahead, as `ahead`."""
@@ -516,6 +570,8 @@ class DividedContext(PipelineContext):
     def _tile_vars(self, ref: str) -> list[str]:
         """The variables of a tile: of its pieces, if it lies in some."""
         take, var = self.kernel.op(ref), self.var(ref)
+        while isinstance(take, (Near, Own)):
+            take = self.kernel.op(take.value)
         n = pieces(self.module, self.rings[take.ring]) if isinstance(take, Take) else 1
         return [f"{var}_{i}" for i in range(n)] if n > 1 else [var]
 
@@ -558,6 +614,8 @@ class DividedContext(PipelineContext):
         left = [var if a.dims[1] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.a)]
         right = [var if b.dims[0] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.b)]
         spread = "PARTS" if op.over in WHOLE.values() else "SUMS" if {"D_QK", "D_V"} & {*op.type.unpadded} else "SCORES"
+        if self._widths(op.type):
+            return {"products": self._products(op, left[0], right)}
         if op.type.dims[0] == PARTS["BLOCK_Q"]:
             left = [f"{self.var(op.a)}.slice(COPY * {ROWS}, {ROWS}, 1).permute((1, 0))"]
         if op.type.dims[1] == PARTS["D_QK"]:
@@ -565,16 +623,30 @@ class DividedContext(PipelineContext):
             right = [f"{self.var(op.b)}.slice(COPY * {columns}, {columns}, 1)"]
         shape = ", ".join(self._dims(op.type.dims))
         start = self.var(op.acc) if op.acc else f"gl.zeros([{shape}], gl.float32, {spread})"
-        return {"var": self.var(op.name), "pairs": list(zip(left, right)), "start": start, "adds": bool(op.acc)}
+        return {"products": [{"var": self.var(op.name), "pairs": list(zip(left, right)), "start": start, "adds": bool(op.acc)}]}
+
+    def _products(self, op: Issue, left: str, right: list[str]) -> list[dict[str, Any]]:
+        """The products of a value's pieces: with those of the second operand, or of dQ with a copy's piece and its part of another."""
+        widths, parts = self._widths(op.type), self._parts(op.name)
+        starts = self._parts(op.acc) if op.acc else []
+        if op.type.dims[1] == PARTS["D_QK"]:
+            columns, rows = widths[1], self._dims(op.type.dims)[0]
+            right = [f"{right[0]} if COPY == 0 else {right[2]}", f"{right[1]}.slice(COPY * {columns}, {columns}, 1)"]
+            starts = [f"gl.zeros([{rows}, {n}], gl.float32, {layout})" for n, layout in zip(widths, ("PARTS", "REST"))]
+        return [{"var": var, "pairs": [(left, b)], "start": start, "adds": bool(op.acc)} for var, b, start in zip(parts, right, starts)]
 
     def _await(self, op: Await, block: str) -> dict[str, Any]:
         ops = self.kernel.block(block).ops
         names = [o.name for o in ops]
         since = ops[names.index(op.value) + 1 : names.index(op.name)]
         awaited = {o.value for o in since if isinstance(o, Await)}
-        pending = sum(len(self._tile_vars(o.b)) for o in since if isinstance(o, Issue) and o.name not in awaited)
-        deps = [self.var(op.value), *([self.var(op.holds)] if op.holds else [])]
-        return {"vars": ", ".join([self.var(op.name), *deps[1:]]), "pending": pending, "deps": ", ".join(deps)}
+        pending = sum(self._count_of(o) for o in since if isinstance(o, Issue) and o.name not in awaited)
+        held = [self.var(op.holds)] if op.holds else []
+        return {"vars": ", ".join(self._parts(op.name) + held), "pending": pending, "deps": ", ".join(self._parts(op.value) + held)}
+
+    def _count_of(self, op: Issue) -> int:
+        """The products that are issued: one for each piece of what is summed, or of the sums."""
+        return len(self._widths(op.type)) or len(self._tile_vars(op.b))
 
     def _turn(self, op: Turn, cls: str) -> dict[str, Any]:
         """The copies that take turns, and the named barrier of the first."""
@@ -585,15 +657,22 @@ class DividedContext(PipelineContext):
         rows, columns = self._dims(self.kernel.type_of(op.value).dims)
         value, place, half = self.var(op.value), self._place(op.dst), self.rings[op.through].type.dims[-1]
         halves = [(f"{value}_left", place), (f"{value}_right", self._place(op.dst, column=half))] if half.isdigit() else []
-        return {
-            "ring": self._short(op.through),
-            "value": value,
-            "tensor": op.dst.tensor,
-            "split": "halves" if halves else "",
-            "parts": halves or [(value, place)],
-            "shape": f"{rows}, {half if halves else columns}",
-            "again": self._before(op),
-        }
+        widths, slot = self._widths(self.kernel.type_of(op.value)), f"{self._short(op.through)}_ring.index(COPY)"
+        text = {"ring": self._short(op.through), "tensor": op.dst.tensor, "again": self._before(op), "value": value}
+        if widths:
+            return {**text, "split": "", **self._put_pieces(op, slot, f"{rows}, {widths[0]}")}
+        groups = [[(part, at, slot)] for part, at in halves or [(value, place)]]
+        shape = f"{rows}, {half if halves else columns}"
+        return {**text, "split": "halves" if halves else "", "seen": "", "groups": groups, "shape": shape}
+
+    def _put_pieces(self, op: Put, slot: str, shape: str) -> dict[str, Any]:
+        """An output in pieces, which leave through a slot as wide as a tile of V: so many at a time as it holds."""
+        width = self._widths(self.kernel.type_of(op.value))[0]
+        room = self.module.head_dim_v // width
+        places = [self._place(op.dst, column=str(i * width)) for i, _ in enumerate(self._parts(op.value))]
+        found = [(part, at, f"pieces.index({i % room})") for i, (part, at) in enumerate(zip(self._parts(op.value), places))]
+        seen = f"pieces = seen_as({slot}, dtype, [{room}, 1, 1, {shape}], {op.dst.tensor}.layout)"
+        return {"seen": seen, "groups": [found[at : at + room] for at in range(0, len(found), room)], "shape": shape}
 
     def _before(self, op: Put) -> str:
         """What has left through the same slot before, as a comment says; empty text for nothing."""
@@ -603,6 +682,30 @@ class DividedContext(PipelineContext):
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)
+        del text["shape"]
         layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "SUMS", ("D_QK",): "SUMS", (CHAINS,): "CHAINED"}
         layout = layouts.get(op.type.unpadded[1:], "SCORES")
-        return {**text, "shape": ", ".join(self._dims(op.type.dims)), "of": text["of"], "layout": layout}
+        rows, *columns = self._dims(op.type.dims)
+        if widths := self._widths(op.type):
+            parts = [(part, f"{rows}, {n}") for part, n in zip(self._parts(op.name), widths)]
+            return {**text, "parts": parts, "layout": "PARTS"}
+        return {**text, "parts": [(text["var"], ", ".join([rows, *columns]))], "layout": layout}
+
+    def _map(self, op: Map, cls: str) -> dict[str, Any]:
+        """Of a value in pieces, each is computed of those of what it uses."""
+        text, used = super()._map(op, cls), [ref for _, ref in op.uses if self._widths(self.kernel.type_of(ref))]
+        if not self._widths(op.type):
+            return {**text, "parts": [(text["var"], text["expr"])]}
+        found = []
+        for i, part in enumerate(self._parts(op.name)):
+            expr = text["expr"]
+            for ref in used:
+                expr = re.sub(rf"\b{self.var(ref)}\b", self._parts(ref)[i], expr)
+            found.append((part, expr))
+        return {**text, "parts": found}
+
+    def _convert(self, op: Convert, cls: str) -> dict[str, Any]:
+        text = super()._convert(op, cls)
+        users = (self.kernel.op(name) for name in self.kernel.graph.successors(op.name))
+        in_parts = any(isinstance(user, Issue) and self._widths(user.type) for user in users)
+        return {**text, "layout": "OPERAND_OF_PARTS"} if in_parts else text

@@ -5,16 +5,18 @@ from __future__ import annotations
 from attngen.backends.hopper.choice import NARROW, PAIR, STEADY, is_shared, work
 from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
-from attngen.bounds.turns import last_first
-from attngen.ir.graph import Module, Row
-from attngen.ir.ops import Gather, Load
+from attngen.bounds.turns import differs, last_first, visited_range
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import AXIS_DIM, Gather, Load
 
 MOST_WORK = 23  # operations for each score: those of a soft cap under a window, the most that were compiled
+MOST_OF_WIDE = 14  # operations for each score of heads of 192 and 128 columns: those of a window; of ALiBi, which has 16, registers spill
 MOST_BESIDE = 18  # operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
 MOST_OF_LONG = 15  # operations for each score in tiles of 128 queries: of a dilated mask, which has 19, registers spill
 COPIES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
 QUERIES = {NARROW: 128, STEADY: 64}  # columns of a head, at most -> rows of a tile of queries
 SLOTS = 2  # of the rings of Q and dO
+WIDE = (192, 128)  # columns of q and k, and of v, of multi-head latent attention: Q and K lie in three pieces
 
 
 def obstacle(module: Module) -> str:
@@ -26,8 +28,10 @@ def obstacle(module: Module) -> str:
         return "no dtype of the spec has 16 bits"
     if module.blocks and module.blocks.size < COPIES * ROWS:
         return f"its mask lists blocks of {module.blocks.size} keys, and a program has {COPIES * ROWS}"
-    if module.head_dim_qk != module.head_dim_v or not is_power_of_two(module.head_dim_v):
-        return f"its heads have {module.head_dim_qk} and {module.head_dim_v} columns; expected as many of q and k as of v, a power of two"
+    qk, v = module.head_dim_qk, module.head_dim_v
+    if (qk, v) != WIDE and (qk != v or not is_power_of_two(v)):
+        expected = f"as many of q and k as of v, a power of two, or {WIDE[0]} and {WIDE[1]}"
+        return f"its heads have {qk} and {v} columns; expected {expected}"
     if any(isinstance(op, (Gather, Load)) and set(op.type.dims) == PAIR for op in kernel.ops()):
         return "a number is read for each score"
     read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
@@ -44,9 +48,21 @@ def declined(module: Module) -> str:
         return "its loops over queries have a gap, or may start or end earlier for later keys, so that it is not known whose turn comes"
     if module.dropout and module.head_dim_v > NARROW:
         return f"with dropout and heads of more than {NARROW} columns registers spill"
-    if (ops := work(module.kernel(FUSED))) > MOST_WORK:
-        return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers may spill"
+    if is_wide(module) and (why := _spills_if_wide(module.kernel(FUSED))):
+        return f"with heads of {WIDE[0]} and {WIDE[1]} columns and {why} registers spill"
+    most = MOST_OF_WIDE if is_wide(module) else MOST_WORK
+    if (ops := work(module.kernel(FUSED))) > most:
+        return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
     return ""
+
+
+def _spills_if_wide(kernel: Kernel) -> str:
+    """What a mask has for which sums of wide heads leave no registers; empty text for nothing."""
+    visited = visited_range(kernel)
+    if visited and not differs(kernel, visited[0]):
+        return "loops over all queries"
+    of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
+    return "a number for each key" if of_keys else ""
 
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
@@ -58,4 +74,11 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
 
 def is_late(module: Module) -> bool:
     """Whether dP is multiplied after what S alone gives, for which registers would not do beside it."""
-    return module.head_dim_v > NARROW and work(module.kernel(FUSED)) > MOST_BESIDE
+    kernel = module.kernel(FUSED)
+    sloped = "p_steep" in kernel.graph  # dS needs weights times the slope of a modifier, beside the weights
+    return is_wide(module) or (module.head_dim_v > NARROW and (sloped or work(kernel) > MOST_BESIDE))
+
+
+def is_wide(module: Module) -> bool:
+    """Whether sums of dK and dV take more than half of a consumer's registers, and tiles most of the shared memory."""
+    return (module.head_dim_qk, module.head_dim_v) == WIDE

@@ -12,7 +12,7 @@ from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
 from attngen.ir.ops import Add, Count, Reduce
-from attngen.ir.roles import CHAINS, HALVES, Chains, Halve, Hold, Near, Ramp, Read, Tell
+from attngen.ir.roles import CHAINS, HALVES, Chains, Halve, Hold, Near, Pipeline, Ramp, Read, Tell
 
 TEMPLATE = "hopper/kernels.py.jinja"
 
@@ -40,6 +40,7 @@ def context(module: Module) -> dict[str, Any]:
         "rows_beside": Read in kinds,
         "weighs_halves": Halve in kinds,
         "adds": Add in kinds,
+        "recomputes": any(isinstance(op, Pipeline) and op.recompute for op in ops),
         "counts": Count in kinds,
         "turned": any("store_sums" in view.words for view in views),
         "nears": Near in kinds,

@@ -102,7 +102,8 @@ def _operand(ref: str) -> str:
 def _put(kernel: Kernel, module: Module) -> Kernel:
     """Outputs by the copy engine: the tiles of two dimensions that are stored."""
     stores = [op for op in kernel.ops() if isinstance(op, Store) and not isinstance(op, Add) and len(kernel.type_of(op.value).dims) == 2]
-    own = {} if _stays(kernel) or not shares_slot(module) else _slots_of_own(kernel)
+    fits = shares_slot(module) or kernel.adds  # which has no queries of its own: outputs leave through the slot of V
+    own = _slots_of_own(kernel) if fits and not _stays(kernel) else {}
     names = {op.name: own.get(op.dst.tensor, f"{op.dst.tensor}_ring") for op in stores}
     made = (op for op in stores if op.dst.tensor not in own)
     rings = tuple(Ring(names[op.name], _slot_of(kernel, module, op), sympy.Integer(1), "consumer") for op in made)

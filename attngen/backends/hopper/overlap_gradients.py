@@ -14,7 +14,12 @@ So exponentials of P may run beside the product dP. Where registers would not do
              take Q; issue S; await S; weights P of S
              take dO; issue dP; await dP; gradients dS of P and dP
 
-The last three products run one after another, and beside what the other consumer computes.
+The last three products run one after another, and beside what the other consumer computes. Where sums take most of the registers, the
+loop computes its numbers again in each turn, and dQ is issued last:
+
+             issue dV with P; issue dK with dS
+             await dV; give dO; await dK; give Q
+             issue dQ with the dS of all; await dQ
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import networkx as nx
 from attngen.backends.hopper.choice import work
 from attngen.backends.hopper.facts import FUSED, NAME, ROWS
 from attngen.backends.hopper.forward import with_backward
-from attngen.backends.hopper.gradients import is_late
+from attngen.backends.hopper.gradients import is_late, is_wide
 from attngen.backends.hopper.hide_tiles import as_pipeline
 from attngen.bounds.turns import differs, whole_range
 from attngen.ir.graph import Kernel, Module
@@ -50,12 +55,13 @@ class OverlapGradients(Pass):
         def change(kernel: Kernel) -> Kernel:
             late = is_late(module)
             light = module.dropout or late or work(module.kernel(FUSED)) <= LIGHT
-            return _overlapped(kernel, narrow and light, late)
+            wide = is_wide(module)
+            return _overlapped(kernel, narrow and light and not wide, late, wide)
 
         return with_backward(module, change)
 
 
-def _overlapped(kernel: Kernel, early: bool, late: bool) -> Kernel:
+def _overlapped(kernel: Kernel, early: bool, late: bool, last: bool) -> Kernel:
     """One loop over the tiles of both classes in all roles.
 
     Tiles come by their numbers where the mask bounds or lists them: a program then comes to a tile after those whose turns are before its
@@ -63,8 +69,8 @@ def _overlapped(kernel: Kernel, early: bool, late: bool) -> Kernel:
     """
     loops = [[op for op in role.ops if isinstance(op, Loop)] for role in kernel.roles]
     visited = whole_range([pair for loop in loops[0] for pair in loop.ranges])
-    in_order = visited is not None and (loops[0][0].listed is not None or any(differs(kernel, end) for end in visited))
-    whole = {same[0].name: replace(as_pipeline(same), in_order=in_order) for same in loops}
+    bounded = visited is not None and (loops[0][0].listed is not None or any(differs(kernel, end) for end in visited))
+    whole = {same[0].name: replace(as_pipeline(same), in_order=bounded, recompute=last and bool(same[0].carry)) for same in loops}
     later = [op for same in loops for op in same[1:]]
     results = {f"{op.name}.{field}": f"{whole[same[0].name].name}.{field}" for same in loops for op in same for field, _ in op.carry}
     kept_tiles = [op for op in kernel.block("consumer").ops if isinstance(op, (Own, Take))]
@@ -72,7 +78,7 @@ def _overlapped(kernel: Kernel, early: bool, late: bool) -> Kernel:
     for block in kernel.blocks:
         ops = block.ops
         if any(isinstance(op, Issue) for op in ops):
-            ops = _with_addresses(kept_tiles, tuple(_ordered(kernel, ops, early, late)))
+            ops = _with_addresses(kept_tiles, tuple(_ordered(kernel, ops, early, late, last)))
         elif block.name == "consumer":
             ops = tuple(op for op in ops if not isinstance(op, Own))
         kept = (whole.get(op.name, op) for op in ops if op not in later)
@@ -88,10 +94,11 @@ def _with_addresses(tiles: Sequence[Own | Take], ops: tuple[Op, ...]) -> tuple[O
     return (*args, *made, *(op.with_operands(names) for op in ops if op not in args))
 
 
-def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool) -> Iterator[Op]:
+def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last: bool) -> Iterator[Op]:
     """early: weights are packed before dP is awaited. Otherwise they are held after that: else registers spill.
 
     late: dP is issued once all that S alone gives is computed, of which what dS needs is held, so that it is all that registers hold.
+    last: dQ is issued once the other products have been awaited, in registers that their operands have left.
     """
     graph = kernel.graph
     awaits = {op.value: op for op in ops if isinstance(op, Await)}
@@ -132,14 +139,13 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool) -> It
         yield from (Hold(made, name, kernel.type_of(name)) for name, made in held.items())
         yield from (takes[dp.b], dp)
     yield awaits[dp.name]
-    if not early:
+    if not (early or late):
         yield Hold(held[weights], weights, kernel.type_of(weights))
     yield from stage(2)
     for op in (op for op in packs if op not in first):
         yield op.with_operands(held)
         yield from (shares[op.name],) if op.name in shares else ()
-    yield from (*sums, takes[dq.a], dq)
-    for product in sums:
-        yield from (awaits[product.name], gives[product.b])
+    awaited = [op for product in sums for op in (awaits[product.name], gives[product.b])]
+    yield from (*sums, takes[dq.a], *((*awaited, dq) if last else (dq, *awaited)))
     yield from (awaits[dq.name], gives[dq.a], shares[awaits[dq.name].name])
     yield from (op for op in ops if isinstance(op, Yield))

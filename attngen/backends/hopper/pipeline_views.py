@@ -10,7 +10,7 @@ from attngen.backends.hopper.softmax_views import SoftmaxContext
 from attngen.bounds.turns import whole_range
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.graph import MIRRORED
-from attngen.ir.ops import AXIS_DIM, Loop, Map, Mask
+from attngen.ir.ops import AXIS_DIM, Load, Loop, Map, Mask
 from attngen.ir.roles import Pipeline, Ring
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
@@ -34,6 +34,8 @@ def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
 
 class PipelineContext(SoftmaxContext):
     """Views of these loops."""
+
+    places_rows = False  # whether the positions of a copy's own rows are computed where a tile is masked, and kept nowhere else
 
     @staticmethod
     def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
@@ -162,7 +164,14 @@ class PipelineContext(SoftmaxContext):
         outside = [f"{at} < {self._term(lo)}"] * (lo != whole[0]) + [f"{at} >= {self._term(hi)}"] * (hi != whole[1])
         condition = " | ".join(f"({text})" if len(outside) > 1 else text for text in outside)
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
+        mine = f"{self.kernel.own_axis}_idx"
+        elsewhere = names_in([node for node in body if node not in own])
+        read = any(isinstance(other, Load) for other in self.kernel.block("consumer").ops)  # a number for each of these rows
+        self.places_rows = op.recompute and bool(own) and not read and mine not in elsewhere
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
+        if self.places_rows:
+            cut = next(node for node in loop.body if node.kind == "cut")
+            cut.text["lines"].append(f"{mine} = {self.kernel.own_axis}_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         first, end, comment = self._term(whole[0]), self.scalar(whole[1]), IN_ORDER if own else "tiles in their order"
         text: dict[str, Any] = {"var": at, "range": end if first == "0" else f"{first}, {end}", "comment": comment}
         if op.listed:
@@ -172,7 +181,7 @@ class PipelineContext(SoftmaxContext):
             last = f"{end} - 1" if first == "0" else f"{first} + {end} - 1"
             turned = f"{tile} = gl.where({MIRRORED} > 0, {last} - at, at)"
             text |= {"var": "at", "steps": [turned, *loop.text["steps"]], "comment": f"{comment}; in mirrored heads backwards"}
-        return Node("loop", {**loop.text, **text}, loop.body)
+        return Node("loop", {**loop.text, **text, "recompute": op.recompute}, loop.body)
 
     def _loop_of_both(
         self, op: Pipeline, parts: tuple[list[Node], list[Node], int], tile: list[str], condition: str, begin: str, always: bool = False

@@ -32,6 +32,7 @@ class Part:
     ops: Counter[str]
     exponentials: int  # in loops over products of weights
     under: int  # those of them that stand between the issue of such a product and the wait for it, whichever way they are reached
+    reloads: int  # of spilled registers, and stores of these, in the same loops
 
 
 def parts(code: list[Instruction]) -> Iterator[Part]:
@@ -48,6 +49,7 @@ def parts(code: list[Instruction]) -> Iterator[Part]:
                 Counter(code[i].op for i in inside),
                 len(exponentials),
                 sum(i in covered for i in exponentials),
+                sum(code[i].op in ("LDL", "STL") for i in loops),
             )
 
 

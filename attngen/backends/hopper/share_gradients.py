@@ -27,7 +27,7 @@ before:  block @entry                                    after:  block @entry
 
 A tile of dQ sums over the keys of all consumers. So each writes its rows of dS to shared memory, and multiplies those of all for its part
 of dQ: half of the columns, or of the rows of tiles of more than 64 queries. What it would wait for, turns and the copy engine, is the
-writer's to wait for.
+writer's to wait for. Of wide heads there is room for one slot of dO and one of dQ, which lies in pieces if tiles of keys do.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ import sympy
 
 from attngen.backends.hopper.facts import ROWS
 from attngen.backends.hopper.forward import with_backward
+from attngen.backends.hopper.gradients import COPIES, is_wide
+from attngen.backends.hopper.widths import piece_of
 from attngen.bounds.turns import makers_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
@@ -47,7 +49,7 @@ from attngen.ir.ops import AXIS_DIM, Add, Block, Dot, Loop, Op, Yield
 from attngen.ir.roles import PARTS, WHOLE, Await, Give, Issue, Own, Pack, Raise, Ring, Share, Take
 from attngen.passes.base import Pass
 
-SUMS = 2  # slots of dQ: the writer adds one tile while consumers write the next
+SUMS = 2  # slots of dQ: the writer adds one tile while consumers write the next. Of wide heads there is room for one, and for one of dO
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,17 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
     all_keys = replace(keys.type, dims=tuple(WHOLE[own] if d == own else d for d in keys.type.dims))
     tile = replace(product.type, space="sram")
     cast, everyone = f"{product.a}_cast", f"{product.a}_all"
-    rings = (Ring("dS_ring", whole, symbol("num_stages")), Ring("dQ_ring", tile, sympy.Integer(SUMS)))
+    one = is_wide(module)
+    sums = Ring("dQ_ring", tile, sympy.Integer(1 if one else SUMS), columns=piece_of(module.head_dim_qk) // COPIES)
+    rings = (Ring("dS_ring", whole, symbol("num_stages")), sums)
     makers = makers_of(kernel, add)
     users = [op for op in kernel.ops() if isinstance(op, Dot) and op.a == product.a]
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if isinstance(op, Ring) and op.name == keys.ring:
             yield replace(op, type=all_keys, each="")
+        elif isinstance(op, Ring) and one and op.type.dims == ("BLOCK_Q", "D_V"):
+            yield replace(op, slots=sympy.Integer(1))
         elif op is keys:
             yield replace(keys, name=f"{keys.name}_all", type=all_keys)
             yield Own(keys.name, f"{keys.name}_all", keys.type)
