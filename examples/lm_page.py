@@ -90,6 +90,8 @@ def load(folders: list[Path]) -> dict[str, Any]:
             results = json.loads((folder / "results.json").read_text())
         except (OSError, ValueError) as error:
             stop(f"--from {folder}: no results.json that can be read ({error})")
+        if "graph" not in results["settings"]:
+            stop(f"--from {folder}: its results are of an earlier train_lm.py, which did not say how steps ran; measure them again")
         for key in ("settings", "data", "environment"):
             if merged and results[key] != merged[key]:
                 stop(f"--from {folder}: its {key} are not those of {folders[0]}, so their runs cannot be compared")

@@ -226,9 +226,10 @@ def measure(args: argparse.Namespace, text: Text, chosen: Variant, dropout: floa
     measured: dict[str, Any] = {"tokens_per_s": None, "peak_gib": None}
     try:
         trainer = Trainer(args, chosen, dropout, 0, seq, way == "checkpointed", way == "graph")
-        starts = torch.randint(len(text.train) - seq, (2 * args.speed_steps, batch), generator=torch.Generator().manual_seed(0))
+        before = max(args.speed_steps, Replayed.PLAIN_CALLS + 1) if way == "graph" else args.speed_steps
+        starts = torch.randint(len(text.train) - seq, (before + args.speed_steps, batch), generator=torch.Generator().manual_seed(0))
         for i, row in enumerate(starts.to(args.device)):
-            if i == args.speed_steps:
+            if i == before:
                 started = clock(args.device)
             trainer.step(windows(text.train, row, seq))
         measured = {"tokens_per_s": args.speed_steps * batch * seq / (clock(args.device) - started), "peak_gib": peak(args.device)}

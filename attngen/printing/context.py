@@ -256,7 +256,8 @@ class KernelContext:
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
         options = ", disable_licm=True" if op.recompute else ""
-        comment = self.kernel.block(op.body).about or LOOP_COMMENTS["own" if over_tiles and op.cls == "all" else op.cls]
+        kind = "split" if op.var == "split" else "own" if over_tiles and op.cls == "all" else op.cls
+        comment = self.kernel.block(op.body).about or LOOP_COMMENTS[kind]
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
 
     def _read_ahead(self, op: Loop, at: str, stop: str, moved: str, jumps: list[str]) -> list[str]:

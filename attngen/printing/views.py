@@ -11,6 +11,7 @@ LOOP_COMMENTS = {
     "full": "tiles with nothing to mask: no mask, no bounds checks",
     "partial": "tiles that the mask or the ends of the tensors cut",
     "all": "query heads that share this key head",
+    "split": "parts of this key head's gradients",
     "own": "key tiles, each on chip while query tiles pass by",
 }
 

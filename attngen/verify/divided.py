@@ -175,6 +175,8 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             alone = not (op.first or op.places or op.backwards)
             if op.in_order and not (alone and len(op.full) <= 1 and whole_range((*op.partial, *op.full))):
                 yield f"%{op.name} comes to tiles in their order; expected @step alone, one range of full ones, and others beside it"
+            if op.recompute and not (op.in_order and op.carry):
+                yield f"%{op.name} computes its numbers again in each turn; expected a loop over tiles in their order, with sums"
         elif isinstance(op, Loop):
             carried = {field: kernel.type_of(ref) for field, ref in op.carry}
             if not carried == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
@@ -424,7 +426,8 @@ def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
         yield f"the accumulator is not f32[{', '.join(dims)}] @reg"
     pieces = [_pieces(kernel, ref) for ref in (op.a, op.b)]
     summed = [n if op.over == t.dims[-1] else 0 for n, t in zip(pieces, (a, b))]
-    columns = pieces[1] and op.over in b.dims[:1] and b.dims[-1] == "D_QK"  # of the second operand, and so of the product
+    sums = bool(op.acc) or op.type.dims == ("BLOCK_Q", PARTS["D_QK"])  # whose columns may lie in the pieces of the second operand
+    columns = sums and pieces[1] and op.over in b.dims[:1] and b.dims[-1] == "D_QK"
     if len(set(summed)) > 1 or pieces != (summed if not columns else [summed[0], pieces[1]]):
         found = " and ".join(str(n or "all") for n in pieces)
         yield f"its operands lie in pieces of {found} columns; expected pieces of one width, over {op.over}"

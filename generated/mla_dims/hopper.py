@@ -853,7 +853,7 @@ def bwd_consumer(
         )
         arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
         dq_0, dq_1 = warpgroup_mma_wait(0, deps=[dq_flight_0, dq_flight_1])
-        mbarrier.wait(dq_free.index(0), do_phase)  # what was there has left
+        mbarrier.wait(dq_free.index(0), do_phase)  # what was there has left: in phase with do
         dq_0_left, dq_0_right = halves(dq_0)
         store_sums(
             dq_ring.index(4 * COPY).reshape([BLOCK_Q, 32]),

@@ -631,7 +631,7 @@ def dkdv_end(
     dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(hkv, tl.int64) * stride_dv_h
     dk = tl.full([BLOCK_KV, D_QK], 0.0, dtype=tl.float32)
     dv = tl.full([BLOCK_KV, D_V], 0.0, dtype=tl.float32)
-    # query heads that share this key head
+    # parts of this key head's gradients
     for split in tl.range(0, splits, disable_licm=True):
         DK_PARTS_head = (
             DK_PARTS

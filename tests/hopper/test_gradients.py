@@ -441,10 +441,10 @@ REFUSED = {
         "%dS_ring = ring slots(1)",
         "`protocol`: .*overwrites its part of a tile of %dS_ring",
     ),
-    "parts of another width": (
+    "pieces where tiles are whole": (
         "%dQ_ring = ring slots(2) :",
-        "%dQ_ring = ring slots(2) columns(24) :",
-        "`fits`: .*pieces of 24 columns",
+        "%dQ_ring = ring slots(2) columns(32) :",
+        "`fits`: .*%dQ_ring has pieces of 32 columns; expected whole tiles",
     ),
     "no room": (
         "num_stages=2 TMA=1 backend=hopper\n\nschedule @dq_end",
@@ -454,6 +454,33 @@ REFUSED = {
 }
 
 
+PIECES_REFUSED = {
+    "sums in whole pieces": (
+        "%dQ_ring = ring slots(1) columns(32)",
+        "%dQ_ring = ring slots(1) columns(64)",
+        "`fits`: .*expected columns.32.",
+    ),
+    "whole sums": (
+        "%dQ_ring = ring slots(1) columns(32)",
+        "%dQ_ring = ring slots(1)",
+        "`fits`: .*whole tiles of 192 columns; .*columns.32.",
+    ),
+    "narrow pieces": (
+        "%Q_ring = ring slots(num_stages) columns(64)",
+        "%Q_ring = ring slots(num_stages) columns(32)",
+        "`(types|fits)`: .*",
+    ),
+    "a product of all columns": (
+        "over(TILE_KV) : f32[BLOCK_Q, PART_QK] @flight",
+        "over(TILE_KV) : f32[BLOCK_Q, D_QK] @flight",
+        "`types`: .*",
+    ),
+    "a writer that computes numbers again": (
+        " step(@write) in_order(yes)",
+        " step(@write) in_order(yes) recompute(yes)",
+        "`bodies`: .*with sums",
+    ),
+}
 ORDERS_REFUSED = {
     "one role in an order of its own": (" step(@write) in_order(yes)", " step(@write)", "`walks`: .*run over tiles in different orders"),
     "an order over a gap": (
@@ -495,6 +522,13 @@ def test_a_wrong_turn_among_listed_tiles_is_refused(mistake: str) -> None:
     old, new, reason = LISTED_REFUSED[mistake]
     with pytest.raises(VerifyError, match=f"rule {reason}"):
         verify(edited("blocks", (old, new)))
+
+
+@pytest.mark.parametrize("mistake", PIECES_REFUSED)
+def test_wrong_pieces_are_refused(mistake: str) -> None:
+    old, new, reason = PIECES_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("pieces", (old, new)))
 
 
 @pytest.mark.parametrize("mistake", REFUSED)

@@ -481,7 +481,7 @@ class DividedContext(PipelineContext):
         """Where a copy writes its part, what it waits for before, and at whose barrier it arrives after that."""
         text, value = self._shared_slot(op.ring), self.kernel.type_of(op.value)
         one, alike = text["slot"] or "0", self._alike(op.ring)
-        text |= {"phase": f"{self._short(alike or op.ring)}_phase", "in_phase": bool(alike)}
+        text |= {"phase": f"{self._counter(alike) if alike else self._short(op.ring)}_phase", "in_phase": self._short(alike)}
         if self.shared[op.ring] and self.rings[op.ring].columns:
             return {**text, "stored": self._stored_pieces(op), "index": one, "waits": True}
         if self.shared[op.ring]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import barriers_of, room_of, turns
+from attngen.backends.hopper.choice import barriers_of, handed_over, room_of, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM
+from attngen.ir.roles import Ring
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -47,9 +48,19 @@ def _widths(module: Module, kernel: Kernel) -> Iterator[str]:
             if t.space != "hbm" and wrong.intersection(t.dims):
                 yield f"%{op.name} is of {min(wrong.intersection(t.dims))}; expected D_QK, and D_V {'padded' if padded else 'as it is'}"
     for op in rings(kernel):
-        if op.columns and not (is_power_of_two(op.columns) and 16 <= op.columns <= 256):
+        if kernel.adds and op.columns != (wanted := _pieces_of_sums(module, kernel, op)):
+            found = f"pieces of {op.columns}" if op.columns else f"whole tiles of {qk}"
+            yield f"%{op.name} has {found} columns; expected {f'columns({wanted})' if wanted else 'whole tiles'}"
+        elif op.columns and not (is_power_of_two(op.columns) and 16 <= op.columns <= 256):
             yield f"%{op.name} has pieces of {op.columns} columns; expected a power of two from 16 to 256"
         elif "D_QK" in op.type.dims and not (op.columns or is_power_of_two(qk)):
             yield f"%{op.name} has whole tiles of {qk} columns; expected columns({piece_of(qk)})"
         if op.type.dims and op.type.dims[-1].isdigit() and 2 * int(op.type.dims[-1]) != v:
             yield f"%{op.name} has tiles of {op.type.dims[-1]} columns; expected {v // 2}, half of an output"
+
+
+def _pieces_of_sums(module: Module, kernel: Kernel, ring: Ring) -> int:
+    """The columns of a ring's pieces in a kernel whose sums lie in pieces as Q and K do, and those of dQ in parts of them; 0 for none."""
+    piece = piece_of(module.head_dim_qk) if "D_QK" in ring.type.dims else 0
+    copies = max(role.role.copies for role in kernel.roles if role.role)
+    return piece // copies if ring.name in handed_over(kernel) else piece
