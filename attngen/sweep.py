@@ -26,6 +26,7 @@ import triton
 from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
 from attngen.policy import FUSED_KEYS, FUSED_ROWS
+from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 
@@ -82,8 +83,7 @@ def run_job(job: Job, device: str, seed: int) -> Table:
     """Every case of one spec in one dtype."""
     spec, module = load_spec(job.spec), load_module(job.folder)
     lines = []
-    processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 0
-    for case in cases(spec, processors):
+    for case in cases(spec, processors(torch.device(device)) if device == "cuda" else 0):
         large = case.batch * case.q_heads * case.n_q * case.n_kv >= TURNS
         with _turns[0] if large and _turns else nullcontext():
             try:

@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 
 from attngen.errors import AttngenError
+from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
 from attngen.sweep import crowded, runs
 from attngen.testing import Case, heads_for, load_module
@@ -51,11 +52,10 @@ def differing(module: ModuleType, spec: Spec, case: Case, dtype: str, device: st
 def soak(paths: list[Path], folder: Path, device: str, repeats: int, beside: bool) -> list[str]:
     """What went wrong, a line for each case; each case is said on stdout when it is done."""
     found = []
-    processors = torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 1
     for path in paths:
         spec = load_spec(path)
         module = load_module(folder / spec.name)
-        for case in cases(spec, processors):
+        for case in cases(spec, processors(torch.device(device))):
             wrong = differing(module, spec, case, spec.dtype[0], device, repeats, beside)
             line = f"{spec.name} {spec.dtype[0]} {case}: {wrong} of {repeats} runs differ"
             print(line, flush=True)

@@ -38,7 +38,7 @@ from attngen.ir.ops import (
     Store,
     Type,
 )
-from attngen.ir.roles import Pipeline, bodies_of
+from attngen.ir.roles import Near, Own, Pipeline, Take, bodies_of
 
 MIRRORED = "mirrored"  # what programs know it by whether their heads go the other way round (see GridAxis)
 PHASES = ("logical", "scheduled", "target")
@@ -167,6 +167,13 @@ class Kernel:
         if isinstance(source, Base):
             return self.op(source.src.tensor), source.src.index + access.index
         return source, access.index
+
+    def take_of(self, ref: str) -> Take | None:
+        """The op that takes a tile from a ring: of the tile, of it at another address, or of a copy's own rows; None for other values."""
+        op = self.op(ref)
+        while isinstance(op, (Near, Own)):
+            op = self.op(op.value)
+        return op if isinstance(op, Take) else None
 
     def ranked_axis(self, op: Position) -> str:
         """The axis of the tile whose position an op gives."""

@@ -435,10 +435,8 @@ def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
 
 def _pieces(kernel: Kernel, ref: str) -> int:
     """The columns of the pieces in which a value lies, if it is a tile that does."""
-    take = kernel.op(ref)
-    while isinstance(take, (Near, Own)):
-        take = kernel.op(take.value)
-    ring = kernel.op(take.ring) if isinstance(take, Take) else None
+    take = kernel.take_of(ref)
+    ring = kernel.op(take.ring) if take else None
     return ring.columns if isinstance(ring, Ring) else 0
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Block, Loop, Op
-from attngen.ir.roles import Await, Drain, Fill, Flush, Give, Issue, Near, Own, Pipeline, Put, Ring, Share, Take, Turn, Work
+from attngen.ir.roles import Await, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Share, Take, Turn, Work
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
 
 
@@ -128,7 +128,5 @@ def _is_beside(kernel: Kernel, name: str) -> bool:
 
 
 def _ring_of(kernel: Kernel, ref: str) -> str:
-    take = kernel.op(ref)
-    while isinstance(take, (Near, Own)):
-        take = kernel.op(take.value)
-    return take.ring if isinstance(take, Take) else ""
+    take = kernel.take_of(ref)
+    return take.ring if take else ""

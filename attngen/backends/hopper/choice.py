@@ -397,6 +397,11 @@ def handed_over(kernel: Kernel) -> dict[str, bool]:
     return {ring: takes.get(ring) != role for ring, role in shares.items()}
 
 
+def sharers(kernel: Kernel) -> int:
+    """The copies that share a tile: those of the role that has most."""
+    return max(role.role.copies for role in kernel.roles if role.role)
+
+
 def barriers_of(kernel: Kernel, ring: str) -> int:
     """The named barriers of each slot of a ring: of one that is filled again, one; of a tile that copies share, one for each of them.
 
@@ -404,7 +409,7 @@ def barriers_of(kernel: Kernel, ring: str) -> int:
     """
     shared = handed_over(kernel)
     if ring in shared:
-        return 0 if shared[ring] else max(role.role.copies for role in kernel.roles if role.role)
+        return 0 if shared[ring] else sharers(kernel)
     return int(is_reused(kernel, ring))
 
 

@@ -517,9 +517,7 @@ class DividedContext(PipelineContext):
         ring = self.rings[take.ring]
         index = self._slot(take.ring, "COPY")["index"]
         at = "nothing()" if index == "0" else f"{index} + nothing()"
-        first = self._times(ring, at)
-        tiles = [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(op.name))]
-        return {"tiles": tiles, "ring": self._short(take.ring), "shape": self._shape(ring)}
+        return {"tiles": self._tiles_at(op.name, ring, at), "ring": self._short(take.ring), "shape": self._shape(ring)}
 
     def _own(self, op: Own, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}
@@ -562,18 +560,20 @@ class DividedContext(PipelineContext):
         short, ring = self._short(op.ring), self.rings[op.ring]
         phase = f"{self._counter(op.ring)}_phase" if is_reused(self.kernel, op.ring) else "0"
         slot = self._slot(op.ring, "COPY")
-        first = self._times(ring, slot["index"])
         read = any(not isinstance(self.kernel.op(reader), (Give, Near)) for reader in self.kernel.graph.successors(op.name))
-        tiles = [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(op.name))] if read else []
+        tiles = self._tiles_at(op.name, ring, slot["index"]) if read else []
         return {"tiles": tiles, "ring": short, "phase": phase, "shape": self._shape(ring), "shared": False, **slot}
 
     def _tile_vars(self, ref: str) -> list[str]:
         """The variables of a tile: of its pieces, if it lies in some."""
-        take, var = self.kernel.op(ref), self.var(ref)
-        while isinstance(take, (Near, Own)):
-            take = self.kernel.op(take.value)
-        n = pieces(self.module, self.rings[take.ring]) if isinstance(take, Take) else 1
+        take, var = self.kernel.take_of(ref), self.var(ref)
+        n = pieces(self.module, self.rings[take.ring]) if take else 1
         return [f"{var}_{i}" for i in range(n)] if n > 1 else [var]
+
+    def _tiles_at(self, ref: str, ring: Ring, at: str) -> list[tuple[str, str]]:
+        """The variables of a tile, or of its pieces, each with the number of its buffer; the tile is number `at` of the ring's."""
+        first = self._times(ring, at)
+        return [(var, f"{first} + {i}" if i else first) for i, var in enumerate(self._tile_vars(ref))]
 
     def _give(self, op: Give, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.value)

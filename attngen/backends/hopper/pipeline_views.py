@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Any
 
 from attngen.backends.hopper.choice import ROOMY, turns
 from attngen.backends.hopper.softmax_views import SoftmaxContext
+from attngen.bounds.intervals import mentions
 from attngen.bounds.turns import whole_range
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.graph import MIRRORED
@@ -35,7 +37,15 @@ def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
 class PipelineContext(SoftmaxContext):
     """Views of these loops."""
 
-    places_rows = False  # whether the positions of a copy's own rows are computed where a tile is masked, and kept nowhere else
+    @cached_property
+    def places_rows(self) -> bool:
+        """Whether the positions of a copy's own rows are computed where a tile is masked, and kept nowhere: masks of partial tiles alone
+        need them, and the loop computes its numbers again in each turn."""
+        mine = frozenset({f"{self.kernel.own_axis}_idx"})
+        steps = [op.step for op in self.kernel.ops() if isinstance(op, Pipeline) and op.recompute]
+        needing = [op for step in steps for op in self.kernel.block(step).ops if any(mentions(e, mine) for e in op.expressions)]
+        read = any(isinstance(op, Load) for op in self.kernel.block("consumer").ops)  # a number for each of these rows
+        return bool(needing) and not read and all(isinstance(op, Mask) and op.when == "partial" for op in needing)
 
     @staticmethod
     def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
@@ -164,14 +174,11 @@ class PipelineContext(SoftmaxContext):
         outside = [f"{at} < {self._term(lo)}"] * (lo != whole[0]) + [f"{at} >= {self._term(hi)}"] * (hi != whole[1])
         condition = " | ".join(f"({text})" if len(outside) > 1 else text for text in outside)
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
-        mine = f"{self.kernel.own_axis}_idx"
-        elsewhere = names_in([node for node in body if node not in own])
-        read = any(isinstance(other, Load) for other in self.kernel.block("consumer").ops)  # a number for each of these rows
-        self.places_rows = op.recompute and bool(own) and not read and mine not in elsewhere
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
-        if self.places_rows:
-            cut = next(node for node in loop.body if node.kind == "cut")
-            cut.text["lines"].append(f"{mine} = {self.kernel.own_axis}_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
+        if op.recompute and self.places_rows:
+            axis, cut = self.kernel.own_axis, next((node for node in loop.body if node.kind == "cut"), None)
+            lines = cut.text["lines"] if cut else loop.text["steps"]
+            lines.append(f"{axis}_idx = {axis}_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         first, end, comment = self._term(whole[0]), self.scalar(whole[1]), IN_ORDER if own else "tiles in their order"
         text: dict[str, Any] = {"var": at, "range": end if first == "0" else f"{first}, {end}", "comment": comment}
         if op.listed:
