@@ -3,7 +3,8 @@
 The mask is a union of conjunctions of literals (see `intervals`). A literal says that an expression is at most 0. The expression is bounded
 over all pairs of a row of this program's tile and a row of tile j of the loop. Tile j may hold something visible if the least value is at
 most 0, and it holds nothing hidden if the greatest value is. A union, such as a window or the first tokens, gives several runs of tiles
-with four bounds each. Runs are in rising order, and no tile is in two of them.
+with four bounds each. Runs are in rising order, and no tile is in two of them. A run that has all tiles of another one, or none, is one run
+with it: the program of the first keys visits all later queries, and others those of a window.
 """
 
 from __future__ import annotations
@@ -212,10 +213,26 @@ def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int
     return (len(runs) - 2, len(runs) - 1) if len(runs) > MOST_RUNS else None
 
 
-def _up_to(run: Run, end: Expr) -> Bool | None:
-    """The condition under which a run has all tiles up to an end, if it has none otherwise; None for other runs."""
-    last = run[3]
-    return last.args[0] if run[0] == 0 and isinstance(last, select) and last.args[1:] == (end, 0) else None
+def _joined(wide: Run, run: Run, rises: Callable[[Expr, Expr], bool]) -> Run | None:
+    """One run of two, if the first has all tiles of the other where a condition on the own tile holds, and none elsewhere; else None."""
+    if not isinstance(wide[3], select) or wide[3].args[2] != 0:
+        return None
+    condition = wide[3].args[0]
+    start, full_start, full_end, end = (_where_true(condition, e) for e in wide)
+    if not (rises(run[3], end) and rises(sympy.Min(start, run[3]), run[0])):
+        return None
+    last = select(condition, end, run[3])
+
+    def either(x: Expr, y: Expr) -> Expr:
+        """x where the condition holds, else y. If these differ in the ends alone, they are one expression with the end of both."""
+        return y.xreplace({run[3]: last}) if x == y.xreplace({run[3]: end}) else select(condition, x, y)
+
+    return either(start, run[0]), either(full_start, run[1]), either(full_end, run[2]), last
+
+
+def _where_true(condition: Bool, e: Expr) -> Expr:
+    """What an expression is where a condition holds: it chooses by that no more."""
+    return e.replace(lambda x: isinstance(x, select) and x.args[0] == condition, lambda x: x.args[1])
 
 
 def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
@@ -227,10 +244,9 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     for inner, outer in permutations(runs, 2):  # a run inside another that has no full tiles: one run, with the full tiles of the inner
         if inner in runs and outer in runs and outer[1] == outer[2] and rises(outer[0], inner[0]) and rises(inner[3], outer[3]):
             runs = [(outer[0], *inner[1:3], outer[3]) if run == outer else run for run in runs if run != inner]
-    for whole, rest in permutations(runs, 2):  # a run of all tiles or of none, up to where another one ends: one run
-        if whole in runs and rest in runs and (condition := _up_to(whole, rest[3])) is not None:
-            joined = tuple(select(condition, x, y) for x, y in zip(whole[:3], rest[:3]))
-            runs = [(*joined, rest[3]) if run == rest else run for run in runs if run != whole]
+    for wide, inner in permutations(runs, 2):  # one run of two
+        if wide in runs and inner in runs and (joined := _joined(wide, inner, rises)) is not None:
+            runs = [joined if run == inner else run for run in runs if run != wide]
     while found := _to_merge(runs, rises):
         i, j = found
         (a, b, c, d), (e, _, _, f) = runs[i], runs[j]

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import sympy
 
-from attngen.bounds.intervals import last_row
+from attngen.bounds.intervals import last_row, with_rows
 from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
 from attngen.ir.graph import MIRRORED, Blocks, Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Base, Count, Load, Op, Position, Type
+from attngen.ir.prove import prove_le
 
 
 class Turn(NamedTuple):
@@ -56,6 +57,9 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
     Loops of later own tiles start later or alike, and end later or alike; from some own tile on, they may have no turn. So programs that
     come to a tile own tiles that follow one another: the last of them is the last whose loop has started there.
 
+    Loops of the first own tiles may have another end, as those of keys that all queries see. Where one of these comes, loops of some tiles
+    behind them may have ended, which do not count.
+
     None where that is not known. That is where loops run over several ranges; where they are bounded by numbers that programs read and
     that nobody says to rise; where they may start or end earlier for a later own tile; where their start is no formula that is solved here.
     """
@@ -64,14 +68,18 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
         return None
     own = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
     (first, if_first), (end, if_end) = map(_unconditional, visited)
-    if not (if_first <= if_end and own.knows(first, end, *if_end) and own.rises(end)):
+    if not (if_first <= if_end and own.knows(first, end, *if_end)):
         return None
     bounds = [own.started(first, end), *(own.held(condition) for condition in sorted(if_end, key=str))]
     known = [bound for bound in bounds if bound is not None]
-    if len(known) < len(bounds):
+    ended = own.ended(end)
+    if len(known) < len(bounds) or ended is None or (ended and module.blocks):
         return None
     tiles = sympy.Min(own.whole, *(tiles for bound in known for tiles in bound))
-    return turn_of(kernel.own_axis, tiles, module.blocks, own.counted)
+    turn = turn_of(kernel.own_axis, tiles, module.blocks, own.counted)
+    following = 1 + floordiv(own.start, own.rows)
+    less = [sympy.Max(0, sympy.Min(until, tiles) - sympy.Max(since, following)) for since, until in ended]
+    return turn._replace(expr=turn.expr - sympy.Add(*less))
 
 
 def may_mirror(module: Module, kernel: Kernel) -> bool:
@@ -125,6 +133,11 @@ def _unconditional(e: Expr) -> tuple[Expr, set[Bool]]:
         conditions.add(e.args[0])
         e = e.args[1]
     return e, conditions
+
+
+def _later(condition: Bool, e: Expr) -> Expr:
+    """What a choice gives where a condition does not hold; any other expression as it is."""
+    return e.args[2] if isinstance(e, select) and e.args[0] == condition else e
 
 
 class _Own:
@@ -185,7 +198,7 @@ class _Own:
         if not self._depends(first):
             return []
         if isinstance(first, select):  # the first own tiles start at once
-            at_once, rest = self._until(first.args[0]), self.started(first.args[2], end)
+            at_once, rest = self._until(first.args[0]), self.started(first.args[2], _later(first.args[0], end))
             return [sympy.Max(at_once, sympy.Min(*rest))] if first.args[1] == 0 and at_once is not None and rest else None
         if isinstance(first, sympy.Min):  # the end is behind the tile
             others = [x for x in first.args if x != end]
@@ -199,6 +212,32 @@ class _Own:
         bounds = [self._at_most(x, most) for x in parts]
         known = [bound for bound in bounds if bound is not None]
         return known if len(known) == len(bounds) else None
+
+    def ended(self, end: Expr) -> list[tuple[Expr, Expr]] | None:
+        """Own tiles whose loops may have ended where that of an earlier tile is at, as their first one and their end: none if ends rise.
+
+        Ends may also rise behind the first own tiles alone, which have another end. None if that is not known.
+        """
+        if self.rises(end):
+            return []
+        if not isinstance(end, select):
+            return None
+        condition, of_first, of_later = end.args
+        since, until = self._until(condition), self._passed(of_later)
+        return [(since, until)] if since is not None and until is not None and self.rises(of_first) else None
+
+    def _passed(self, end: Expr) -> Expr | None:
+        """How many own tiles, from the first on, have an end at the loop's tile or before; None if it is not solved.
+
+        It is solved where a number of rows is added to the end of the own tile, and where the last own tile has no such end.
+        """
+        loop, behind = self.kernel.loop_axis, last_row(self.kernel.own_axis) + 1
+        sums = [e for e in end.atoms(sympy.Add) if behind in e.args]
+        if len(sums) != 1 or end != cdiv(sympy.Max(0, sympy.Min(symbol(AXIS_EXTENT[loop]), *sums)), symbol(AXIS_DIM[loop])):
+            return None
+        most = symbol(f"{loop}_start") - (sums[0] - behind)  # the end of own tiles that have such an end, at most
+        solved = not self._depends(most) and prove_le(with_rows(most + 1, loop, frozenset()), self.extent)
+        return floordiv(sympy.Max(0, most), self.rows) if solved else None
 
     def _at_most(self, e: Expr, most: Expr) -> Expr | None:
         """The bound that an expression is at most `most`, which is not negative."""

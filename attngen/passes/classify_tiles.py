@@ -6,6 +6,7 @@ after:   the same, with tiles(visible start; full start; full end; visible end),
 The mask is brought to a union of conjunctions. Each linear inequality is bounded over the box (this program's tile) x (tile j of the
 loop): its least value says which tiles may hold something visible, its greatest value which tiles hold nothing hidden. A union, such as
 a window or the first tokens, gives several runs of tiles, with four bounds each. Runs are in rising order, and no tile is in two.
+A run that has all tiles of another one, or none, is one run with it.
 
 A condition on data, such as a tensor of booleans, is bounded by what the mask knows of it (`known`). With nothing known, its tiles are
 partial. If `known` has a value for each row of the program's own tile, its least or greatest over the rows becomes a scalar:

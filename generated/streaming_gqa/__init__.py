@@ -40,6 +40,14 @@ DKDV = runtime.Kernel(
     heads=(1, 2, 3),
 )
 DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
+BWD = runtime.Kernel(
+    kernels,
+    "bwd",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(1, 2),
+)
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
 
 
@@ -113,57 +121,108 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
     processors = runtime.processors(q.device)
+    fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
-        q, k, v, out, grad_out, lse, grad_lse,
+    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
+        out, grad_out, lse, grad_lse, q, k, v,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if dq.numel():
-        DQ(
-            q, Nq, B * Hq,
-            (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
-            (scale, Hq, group, Nq, Nk, Nlse),
-            (
-                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
-            ),
-        )
-    elif out.numel():
+    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-    if dk.numel():
-        # programs among which the query heads of a group are split
-        splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
-        dk_parts = runtime.room_for_splits(dk, splits)
-        dv_parts = runtime.room_for_splits(dv, splits)
-        DKDV(
-            q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
-            (scale, Hkv, group, splits, Nq, Nk),
+        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_QK),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            torch.float32,
+        )
+        dk_heads = runtime.empty(
+            q,
+            (B, Hq, Nk, HEAD_DIM_QK),
+            (Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            q.dtype,
+        )
+        dv_heads = runtime.empty(q, (B, Hq, Nk, HEAD_DIM_V), (Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V, 1), q.dtype)
+        BWD(
+            q, Nk, B * Hq,
+            (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk_heads, dv_heads),
+            (scale, Hq, group, Nq, Nk),
             (
-                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK,
+                Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
             ),
         )
-        if splits > 1:
-            DKDV_END(
-                q, Nk, B * Hkv,
-                (dk_parts, dv_parts, dk, dv),
-                (Hkv, splits, Nk),
-                (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+        dk_parts = dk_heads
+        dv_parts = dv_heads
+        DKDV_END(
+            q, Nk, B * Hkv,
+            (dk_parts, dv_parts, dk, dv),
+            (Hkv, group, Nk),
+            (
+                Hkv * group * Nk * HEAD_DIM_QK, group * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK,
+                Hkv * group * Nk * HEAD_DIM_V, group * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
+                *dk.stride()[:3], *dv.stride()[:3],
+            ),
+        )
+        DQ_END(
+            q, Nq, B * Hq,
+            (dq_acc, lse2, dq),
+            (scale, Hq, Nq),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nq, Nq, *dq.stride()[:3]),
+        )
+    else:
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
+                (scale, Hq, group, Nq, Nk, Nlse),
+                (
+                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                    *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+                ),
             )
+        elif out.numel():
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            )
+        if dk.numel():
+            # programs among which the query heads of a group are split
+            splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
+            dk_parts = runtime.room_for_splits(dk, splits)
+            dv_parts = runtime.room_for_splits(dv, splits)
+            DKDV(
+                q, Nk, B * Hkv * splits,
+                (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
+                (scale, Hkv, group, splits, Nq, Nk),
+                (
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                    *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+                ),
+            )
+            if splits > 1:
+                DKDV_END(
+                    q, Nk, B * Hkv,
+                    (dk_parts, dv_parts, dk, dv),
+                    (Hkv, splits, Nk),
+                    (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                )
     return dq, dk, dv
 
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("streaming_gqa_0adf28475db7", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("streaming_gqa_d17552569230", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

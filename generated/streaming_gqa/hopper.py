@@ -2,11 +2,16 @@
 
 A program has warps of several roles. The producer has the copy engine fill rings of tiles in shared memory; consumers, of 64 rows of
 queries each, take tiles from them. Barriers `..._full` say that a slot is full; named barriers, from 5 on, that it is free.
+In the backward these rows are of keys, and a writer has the copy engine add what consumers have of dQ. Programs take turns, if
+there is a fixed order: a number for each tile of queries, in device memory, says how many have added to it.
 """
 
 import triton
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -19,10 +24,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
     copy_in = tma.async_load
     copy_out = tma.async_store
+    add_out = tma.async_atomic_add
+    copy_numbers = async_copy.async_load
 else:
     copy_in = tma.async_copy_global_to_shared
     copy_out = tma.async_copy_shared_to_global
 
+    @builtin
+    def add_out(descriptor, place, tile, _semantic=None):
+        at = _semantic._convert_to_ir_values(place, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, at, tile.handle)
+
+    copy_numbers = async_copy.async_copy_global_to_shared
+
+# What sees a tile in shared memory as it lies there in another layout: Triton 3.9 has given it its name.
+seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -82,6 +98,97 @@ def moved(numbers):
 def hold(x, NUMBERS: gl.constexpr):
     # x itself, of which each thread has so many numbers, none negative. ptxas moves no instruction past the branch.
     return gl.inline_asm_elementwise(moves(NUMBERS), moved(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS)
+
+
+@gluon.constexpr_function
+def shared_layout(rows, columns, dtype):
+    # How a tile lies in shared memory for products.
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+
+
+@gluon.constexpr_function
+def turned_layout(columns):
+    # Where numbers of 32 bits lie in shared memory for the copy engine, if in odd rows every 16 columns change places with the next 16.
+    rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
+    inside, outside = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, at] for at in (32, 64, 128) if at < columns]
+    return gl.SharedLinearLayout(offset_bases=inside + rows + outside, alignment=1024)
+
+
+@gluon.jit
+def sixteens(x):
+    # The even and the odd groups of 16 columns. Each number stays in its thread.
+    return x.reshape([ROWS, x.shape[1] // 32, 2, 16]).permute((0, 1, 3, 2)).split()
+
+
+@gluon.jit
+def store_sums(tile, x, LAYOUT: gl.constexpr):
+    # Store sums to a tile in shared memory. Threads of odd rows store groups of 16 columns in another order than those of even rows:
+    # then what a warp stores at one time lies in different banks.
+    odd = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None] % 2 + gl.zeros([ROWS, x.shape[1]], gl.int32, LAYOUT)
+    left, right = sixteens(x)
+    swaps, _ = sixteens(odd)
+    turned = gl.join(gl.where(swaps == 1, right, left), gl.where(swaps == 1, left, right)).permute((0, 1, 3, 2)).reshape([ROWS, x.shape[1]])
+    seen_as(tile, gl.float32, [ROWS, x.shape[1]], turned_layout(x.shape[1])).store(turned)
+
+
+@gluon.jit
+def turns_passed(counter):
+    # How many programs have added to a tile so far.
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_turn(counter, seen, turn):
+    # Wait until so many programs have added to a tile; as many as `seen` had. What the copy engine does after that comes after it.
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 now; mov.u32 now, $2; LOOK: setp.eq.u32 p, now, $3; @p bra DONE; ld.acquire.gpu.global.u32 now, [$1]; "
+        "bra LOOK; DONE: bar.warp.sync 0xffffffff; fence.proxy.async.global; mov.u32 $0, 0; }",
+        "=r,l,r,r", [counter.to(gl.int64, bitcast=True), seen, turn], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def sent():
+    # Wait until the copy engine has read what this warp has told it to add.
+    gl.inline_asm_elementwise(
+        (
+            "cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;"
+        ), "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_turn(counter):
+    # Once the copy engine has added what this warp has told it to, say that one more program has, by the first thread.
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
+        "setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def nothing():
+    # 0, of which the compiler knows nothing: what depends on it is computed here, not before the loop.
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def in_place(numbers):
+    # The registers of so many numbers, which stay where they are.
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)])
+
+
+@gluon.jit
+def hold_tile(x):
+    # x itself, a tile without negative numbers. The branch is never taken: ptxas moves no instruction past it.
+    NUMBERS: gl.constexpr = ROWS * x.shape[1] // 128
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 bits; mov.b32 bits, $0; setp.eq.s32 p, bits, -1; @!p bra DONE; nanosleep.u32 20; DONE: }",
+        in_place(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS,
+    )
 
 
 @gluon.jit
@@ -163,6 +270,14 @@ def rows_of(x, tile):
 
 
 @gluon.jit
+def copy_row(start, left, row, full):
+    # Copy numbers of keys, of which so many are left, to shared memory, 0 beyond them. No thread waits: the tile's barrier does.
+    at = gl.arange(0, row.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
+    copy_numbers(row, start + at, mask=at < left)
+    async_copy.mbarrier_arrive(full)
+
+
+@gluon.jit
 def draw(counter):
     # Add 1 to a counter, by the first thread of the warp, which gets what it was before. Nothing waits for that.
     return gl.inline_asm_elementwise(
@@ -210,9 +325,10 @@ def told(slot):
     return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
-# kernel -> (position of a tensor that is given by descriptor, rows of its tiles)
+# kernel -> (position of a tensor that is given by descriptor, rows of its tiles, columns where only a part of a tile is copied at once)
 DESCRIBED = {
     "fwd": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, 64)),
+    "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (7, "BLOCK_Q", 64), (8, 64), (9, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
 STAYING = {"fwd": 1}
@@ -563,4 +679,371 @@ def fwd(
         ],
         [4, 1],
         [240, 24],
+    )
+
+
+@gluon.jit
+def bwd_producer(
+    Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
+    stride_delta_h, q_end, q_first, kv_start, h, b, k_ring, k_full, v_ring, v_full, q_ring, q_full,
+    do_ring, do_full, lse2_ring, delta_ring,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    q_slot, q_fills = 0, 0
+    do_slot, do_fills = 0, 0
+    mbarrier.expect(k_full.index(0), BLOCK_KV * D_QK * 2)
+    copy_in(K, [b, h // group, kv_start, 0], k_full.index(0), k_ring.index(0))
+    for copy in gl.static_range(2):
+        mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
+        copy_in(
+            V,
+            [b, h // group, kv_start + copy * 64, 0],
+            v_full.index(copy),
+            v_ring.index(copy),
+        )
+    # tiles in their order
+    for q_tile in range(q_first, q_end):
+        q_start = q_tile * BLOCK_Q
+        if q_fills >= SLOTS:
+            meet(5 + q_slot, THREADS)  # the slot is free
+        copy_row(
+            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
+            Nq - q_start,
+            lse2_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        copy_row(
+            DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
+            Nq - q_start,
+            delta_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+        if do_fills >= SLOTS:
+            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
+        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
+        copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
+        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+    for _ in range(gl.minimum(q_fills, SLOTS)):
+        q_slot = gl.where(q_slot == 0, SLOTS - 1, q_slot - 1)
+        meet(5 + q_slot, THREADS)
+    for _ in range(gl.minimum(do_fills, SLOTS)):
+        do_slot = gl.where(do_slot == 0, SLOTS - 1, do_slot - 1)
+        meet(5 + SLOTS + do_slot, THREADS)
+
+
+@gluon.jit
+def bwd_consumer(
+    dK, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b, k_ring, k_full,
+    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring,
+    dq_full, dq_free,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    SCORES: gl.constexpr = layout_of(BLOCK_Q)
+    SUMS: gl.constexpr = layout_of(D_V)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    PARTS: gl.constexpr = layout_of(64)
+    kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
+    dtype = dK.dtype
+    q_slot, q_phase = 0, 0
+    dq_slot, dq_phase = 0, 1
+    kv_start = kv_start + COPY * ROWS
+    kv_idx = kv_start + kv_off
+    if COPY == 1:
+        arrive(14, 256)  # the first copy's turn comes first
+    qk_scale = LOG2E * scale
+    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(v_full.index(COPY), 0)
+    dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
+    dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
+    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones
+    for q_tile in range(q_first, q_end):
+        k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
+        k = k_all_near.slice(COPY * ROWS, ROWS, 0)
+        v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
+        mbarrier.wait(q_full.index(q_slot), q_phase)
+        q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+        meet(14 + COPY, 256)  # this copy's turn
+        s_flight = warpgroup_mma(
+            k,
+            q.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        mbarrier.wait(do_full.index(q_slot), q_phase)
+        do = do_ring.index(q_slot).reshape([BLOCK_Q, D_V])
+        dp_flight = warpgroup_mma(
+            v_near,
+            do.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        s = warpgroup_mma_wait(1, deps=[s_flight])
+        if (q_tile < q_full_first) | (q_tile >= q_full_end):
+            q_start = q_tile * BLOCK_Q
+            q_idx = q_start + q_off
+            s = gl.where(
+                (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (
+                    ((q_idx + Nk - Nq)[None, :] - kv_idx[:, None] <= 1023) | (kv_idx < 4)[:, None]
+                ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
+                s,
+                float("-inf"),
+            )
+        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        p = gl.exp2(s * qk_scale - lse2[None, :])
+        dp = warpgroup_mma_wait(0, deps=[dp_flight])
+        p = hold_tile(p)
+        delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        ds = p * (dp - delta[None, :])
+        p_cast = pack(p, dtype)
+        ds_cast = pack(ds, dtype)
+        ds_ring.index(q_slot).slice(COPY * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+        fence_async_shared()
+        arrive(5 + SLOTS + SLOTS + 2 * q_slot + COPY, 256)  # this copy's part is there
+        meet(14 + COPY, 256)  # this copy's turn
+        p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+        dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
+        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+        dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
+        meet(5 + SLOTS + SLOTS + 2 * q_slot + 1 - COPY, 256)  # the other copy's part is there
+        ds_all = ds_ring.index(q_slot)
+        dq_flight = warpgroup_mma(
+            ds_all.permute((1, 0)),
+            k_all_near.slice(COPY * 64, 64, 1),
+            gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
+            use_acc=False,
+            is_async=True,
+        )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
+        arrive_soon(5 + SLOTS + q_slot, THREADS)
+        dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
+        arrive_soon(5 + q_slot, THREADS)
+        q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+        dq = warpgroup_mma_wait(0, deps=[dq_flight])
+        mbarrier.wait(dq_free.index(dq_slot), dq_phase)  # what was there has left
+        store_sums(dq_ring.index(COPY + 2 * dq_slot).reshape([BLOCK_Q, 64]), dq, PARTS)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(dq_slot), count=1)
+        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+    dk_out = (dk * scale).to(dtype)
+    v_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
+    fence_async_shared()
+    copy_out(dK, [b, h, kv_start, 0], v_ring.index(COPY))
+    dv_out = dv.to(dtype)
+    tma.store_wait(0)  # the output before has left
+    v_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
+    fence_async_shared()
+    copy_out(dV, [b, h, kv_start, 0], v_ring.index(COPY))
+    if COPY == 0:
+        meet(14, 256)  # the last pass
+    tma.store_wait(0)
+
+
+@gluon.jit
+def bwd_writer(
+    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first, kv_start, h, b,
+    dq_ring, dq_full, dq_free,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    dq_slot, dq_phase = 0, 0
+    q_ahead, turn_seen = -1, 0
+    # tiles in their order
+    for q_tile in range(q_first, q_end):
+        q_start = q_tile * BLOCK_Q
+        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+        turn = (
+            gl.minimum(
+                1
+                + gl.maximum(
+                    0,
+                    gl.cast(Nk, gl.int64)
+                    + gl.cast(q_start, gl.int64)
+                    + gl.cast(BLOCK_Q, gl.int64)
+                    - 1
+                    - gl.cast(Nq, gl.int64),
+                )
+                // gl.cast(BLOCK_KV, gl.int64),
+                gl.cdiv(gl.cast(Nk, gl.int64), gl.cast(BLOCK_KV, gl.int64)),
+            )
+            - 1
+            - gl.maximum(
+                0,
+                gl.minimum(
+                    gl.minimum(
+                        1
+                        + gl.maximum(
+                            0,
+                            gl.cast(Nk, gl.int64)
+                            + gl.cast(q_start, gl.int64)
+                            + gl.cast(BLOCK_Q, gl.int64)
+                            - 1
+                            - gl.cast(Nq, gl.int64),
+                        )
+                        // gl.cast(BLOCK_KV, gl.int64),
+                        gl.cdiv(gl.cast(Nk, gl.int64), gl.cast(BLOCK_KV, gl.int64)),
+                    ),
+                    gl.maximum(0, gl.cast(Nk, gl.int64) + gl.cast(q_start, gl.int64) - 1023 - gl.cast(Nq, gl.int64))
+                    // gl.cast(BLOCK_KV, gl.int64),
+                )
+                - gl.maximum(
+                    1 + gl.cast(kv_start, gl.int64) // gl.cast(BLOCK_KV, gl.int64),
+                    1 + gl.minimum(3, gl.cast(Nk, gl.int64)) // gl.cast(BLOCK_KV, gl.int64),
+                ),
+            )
+            - gl.cast(kv_start, gl.int64) // gl.cast(BLOCK_KV, gl.int64)
+        )
+        await_turn(
+            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+            gl.where(q_start == q_ahead, turn_seen, -1),
+            turn,
+        )
+        for piece in gl.static_range(2):
+            if turn == 0:
+                copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+            else:
+                add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+        q_ahead = q_start + BLOCK_Q
+        turn_seen = turns_passed(
+            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
+                q_ahead,
+                Nq - 1,
+            ),
+        )
+        sent()
+        mbarrier.arrive(dq_free.index(dq_slot), count=1)
+        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+        pass_turn(
+            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+        )
+
+
+@gluon.jit(do_not_specialize=["Nq", "Nk"])
+def bwd(
+    Q, K, V, dO, LSE2, DELTA, DQ_TURNS, DQ_ACC, dK, dV, scale, Hq, group, Nq, Nk, stride_q_b,
+    stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
+    stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b,
+    stride_delta_h, stride_dq_turns_b, stride_dq_turns_h, stride_dq_acc_b, stride_dq_acc_h,
+    stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    # Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.
+    pid = gl.program_id(0)
+    kv_tiles = gl.cdiv(Nk, BLOCK_KV)
+    abreast = gl.maximum(1, 16384 // Nk)
+    first_head = pid // (abreast * kv_tiles) * abreast
+    heads_abreast = gl.minimum(abreast, gl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    turn = pid - first_head * kv_tiles
+    own_head = first_head + turn % heads_abreast
+    kv_start = (kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
+    h = own_head % Hq
+    b = own_head // Hq
+    q_end = gl.where(
+        kv_start <= 3,
+        gl.cdiv(Nq, BLOCK_Q),
+        gl.cdiv(gl.maximum(0, gl.minimum(Nq, 1023 + Nq + gl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q),
+    )
+    q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
+    q_full_first = gl.minimum(q_end, gl.cdiv(gl.maximum(0, Nq + kv_start + BLOCK_KV - 1 - Nk), BLOCK_Q))
+    q_full_end = gl.maximum(
+        q_full_first,
+        gl.where(
+            kv_start <= 3,
+            gl.maximum(
+                gl.where(kv_start + BLOCK_KV <= Nk, gl.where(kv_start + BLOCK_KV <= 4, Nq // BLOCK_Q, 0), 0),
+                gl.minimum(gl.cdiv(Nq, BLOCK_Q), gl.cdiv(gl.maximum(0, Nq + kv_start + BLOCK_KV - 1 - Nk), BLOCK_Q)),
+            ),
+            gl.maximum(
+                gl.where(kv_start + BLOCK_KV <= Nk, gl.maximum(0, gl.minimum(Nq, 1024 + Nq + kv_start - Nk)) // BLOCK_Q, 0),
+                gl.minimum(
+                    gl.cdiv(gl.maximum(0, Nq + kv_start + BLOCK_KV - 1 - Nk), BLOCK_Q),
+                    gl.cdiv(gl.maximum(0, gl.minimum(Nq, 1023 + Nq + gl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q),
+                ),
+            ),
+        ),
+    )
+    k_ring = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    v_ring = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(Q.dtype, [SLOTS, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    do_ring = gl.allocate_shared_memory(dO.dtype, [SLOTS, 1, 1, BLOCK_Q, D_V], dO.layout)
+    do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    lse2_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ds_ring = gl.allocate_shared_memory(dK.dtype, [SLOTS, BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_KV, BLOCK_Q, dK.dtype))
+    dq_ring = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 64], DQ_ACC.layout)
+    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    dq_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(1):
+        mbarrier.init(k_full.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(v_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(do_full.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(dq_full.index(slot), count=2)
+        mbarrier.init(dq_free.index(slot), count=1)
+    fence_async_shared()
+    THREADS: gl.constexpr = 288  # that meet at a named barrier: consumers, and the producer
+    gl.warp_specialize(
+        [
+            (
+                bwd_consumer,
+                (
+                    dK, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
+                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+                    delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
+                    THREADS, 0,
+                ),
+            ),
+            (
+                bwd_consumer,
+                (
+                    dK, dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
+                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+                    delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
+                    THREADS, 1,
+                ),
+            ),
+            (
+                bwd_producer,
+                (
+                    Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h,
+                    stride_delta_b, stride_delta_h, q_end, q_first, kv_start, h, b, k_ring, k_full,
+                    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                ),
+            ),
+            (
+                bwd_writer,
+                (
+                    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first,
+                    kv_start, h, b, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                ),
+            ),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
     )

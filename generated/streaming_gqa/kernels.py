@@ -124,6 +124,29 @@ SCHEDULES = {
             (None, {"BLOCK_KV": 32, "num_warps": 4, "num_stages": 1}),
         ),
     },
+    "bwd": {
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+        ),
+    },
+    "dq_end": {
+        ("sm80", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm90", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm100", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("gfx942", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("any", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+    },
     "packed": {
         ("sm80", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
@@ -149,7 +172,7 @@ SCHEDULES = {
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
 INTERPRETED_BYTES = 2
 
 
@@ -552,33 +575,20 @@ def dkdv(
         if not TMA:
             Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(g + hkv * group, tl.int64) * stride_q_h
             dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(g + hkv * group, tl.int64) * stride_do_h
-        q_end = tl.where(kv_start <= 3, tl.cdiv(Nq, BLOCK_Q), 0)
-        q_first = tl.where(kv_start <= 3, tl.minimum(tl.cdiv(Nq, BLOCK_Q), tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q), 0)
-        q_full_first = tl.where(
+        q_end = tl.where(
             kv_start <= 3,
-            tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q),
-            0,
-        )
-        q_full_end = tl.maximum(q_full_first, tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= 4, Nq // BLOCK_Q, 0))
-        q_end_2 = tl.maximum(
-            q_end,
+            tl.cdiv(Nq, BLOCK_Q),
             tl.cdiv(tl.maximum(0, tl.minimum(Nq, 1023 + Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q),
         )
-        q_first_2 = tl.maximum(
-            q_end,
-            tl.minimum(
-                tl.cdiv(tl.maximum(0, tl.minimum(Nq, 1023 + Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q),
-                tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q,
-            ),
-        )
-        q_full_first_2 = tl.maximum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q))
-        q_full_end_2 = tl.maximum(
-            tl.maximum(q_end, tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)),
-            tl.maximum(0, tl.minimum(Nq, 1024 + Nq + kv_start - Nk)) // BLOCK_Q,
+        q_first = tl.minimum(q_end, tl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
+        q_full_first = tl.cdiv(tl.maximum(0, Nq + tl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
+        q_full_end = tl.where(
+            kv_start <= 3,
+            tl.maximum(q_full_first, tl.where(tl.minimum(Nk, kv_start + BLOCK_KV) <= 4, Nq // BLOCK_Q, 0)),
+            tl.maximum(q_full_first, tl.maximum(0, tl.minimum(Nq, 1024 + Nq + kv_start - Nk)) // BLOCK_Q),
         )
         # tiles with nothing to mask: no mask, no bounds checks
-        for q_tile in tl.range(q_full_first, q_full_end + (q_full_end_2 - q_full_first_2), disable_licm=True):
-            q_tile = tl.where(q_tile < q_full_end, q_tile, q_tile + (q_full_first_2 - q_full_end))
+        for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
             q_start = q_tile * BLOCK_Q
             if TMA:
                 q = Q.load([b, g + hkv * group, q_start, 0]).reshape(BLOCK_Q, D_QK)
@@ -603,14 +613,8 @@ def dkdv(
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
         # tiles that the mask or the ends of the tensors cut
-        for q_tile in tl.range(
-            q_first,
-            q_full_first + (q_end - q_full_end) + (q_full_first_2 - q_first_2) + (q_end_2 - q_full_end_2),
-            disable_licm=True,
-        ):
+        for q_tile in tl.range(q_first, q_full_first + (q_end - q_full_end), disable_licm=True):
             q_tile = tl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
-            q_tile = tl.where(q_tile < q_end, q_tile, q_tile + (q_first_2 - q_end))
-            q_tile = tl.where(q_tile < q_full_first_2, q_tile, q_tile + (q_full_end_2 - q_full_first_2))
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
             if TMA:
@@ -720,6 +724,41 @@ def dkdv_end(
         dV_head + tl.cast(kv_start, tl.int64) * stride_dv_n + (kv_off[:, None] * stride_dv_n + d_v[None, :]),
         dv_out,
         mask=(kv_idx < Nk)[:, None],
+    )
+
+
+@triton.jit(do_not_specialize=["Nq"])
+def dq_end(
+    DQ_ACC, LSE2, dQ, scale, Hq, Nq, stride_dq_acc_b, stride_dq_acc_h, stride_dq_acc_n,
+    stride_lse2_b, stride_lse2_h, stride_dq_b, stride_dq_h, stride_dq_n,
+    BLOCK_Q: tl.constexpr,
+):
+    # After the backward: dQ in the element type.
+    pid = tl.program_id(0)
+    q_tiles = tl.cdiv(Nq, BLOCK_Q)
+    q_start = (pid % q_tiles) * BLOCK_Q
+    h = pid // q_tiles % Hq
+    b = pid // q_tiles // Hq
+    q_off = tl.arange(0, BLOCK_Q)
+    dtype = dQ.dtype.element_ty
+    q_idx = q_start + q_off
+    d_qk = tl.arange(0, D_QK)
+
+    DQ_ACC_head = DQ_ACC + tl.cast(b, tl.int64) * stride_dq_acc_b + tl.cast(h, tl.int64) * stride_dq_acc_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
+    dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
+    dq = tl.load(
+        DQ_ACC_head + tl.cast(q_start, tl.int64) * stride_dq_acc_n + (q_off[:, None] * stride_dq_acc_n + d_qk[None, :]),
+        mask=(q_idx < Nq)[:, None],
+        other=0.0,
+    )
+    lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    dq_seen = tl.where((lse2 < float("inf"))[:, None], dq, 0)
+    dq_out = (dq_seen * scale).to(dtype)
+    tl.store(
+        dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + d_qk[None, :]),
+        dq_out,
+        mask=(q_idx < Nq)[:, None],
     )
 
 

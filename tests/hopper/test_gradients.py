@@ -43,6 +43,11 @@ MADE: dict[str, dict[str, Any]] = {
     "one_head": {"head_dim": 32, "heads": {"sharing": "mqa"}},
     "unordered": {"mask": "causal", "backward": {"deterministic": False}},
     "window": {"mask": {"sliding_window": {"left": 40, "right": 0}}},
+    "streaming": {
+        "heads": {"sharing": "gqa"},
+        "mask": {"all_of": ["causal", {"any_of": [{"sliding_window": {"left": 9}}, {"sink_tokens": {"count": 4}}]}]},
+    },
+    "first_keys": {"head_dim": 64, "mask": {"any_of": [{"sliding_window": {"left": 20, "right": 9}}, {"sink_tokens": {"count": 11}}]}},
     "both_sides": {"head_dim": 64, "mask": {"sliding_window": {"left": 20, "right": 9}}},
     "chunked": {"mask": {"chunked": {"size": 48}}},
     "prefix": {"mask": "prefix_lm"},
@@ -125,7 +130,7 @@ def test_which_specs_have_one() -> None:
         *("alibi_mha", "block_sparse_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
         *("causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha", "document_gqa"),
         *("full_mha", "mla_dims", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "sinks_window_gqa"),
-        *("softcap_window_gqa", "window_gqa"),
+        *("softcap_window_gqa", "streaming_gqa", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name

@@ -71,7 +71,7 @@ BROKEN = [
         "_sum is [Hq]; expected [Hq, Nq]",
     ),
     ("causal_mha", "host-launches", "launch @dkdv", "launch @dvdk", "it launches @dvdk; the kernels are fwd, dq, delta, dkdv, bwd, dq_end"),
-    ("streaming_gqa", "host-launches", "    launch @delta\n", "", "no host program launches @delta"),
+    ("butterfly_gqa", "host-launches", "    launch @delta\n", "", "no host program launches @delta"),
     (
         "causal_mha",
         "host-launches",

@@ -35,6 +35,8 @@ MASKS: dict[str, Any] = {
     "both sides": {"sliding_window": {"left": 40, "right": 20}},
     "chunked": {"chunked": {"size": 48}},
     "first keys": {"any_of": ["causal", {"expr": "kv_idx < 16"}]},
+    "streaming": {"all_of": ["causal", {"any_of": [{"sliding_window": {"left": 9}}, {"sink_tokens": {"count": 4}}]}]},
+    "more first keys": {"any_of": [{"sliding_window": {"left": 20, "right": 9}}, {"sink_tokens": {"count": 35}}]},
     "prefix": {"prefix_lm": {"length": 50}},
     "prefixes": {"prefix_lm": {"per": "batch"}},
     "lengths": {"all_of": ["causal", {"key_padding": {"lengths": True}}]},
@@ -52,7 +54,7 @@ MASKS: dict[str, Any] = {
 RANDOM = 6  # calls of each size, where data says what a query sees
 SIZES = [
     (n_q, n_kv, q, kv)
-    for (n_q, n_kv), (q, kv) in product([(1, 1), (17, 90), (90, 17), (128, 128), (129, 127)], [(16, 16), (16, 32), (32, 16)])
+    for (n_q, n_kv), (q, kv) in product([(1, 1), (17, 90), (90, 17), (128, 128), (129, 127), (150, 200)], [(16, 16), (16, 32), (32, 16)])
 ]
 
 
@@ -147,7 +149,12 @@ def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None
             {"expr": "kv_idx >= starts[b, q_idx]", "params": {"starts": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
             "nobody says that the tensor's numbers rise",
         ),
-        ({"all_of": ["causal", {"any_of": [{"sliding_window": {"left": 9}}, {"sink_tokens": {"count": 4}}]}]}, "two ranges"),
+        ({"any_of": [{"sliding_window": {"left": 9, "right": 0}}, {"expr": "q_idx < 4"}]}, "two ranges"),
+        ({"any_of": [{"sliding_window": {"left": 9, "right": 0}}, {"expr": "kv_idx >= kv_len - 4"}]}, "the last keys have another end"),
+        (
+            {"any_of": [{"all_of": [{"expr": "q_idx >= kv_idx + 30"}, {"expr": "q_idx <= kv_idx + 60"}]}, {"sink_tokens": {"count": 4}}]},
+            "the window may have ended before the last keys, which is not solved",
+        ),
         (
             {"any_of": [{"all_of": ["causal", {"expr": "q_idx >= kv_idx + 7"}]}, {"expr": "kv_idx >= 50"}]},
             "loops start earlier for some later keys",
