@@ -59,6 +59,7 @@ MADE: dict[str, dict[str, Any]] = {
     "packed": {"heads": {"sharing": "gqa"}, "mask": {"document": {"packed": True, "causal": True}}},
     "packed_both_ways": {"mask": {"document": {"packed": True}}},
     "dropping": {"head_dim": 64, "mask": {"all_of": ["causal", "key_padding"]}, "dropout": True},
+    "dropping_wide": {"mask": {"all_of": ["causal", "key_padding"]}, "heads": {"sharing": "gqa"}, "dropout": True},
     "capped_wide": {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": [{"softcap": 5.0}]},
     "capped_whole": {"score": [{"softcap": 5.0}]},
     "capped": {"head_dim": 64, "mask": "causal", "score": [{"softcap": 5.0}]},
@@ -410,6 +411,21 @@ def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any],
     assert why in " ".join(undivided(made, module["dce"]))
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"head_dim": {"qk": 192, "v": 128}, "mask": "causal"}, "with heads of 192 and 128 columns and dropout registers spill"),
+        ({"score": [{"softcap": 5.0}]}, "with dropout, heads of more than 64 columns and a modifier of scores registers spill"),
+        ({"mask": {"all_of": ["causal", "document"]}}, "take 19 operations for each score, and of more than 17 registers may spill"),
+    ],
+)
+def test_dropout_has_none_where_registers_would_spill(asked: dict[str, Any], why: str) -> None:
+    made = make_spec({**BASE, "dropout": True, **asked})
+    module = dict(stages(made))
+    assert not list(module.values())[-1].stand_ins("bwd")
+    assert why in " ".join(undivided(made, module["dce"]))
+
+
 # ---------------------------------------------------------------------------------------------- what is refused
 
 REFUSED = {
@@ -595,6 +611,12 @@ def test_mirrored_heads_go_through_their_tiles_backwards() -> None:
     assert "    mirrored = gl.where(first_head + abreast >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads\n" in text
     turned = "q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)\n"
     assert text.count(turned) == 3 and turned not in render(whole("window"))["hopper.py"]  # once in each role
+
+
+def test_signs_of_weights_say_what_dropout_keeps_where_registers_would_not_do() -> None:
+    both = "p, p_kept = with_dropped(p, keep_words, dropout_threshold, True) if DROPOUT else (p, p)"
+    assert both in render(whole("dropping_wide"))["hopper.py"]
+    assert "with_dropped" not in render(whole("dropping"))["hopper.py"]
 
 
 def test_the_turn_of_the_next_listed_tile_is_read_ahead() -> None:

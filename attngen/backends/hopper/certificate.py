@@ -11,6 +11,7 @@ import sympy
 from attngen.backends.base import Reading
 from attngen.backends.hopper.choice import overlaps, room_of
 from attngen.backends.hopper.facts import FORWARD, LANES, MOST_REGISTERS
+from attngen.backends.hopper.gradients import is_signed
 from attngen.backends.hopper.sram import sram_bytes
 from attngen.bounds.launches import groups, lane_registers, launch_registers
 from attngen.ir.expr import exp2
@@ -18,14 +19,16 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Map, SoftmaxStep
 from attngen.ir.roles import HALVES, Await, Issue, Pipeline, Put, SoftmaxRows, Weigh
 
-# Bytes that may spill outside loops where sums take most of the registers, as stores and loads: numbers that loops do not need.
+# Bytes that may spill outside loops where sums, or dropout beside them, take most of the registers, as stores and loads: numbers that
+# loops do not need.
 OUTSIDE = 64
 
 
 def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
     """Why a row gets no certificate: the ends of sentences about its kernel, each with what was expected."""
     predicted, has = sram_bytes(module, kernel, row), room_of(kernel.resident)
-    most = OUTSIDE if any(isinstance(op, Pipeline) and op.recompute for op in kernel.ops()) else 0
+    recomputes = any(isinstance(op, Pipeline) and op.recompute for op in kernel.ops())
+    most = OUTSIDE if recomputes or is_signed(module, kernel) else 0
     if reading.spilled_bytes > most:
         yield f"spills {reading.spilled_bytes:,} bytes; expected {f'{most} at most' if most else 'none'}"
     if reading.shared_bytes != predicted:

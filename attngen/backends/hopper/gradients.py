@@ -6,11 +6,13 @@ from attngen.backends.hopper.choice import NARROW, PAIR, STEADY, is_shared, work
 from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.turns import differs, last_first, visited_range
+from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Gather, Load
 
 MOST_WORK = 23  # operations for each score: those of a soft cap under a window, the most that were compiled
 MOST_OF_WIDE = 14  # operations for each score of heads of 192 and 128 columns: those of a window; of ALiBi, which has 16, registers spill
+MOST_SIGNED = 17  # operations for each score with dropout in heads of 128 columns: of documents, which have 19, registers spill
 MOST_BESIDE = 18  # operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
 MOST_OF_LONG = 15  # operations for each score in tiles of 128 queries: of a dilated mask, which has 19, registers spill
 COPIES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
@@ -46,18 +48,21 @@ def declined(module: Module) -> str:
         return why
     if last_first(module, module.kernel(FUSED)) is None:
         return "its loops over queries have a gap, or may start or end earlier for later keys, so that it is not known whose turn comes"
-    if module.dropout and module.head_dim_v > NARROW:
-        return f"with dropout and heads of more than {NARROW} columns registers spill"
     if is_wide(module) and (why := _spills_if_wide(module.kernel(FUSED))):
         return f"with heads of {WIDE[0]} and {WIDE[1]} columns and {why} registers spill"
-    most = MOST_OF_WIDE if is_wide(module) else MOST_WORK
+    signed = is_signed(module, module.kernel(FUSED))
+    if signed and module.meaning.score != symbol("s"):
+        return f"with dropout, heads of more than {NARROW} columns and a modifier of scores registers spill"
+    most = MOST_OF_WIDE if is_wide(module) else MOST_SIGNED if signed else MOST_WORK
     if (ops := work(module.kernel(FUSED))) > most:
         return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
     return ""
 
 
 def _spills_if_wide(kernel: Kernel) -> str:
-    """What a mask has for which sums of wide heads leave no registers; empty text for nothing."""
+    """What a kernel has for which sums of wide heads leave no registers; empty text for nothing."""
+    if kernel.draws:
+        return "dropout"
     visited = visited_range(kernel)
     if visited and not differs(kernel, visited[0]):
         return "loops over all queries"
@@ -82,3 +87,8 @@ def is_late(module: Module) -> bool:
 def is_wide(module: Module) -> bool:
     """Whether sums of dK and dV take more than half of a consumer's registers, and tiles most of the shared memory."""
     return (module.head_dim_qk, module.head_dim_v) == WIDE
+
+
+def is_signed(module: Module, kernel: Kernel) -> bool:
+    """Whether the sign of a weight says if dropout keeps it: registers would not do for both, or for weights and random words."""
+    return kernel.name == FUSED and kernel.draws and module.head_dim_v > NARROW

@@ -7,6 +7,7 @@ from typing import Any
 from attngen.backends.hopper.choice import PAIR
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, ROWS
+from attngen.backends.hopper.gradients import is_signed
 from attngen.backends.hopper.views import DividedView
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
@@ -47,6 +48,7 @@ def context(module: Module) -> dict[str, Any]:
         "holds_tiles": PAIR in held,
         "holds": bool([dims for dims in held if dims != PAIR]),
         "sums_beside": any(isinstance(op, Reduce) and op.over in (CHAINS, *HALVES.values()) for op in ops),
+        "signs": any(is_signed(module, kernel) for kernel in module.divided),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
         "halves": any("halves" in view.words for view in views),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attngen.backends.hopper.choice import PAIR
+from attngen.backends.hopper.gradients import is_signed
 from attngen.ir.ops import Dropout, Keep, Reduce, SoftmaxStep
 from attngen.ir.roles import CHAINS, HALVES, Chains, Convert, Defer, Halve, Hold, Join, Pack, Ramp, SoftmaxRows, Weigh
 from attngen.printing.context import KernelContext, transposed
@@ -69,7 +70,7 @@ class SoftmaxContext(KernelContext):
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
         text = super()._dropout(op, cls)
         value, words, threshold, _, turned = text["args"]  # no zero, as `pack` hides the cast
-        return {**text, "args": [value, words, threshold, turned]}
+        return {**text, "args": [value, words, threshold, turned], "signed": is_signed(self.module, self.kernel)}
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())
