@@ -12,6 +12,10 @@ SPLIT_KEYS = 512
 # would wait for their first turns; and a sequence has so many queries, and keys (docs/perf-log.md, section 31).
 FUSED_KEYS = 480
 FUSED_ROWS = 1024
+# Query heads of a group, at most, that one of its programs has one after another: each K/V tile is loaded, and gradients of keys are
+# stored, once for these. One, if the longest program visits more than UNEVEN times as many tiles as they do on average.
+FUSED_HEADS = 2
+UNEVEN = 3
 FUSED_LISTED = 2048  # keys, at most, where the mask lists blocks: of more, programs of one tile of queries wait too long for each other
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
 WIDEST_FUSED = 320  # of the kernel that also adds to dQ: with 64 keys these sums are 160 registers of a consumer of a divided kernel

@@ -25,7 +25,7 @@ import triton
 
 from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
-from attngen.policy import FUSED_KEYS, FUSED_ROWS
+from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
@@ -116,9 +116,13 @@ def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:
 
 
 def crowded(spec: Spec, processors: int) -> Case:
-    """Ragged sequences, so many that a device of so many multiprocessors takes the backward in one pass where there is one."""
+    """Ragged sequences, so many that a device of so many multiprocessors takes the backward in one pass where there is one.
+
+    If query heads share keys, they are so many that a program has as many of them as it may have.
+    """
     heads, rows = heads_for(spec), FUSED_ROWS + 5
-    return Case(math.ceil(FUSED_KEYS * processors / (heads[0] * rows)), *heads, rows, rows)
+    keys = max(FUSED_KEYS, FUSED_HEADS * SPLIT_KEYS) if heads[0] > heads[1] else FUSED_KEYS
+    return Case(math.ceil(keys * processors / (heads[0] * rows)), *heads, rows, rows)
 
 
 def repeats(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import sympy
@@ -15,10 +16,10 @@ import torch
 
 from attngen.emit.files import write_module
 from attngen.emit.render import render
-from attngen.ir.expr import symbol
+from attngen.ir.expr import select, symbol
 from attngen.ir.graph import Meaning, Module, Row
 from attngen.ir.host import If
-from attngen.ir.ops import Mask, Op
+from attngen.ir.ops import Map, Mask, Op
 from attngen.ir.text import parse_module, print_module
 from attngen.passes.base import Pass
 from attngen.passes.drop_undivided import without
@@ -108,11 +109,16 @@ def portable(name: str) -> Module:
 def in_one_pass(module: Module) -> Module:
     """The module whose calls compute gradients in one pass, where it has a kernel for that, however short sequences are."""
 
+    def asked(where: Any) -> Any:
+        known = {*map(symbol, ("need_q", "need_kv", "fused"))}
+        return sympy.And(*(condition for condition in where.args if condition.free_symbols <= known))
+
     def change(op: Op) -> list[Op]:
-        if not isinstance(op, If) or op.then != "one_pass":
-            return [op]
-        asked = (condition for condition in op.where.args if condition.free_symbols <= {*map(symbol, ("need_q", "need_kv", "fused"))})
-        return [replace(op, where=sympy.And(*asked))]
+        if isinstance(op, Map) and op.name == "in_one_pass":
+            return [replace(op, expr=select(asked(op.expr.args[0]), *op.expr.args[1:]))]
+        if isinstance(op, If) and op.then == "one_pass" and op.where.args[0] != symbol("in_one_pass"):
+            return [replace(op, where=asked(op.where))]
+        return [op]
 
     return replace(module, hosts=tuple(host.rewrite(change) for host in module.hosts))
 

@@ -156,6 +156,10 @@ def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
         again = type(made)(*(getattr(made, f.name) for f in fields(made)))
         assert vars(made) == vars(again) and made.base is x and made.block_shape == [1, 1, 32, 64]
         assert made.strides == [3 * 100 * 64, 100 * 64, 64, 1] and made.shape == [2, 3, 100, 64]
+    for parts, stride in ((1, 400 * 64), (4, 100 * 64)):
+        x = torch.zeros(2, 3, parts, 400 // parts, 64, dtype=torch.bfloat16)
+        made = descriptor(x, 32, gluon=gluon)
+        assert made.shape == [2, 3 * parts, x.shape[3], 64] and made.strides == [x.stride(0), stride, 64, 1] and made.base is x
     odd = torch.zeros(2 * 3 * 100 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 100, 64)
     narrow = torch.zeros(2, 3, 100, 65, dtype=torch.bfloat16)[..., :64]
     empty = torch.zeros(2, 3, 0, 64, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from attngen.bounds.ranges import rows_of
 from attngen.ir.expr import Expr, cdiv, floordiv, mod, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask
-from attngen.ir.shares import ranges, shared
+from attngen.ir.shares import in_turn, ranges, shared
 
 NO_BOUND = 2**30
 POSITION = sympy.Symbol("i", integer=True, nonnegative=True)  # index of the program's own tile
@@ -59,7 +59,9 @@ def runs(kernel: Kernel, block: str) -> Expr:
     loops = [loop for loop in kernel.loops if loop.body == block]
     turns = _turns(kernel, loops)
     outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
-    outer /= sympy.Mul(*{axis.extent for loop in loops for axis, _ in shared(kernel, loop) if axis})  # these turns are of all together
+    axis, (first, end) = in_turn(kernel, loops[0])
+    axes = {axis, *(axis for loop in loops for axis, _ in shared(kernel, loop))}
+    outer *= (end - first) / sympy.Mul(*(axis.extent for axis in axes if axis))  # these turns are of all together
     if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
         return outer / own_tiles(kernel) * _over_grid(kernel, turns)
     return outer * turns

@@ -9,14 +9,14 @@ from typing import Any
 
 import sympy
 
-from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
+from attngen.build.common import KernelBuilder, in_bounds, kv_head, named_by, scores
 from attngen.build.semantics import S, derivative, listed_blocks, modified, singular, varies
 from attngen.build.signature import Signature
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
 from attngen.ir.heads import SHARINGS
-from attngen.ir.ops import Access, Gather, Store, Type, Yield
+from attngen.ir.ops import MEMBER, Access, Gather, Store, Type, Yield
 from attngen.ir.shares import part
 from attngen.parts import KV, NATURAL, Q
 from attngen.policy import WIDEST_FUSED
@@ -271,7 +271,9 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.sizes()
     b.seed()
 
-    kv, head, shared = (sharing.read, symbol("h"), False) if fused else (sharing.owned, sharing.member, sharing.is_shared)
+    apart = signature.apart
+    kv, head = (sharing.read, symbol("h")) if apart else (sharing.owned, sharing.member)
+    nested = sharing.is_shared and not fused
     b.scale()
     home = "tile" if walks else "entry"
     if walks:
@@ -283,10 +285,10 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
         "dk": b.init("dk_init", 0, "BLOCK_KV", "D_QK", block=home),
         "dv": b.init("dv_init", 0, "BLOCK_KV", "D_V", block=home),
     }
-    _loop_over_queries(b, home, starts, shared)
+    _loop_over_queries(b, home, starts, nested)
 
-    b.carried("step", **({"dk_step": "dk_init", "dv_step": "dv_init"} if shared else starts))
-    dk, dv = ("dk_step", "dv_step") if shared else ("dk", "dv")
+    b.carried("step", **({"dk_step": "dk_init", "dv_step": "dv_init"} if nested else starts))
+    dk, dv = ("dk_step", "dv_step") if nested else ("dk", "dv")
     b.load("q", "Q", ("b", head, "q", "d_qk"), "step")
     b.load("do", "dO", ("b", head, "q", "d_v"), "step")
     b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
@@ -308,7 +310,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
         b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
-    _store_key_gradients(b, head if fused else kv, home)
+    _store_key_gradients(b, head if apart else kv, home)
     if walks:
         b.add(Yield("yield_tile", ()), home)
     return b.kernel()
@@ -316,12 +318,21 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
 
 def _fused(spec: Spec) -> Signature:
     """In turns the first program writes. Where the LSE does not tell which rows see no key, sums have to start from 0 all the same."""
-    signature = FUSED._replace(apart=SHARINGS[spec.heads.sharing].is_shared)
+    signature = FUSED
+    if SHARINGS[spec.heads.sharing].is_shared:
+        signature = FUSED._replace(apart=True) if _differs_by_head(spec) else FUSED._replace(shares="split")
     if not _in_order(spec):
         return signature
     if _has_sink(spec):
         return signature._replace(adds=(*FUSED.adds, "DQ_TURNS"))
     return signature._replace(writes=("DQ_ACC", *FUSED.writes), adds=("DQ_TURNS",))
+
+
+def _differs_by_head(spec: Spec) -> bool:
+    """Whether query heads of a group visit other tiles, or have numbers of their own that a program keeps for all its tiles."""
+    said = (spec.mask.by_key(), modified(spec))
+    kept = (e for read in spec.reads() if read.name in named_by(spec, said) and not varies(spec, read, Q) for e in read.index)
+    return listed_blocks(spec) is not None or any(e.has(symbol("h")) for e in (*said, *kept))
 
 
 def _has_sink(spec: Spec) -> bool:
@@ -334,14 +345,15 @@ def _in_order(spec: Spec) -> bool:
     return bool(spec.backward and spec.backward.deterministic)
 
 
-def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], shared: bool) -> None:
-    """The loop over query tiles; where query heads share a key head, inside a loop over those of the program."""
+def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], nested: bool) -> None:
+    """The loop over query tiles, where query heads share a key head for each of the program's; `nested` in a loop over these."""
     q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
-    if not shared:
-        b.loop("total", "q", q_tiles, "step", home, **starts)
-        return
     heads = sympy.Integer(0), symbol("group")
     first, end = part(*heads, b.shares) if b.shares else heads
+    if not nested:
+        ends = [symbol(b.compute(f"{MEMBER}_{what}", e, home, "i32")) for what, e in (("first", first), ("end", end))] if b.shares else []
+        b.loop("total", "q", q_tiles, "step", home, heads=(tuple(ends),) if ends else (), **starts)
+        return
     b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
     b.carried("group", **starts)
     b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")

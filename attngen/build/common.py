@@ -74,9 +74,7 @@ class KernelBuilder:
         self.facts = tuple(_usable(fact, along) for fact in facts)
         of_scores = (self.score, *wants) if signature.scores else ()
         of_mask = (self.where, *(e for f in self.facts for e in f)) if signature.masks else ()
-        needed = {str(s) for s in _symbols((*of_mask, *of_scores))}
-        for read in reversed(spec.reads()):
-            needed |= {str(s) for s in _symbols(read.index)} if read.name in needed else set()
+        needed = named_by(spec, (*of_mask, *of_scores))
         self.places: dict[tuple[str, Any], str] = {}  # (block, long index) -> the name of its value
         self.needed = tuple(read for read in spec.reads() if read.name in needed)
         self.needed_numbers = tuple(name for name in self.numbers if name in needed)
@@ -151,9 +149,18 @@ class KernelBuilder:
             self.add(Arg(name, "carry", self.types[start]), block)
 
     def loop(
-        self, name: str, var: str, extent: Any, body: str, block: str = "entry", cls: str = "unknown", first: Any = 0, **starts: str
+        self,
+        name: str,
+        var: str,
+        extent: Any,
+        body: str,
+        block: str = "entry",
+        cls: str = "unknown",
+        first: Any = 0,
+        heads: Any = (),
+        **starts: str,
     ) -> str:
-        self.add(Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls), block)
+        self.add(Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls, heads=heads), block)
         self.types.update({f"{name}.{f}": self.types[s] for f, s in starts.items()})
         return name
 
@@ -297,6 +304,14 @@ class KernelBuilder:
 
 def _symbols(expressions: Iterable[Any]) -> set[Any]:
     return {s for e in expressions for s in e.free_symbols}
+
+
+def named_by(spec: Spec, expressions: Iterable[Any]) -> set[str]:
+    """The names in expressions, and in the places of the reads that these name."""
+    found = {str(s) for s in _symbols(expressions)}
+    for read in reversed(spec.reads()):
+        found |= {str(s) for s in _symbols(read.index)} if read.name in found else set()
+    return found
 
 
 def _usable(fact: Fact, along: set[str]) -> Fact:

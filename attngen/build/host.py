@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import sympy
 
 from attngen.build.signature import parts_of
-from attngen.ir.expr import Bool, divisor, floordiv, symbol
+from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
-from attngen.policy import FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, SPLIT_KEYS
+from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, SPLIT_KEYS
 from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
@@ -158,14 +158,21 @@ def _backward(module: Module) -> Host:
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
+    shared = any(sharing(kernel.grid) for kernel in module.kernels)
     if walks:
         _launch_by_key(b, module)
     elif fused := next((kernel for kernel in module.kernels if kernel.adds), None):
         wanted = sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys(module))
+        if shared:
+            b.add(Map("in_one_pass", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg")))
+            wanted = sympy.Gt(symbol("in_one_pass"), 0)
+            b.add(Map("splits", _splits(wanted if sharing(fused.grid) else None), (), Type("i32", (), "reg")))
         b.branch("In_one_pass", "one_pass", where=wanted, orelse="apart")
         _launch_fused(b, fused)
         _launch_by_owner(b, module, "apart")
     else:
+        if shared:
+            b.add(Map("splits", _splits(None), (), Type("i32", (), "reg")))
         _launch_by_owner(b, module)
     results = {"dQ": "dQ", "dK": "dK", "dV": "dV"}
     if walks:  # @bwd always writes both
@@ -206,15 +213,10 @@ def _launch_fused(b: HostBuilder, fused: Kernel) -> None:
     for arg in fused.args:
         if arg.name not in ("dK", "dV") and arg.role in ("out", "sum"):
             b.alloc(arg.name, "one_pass", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)
-    apart = [arg for arg in fused.args if arg.name in ("dK", "dV") and arg.type.dims != known_type(arg.name).dims]  # of query heads
-    heads = {arg.name: b.alloc(f"{arg.name.upper()}_HEADS", "one_pass", replace(arg.type, space="hbm")) for arg in apart}
-    b.launch("bwd", "one_pass", tuple(heads.items()))
-    for arg in apart:
-        batch, _, *rest = arg.type.dims
-        parts = Type("T", (batch, "Hkv", "group", *rest), "hbm")
-        b.add(View(f"{arg.name.upper()}_PARTS", heads[arg.name], "heads", parts), "one_pass")
-    if apart:
-        b.launch("dkdv_end", "one_pass", splits=symbol("group"))
+    if sharing(fused.grid):
+        _launch_sharing(b, [fused], "one_pass", "heads")
+    else:
+        _launch_apart(b, fused)
     b.launch("dq_end", "one_pass")
 
 
@@ -226,27 +228,50 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
     b.launch("delta", "rows_alone")
     b.branch("By_key", "keys", block, of=("dK",))
     owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv" and kernel.dots and not kernel.adds]
-    parts: dict[str, str] = {}
     if any(sharing(kernel.grid) for kernel in owners):
-        b.add(Map("splits", _splits(), (), Type("i32", (), "reg")), "keys")
-        for name in ("dK", "dV"):
-            batch, heads, *rest = known_type(name).dims
-            type_ = Type("T", (batch, heads, "splits", *rest), "hbm")
-            parts[name] = b.alloc(f"{name}_parts", "keys", type_, where=sympy.Gt(symbol("splits"), 1), otherwise=name)
+        _launch_sharing(b, owners, "keys", "parts")
+    else:
+        for kernel in owners:
+            b.launch(kernel.name, "keys")
+
+
+def _launch_sharing(b: HostBuilder, owners: Sequence[Kernel], block: str, what: str) -> None:
+    """Kernels of which several programs share the query heads of a group; if there are several, @dkdv_end sums what each has of dK and dV.
+
+    what: the name of what they write, which is different for each block.
+    """
+    parts = {}
+    for name in ("dK", "dV"):
+        batch, heads, *rest = known_type(name).dims
+        type_ = Type("T", (batch, heads, "splits", *rest), "hbm")
+        parts[name] = b.alloc(f"{name}_{what}", block, type_, where=sympy.Gt(symbol("splits"), 1), otherwise=name)
     for kernel in owners:
         written = {a.name for a in kernel.args if a.role == "out"}
-        b.launch(kernel.name, "keys", tuple((name, ref) for name, ref in parts.items() if name in written))
-    if parts:
-        b.branch("Summed", "sums", "keys", where=sympy.Gt(symbol("splits"), 1))
-        b.launch("dkdv_end", "sums", tuple((f"{name.upper()}_PARTS", ref) for name, ref in parts.items()))
+        b.launch(kernel.name, block, tuple((name, ref) for name, ref in parts.items() if name in written))
+    b.branch(f"Summed_{what}", f"sum_{what}", block, where=sympy.Gt(symbol("splits"), 1))
+    b.launch("dkdv_end", f"sum_{what}", tuple((f"{name.upper()}_PARTS", ref) for name, ref in parts.items()))
 
 
-def _splits() -> Any:
+def _launch_apart(b: HostBuilder, fused: Kernel) -> None:
+    """The kernel in one pass, of which each program has one query head. @dkdv_end sums what the programs of a group have of dK and dV."""
+    apart = [arg for arg in fused.args if arg.name in ("dK", "dV") and arg.type.dims != known_type(arg.name).dims]
+    heads = {arg.name: b.alloc(f"{arg.name.upper()}_HEADS", "one_pass", replace(arg.type, space="hbm")) for arg in apart}
+    b.launch("bwd", "one_pass", tuple(heads.items()))
+    for arg in apart:
+        batch, _, *rest = arg.type.dims
+        parts = Type("T", (batch, "Hkv", "group", *rest), "hbm")
+        b.add(View(f"{arg.name.upper()}_PARTS", heads[arg.name], "heads", parts), "one_pass")
+    if apart:
+        b.launch("dkdv_end", "one_pass", splits=symbol("group"))
+
+
+def _splits(wanted: Bool | None) -> Any:
     """How many programs share the query heads of a group: 1, unless each multiprocessor would have fewer than SPLIT_KEYS keys, counted over
-    sequences and heads. It divides the group."""
+    sequences and heads. It divides the group. In one pass, under the condition `wanted`, a program has FUSED_HEADS of them at most."""
     batch, heads, keys, group, processors = map(symbol, ("B", "Hkv", "Nk", "group", "processors"))
     most = floordiv(batch * heads * keys * group, SPLIT_KEYS * processors)  # query heads of one program
-    return sympy.Max(1, floordiv(group, divisor(group, sympy.Min(group, sympy.Max(1, most)))))  # a call may have no heads
+    limit = group if wanted is None else sympy.Min(group, select(wanted, sympy.Integer(FUSED_HEADS), group))
+    return sympy.Max(1, floordiv(group, divisor(group, sympy.Min(limit, sympy.Max(1, most)))))  # a call may have no heads
 
 
 # ---------------------------------------------------------------------------------------------- gradients of inputs

@@ -16,7 +16,7 @@ from attngen.backends.base import PrintedKernel
 from attngen.emit.layout import LONGEST, fitted, tuple_text
 from attngen.emit.torch_text import to_torch
 from attngen.ir.dtypes import TORCH
-from attngen.ir.expr import parse, symbol, to_text
+from attngen.ir.expr import parse, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
@@ -173,6 +173,13 @@ class HostContext:
     def _python(self, e: Any) -> str:
         """The Python source of an expression of sizes and flags; the sizes are added to `self.sizes`."""
         self.sizes |= {str(s) for s in e.free_symbols} & FOUND.keys()
+        if isinstance(e, select):
+            where, then, orelse = map(self._python, e.args)
+            return f"{then} if {where} else {orelse}"
+        chosen = {choice: symbol(f"choice{i}") for i, choice in enumerate(sorted(e.atoms(select), key=str))}
+        if chosen:
+            texts = {str(name): f"({self._python(choice)})" for choice, name in chosen.items()}
+            return re.sub(r"choice\d+", lambda name: texts[name[0]], self._python(e.xreplace(chosen)))
         return re.sub(r"(?<=\w)\*(?=\w)", " * ", to_text(e)).replace("divisor(", "runtime.divisor(")
 
     def _dim(self, dim: str) -> str:

@@ -31,6 +31,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     KIND,
+    MEMBER,
     PADDED,
     Access,
     Add,
@@ -212,11 +213,19 @@ class Launch:
     def loop(self, op: Loop, values: Values) -> Program:
         """Run the body for each tile or number of the ranges, in order."""
         carried = {field: values[ref] for field, ref in op.carry}
-        for number in self.numbers(op, values):
-            inside = {**values, **carried, **self.turn(op.var, number, values)}
-            carried = yield from self.block(op.body, inside, op.cls)
+        for head in self.heads(op, values):
+            for number in self.numbers(op, values):
+                inside = {**values, **head, **carried, **self.turn(op.var, number, values)}
+                carried = yield from self.block(op.body, inside, op.cls)
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}
         return values
+
+    def heads(self, op: Any, values: Values) -> list[Values]:
+        """The query heads for which a loop runs, one after another; one, of which nothing is said, where it runs for one."""
+        if not op.heads:
+            return [{}]
+        ((first, end),) = op.heads
+        return [{MEMBER: g} for g in range(int(self.expression(first, values)), int(self.expression(end, values)))]
 
     def numbers(self, op: Loop, values: Values) -> Iterator[int]:
         """What the loop runs over: positions in its ranges stand for themselves, or for the listed tile there."""

@@ -242,9 +242,10 @@ class DividedLaunch(Launch):
         numbers = [*(reversed(partial) if op.backwards else partial), *full]
         turns = [("partial" if at < cut else "full", number) for at, number in enumerate(numbers)][hidden:]
         turns = sorted(turns, key=lambda turn: turn[1], reverse=bool(values.get(MIRRORED))) if op.in_order else turns
-        for at, (cls, number) in enumerate(turns):
+        steps = [(head, *turn) for head in self.heads(op, values) for turn in turns]
+        for at, (head, cls, number) in enumerate(steps):
             body = op.step if at or not op.first else op.first
-            inside = {**values, **self.named(op, body, carried), **self.turn(op.var, number, values)}
+            inside = {**values, **head, **self.named(op, body, carried), **self.turn(op.var, number, values)}
             carried = yield from self.block(body, inside, "partial" if body == op.first else cls)
         if turns and op.last:
             carried = yield from self.block(op.last, {**values, **self.named(op, op.last, carried)}, "full")

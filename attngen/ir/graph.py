@@ -19,6 +19,7 @@ from attngen.ir.names import DIRECTIONS, block_lists
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    MEMBER,
     Add,
     Arg,
     Base,
@@ -183,7 +184,7 @@ class Kernel:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables of loops and of the grid, and the letters of axes: names in expressions that are not values."""
-        flags = {MIRRORED for axis in self.grid if axis.mirrored}
+        flags = {MIRRORED for axis in self.grid if axis.mirrored} | ({MEMBER} if self.takes_heads else set())
         return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | flags | set(AXIS_DIM))
 
     def scalars_of(self, op: Op) -> set[str]:
@@ -250,6 +251,11 @@ class Kernel:
     def adds(self) -> bool:
         """Whether its programs add to what others add to: then it runs divided, by a copy engine that adds, or not at all."""
         return any(isinstance(op, Add) for op in self.ops())
+
+    @cached_property
+    def takes_heads(self) -> bool:
+        """Whether its programs take query heads of a group one after another."""
+        return any(isinstance(op, (Loop, Pipeline)) and op.heads for op in self.ops())
 
     @cached_property
     def draws(self) -> bool:

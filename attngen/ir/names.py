@@ -131,7 +131,21 @@ FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 # Names of the generated module's functions, which inputs may not have: arguments, what host programs make, modules.
 WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "need_inputs"}
 WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "kv_full_rank", "q_full_rank", "count", "blocks", "inputs"}
-WRAPPER |= {"dropout_p", "seed", *DROPOUT_SCALARS, "scale", "return_lse", "shapes", "group", "splits", "queries", "device", "n_q", "n_kv"}
+WRAPPER |= {
+    "dropout_p",
+    "seed",
+    *DROPOUT_SCALARS,
+    "scale",
+    "return_lse",
+    "shapes",
+    "group",
+    "splits",
+    "in_one_pass",
+    "queries",
+    "device",
+    "n_q",
+    "n_kv",
+}
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"dq_acc", "dq_turns", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}

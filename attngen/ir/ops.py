@@ -21,6 +21,7 @@ TENSORS = ("in", "out", "inout", "scratch", "sum")  # roles of a kernel's argume
 DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T`, and the type of results, depend on the module
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
+MEMBER = "g"  # the number of a query head among those that share a K/V head
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
 PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD"}  # dimension -> its name in tiles that are padded to a power of two
 _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
@@ -223,6 +224,7 @@ class Loop(Op):
     tiles: set by classify-tiles: visible start, full start, full end, visible end.
     listed: a row of a list of blocks. Ranges are then positions in it (see Position). Each tile's number is read one turn ahead.
     recompute: values that do not change from turn to turn are computed again in each turn, not kept in registers.
+    heads: the loop runs once for each of these query heads of a group, one after another; `g` is the number of the head in its group.
     """
 
     var: str
@@ -233,6 +235,12 @@ class Loop(Op):
     tiles: tuple[Expr, ...] = ()
     listed: str | None = field(default=None, metadata=OPERAND)
     recompute: bool = False
+    heads: tuple[tuple[Expr, Expr], ...] = ()
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """What differs from turn to turn."""
+        return frozenset({self.var, MEMBER} if self.heads else {self.var})
 
 
 @dataclass(frozen=True)

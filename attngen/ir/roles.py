@@ -323,6 +323,7 @@ class Pipeline(Op):
 
     With `in_order`, tiles come by their numbers: full ones follow one another, and partial ones are before and behind them.
     With `recompute`, values that do not change from turn to turn are computed again in each turn, as in a loop (see ops.Loop).
+    With `heads`, all these turns come once for each of these query heads, as in a loop.
     """
 
     var: str
@@ -339,6 +340,7 @@ class Pipeline(Op):
     places: str | None = field(default=None, metadata=OPERAND)
     in_order: bool = False
     recompute: bool = False
+    heads: Ranges = ()
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""

@@ -12,6 +12,7 @@ from attngen.ir.names import SHARES
 from attngen.ir.ops import Loop
 
 Range = tuple[Expr, Expr]
+ALONE: Range = (sympy.Integer(0), sympy.Integer(1))  # of heads, where a loop runs for one
 
 
 def sharing(grid: Iterable[GridAxis]) -> tuple[GridAxis, ...]:
@@ -48,6 +49,11 @@ def joined(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis | Non
 def shared(kernel: Kernel, loop: Loop) -> list[tuple[GridAxis | None, Range]]:
     """What `joined` gives for each range of a loop, with named scalars written out."""
     return [joined(kernel.grid, kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges]
+
+
+def in_turn(kernel: Kernel, loop: Loop) -> tuple[GridAxis | None, Range]:
+    """The query heads for which a loop runs, one after another; the axis whose programs share these, if there is one."""
+    return joined(kernel.grid, *map(kernel.resolve, loop.heads[0])) if loop.heads else (None, ALONE)
 
 
 def ranges(kernel: Kernel, loop: Loop) -> list[Range]:

@@ -61,7 +61,7 @@ RESERVED: dict[str, frozenset[str]] = {
 TAKEN = frozenset().union(*RESERVED.values())
 # Values of the kernels, and how those made of them are named.
 _VALUES = (
-    "acc alpha count d[koqpsv] delta dlse dscore group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p pieces product q qk "
+    "acc alpha count d[koqpsv] delta dlse dscore g group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p pieces product q qk "
 )
 _VALUES += "p_steep queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights tell flush drain fill copy put give"
 _MADE = "acc all alpha at base batch cast chains column deferred end first flight full halves head held in init joined k kept keys l left "

@@ -17,8 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import sympy
+
+from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
 from attngen.ir.host import Host, If, Launch
+from attngen.ir.ops import Map, Op
 from attngen.passes.base import Pass
 
 
@@ -43,10 +47,26 @@ def without(module: Module, gone: set[str]) -> Module:
 
 
 def _without(host: Host, gone: set[str]) -> Host:
-    """The host program without the branches that launch these kernels: the other branches take their place."""
+    """The host program without the branches that launch these kernels: the other branches take their place.
+
+    A number that says whether a call takes such a branch is 0 for all calls.
+    """
     launching = {block.name for block in host.blocks if any(isinstance(op, Launch) and op.kernel in gone for op in block.ops)}
     taken = [op for op in host.ops() if isinstance(op, If) and op.then in launching]
     instead = {op.name: host.block(op.orelse).ops for op in taken}
-    dropped = launching | {op.orelse for op in taken}
-    blocks = (replace(b, ops=tuple(o for op in b.ops for o in instead.get(op.name, (op,)))) for b in host.blocks if b.name not in dropped)
+    dropped = launching | {op.orelse for op in taken} | {op.then for op in host.ops() if isinstance(op, If) and _is_in(host, op, launching)}
+    says = {symbol(o.name): sympy.Integer(0) for o in host.ops() if isinstance(o, Map) and any(o.name in op.symbols for op in taken)}
+    instead |= {str(name): () for name in says}
+
+    def known(op: Op) -> Op:
+        return replace(op, expr=op.expr.xreplace(says)) if isinstance(op, Map) else op
+
+    blocks = (
+        replace(b, ops=tuple(known(o) for op in b.ops for o in instead.get(op.name, (op,)))) for b in host.blocks if b.name not in dropped
+    )
     return replace(host, blocks=tuple(blocks))
+
+
+def _is_in(host: Host, op: Op, blocks: set[str]) -> bool:
+    """Whether an op is in one of these blocks."""
+    return any(op in block.ops for block in host.blocks if block.name in blocks)

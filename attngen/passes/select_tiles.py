@@ -18,14 +18,17 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import ClassVar
 
+import sympy
+
 from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes, mode
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.bounds.turns import either_way, may_mirror
 from attngen.devices import CLASSES
 from attngen.errors import FitError
+from attngen.ir.expr import select
 from attngen.ir.graph import Kernel, Module, Row, Unfit
-from attngen.ir.ops import Add, Load
+from attngen.ir.ops import Add, Load, Map, Op
 from attngen.passes.base import Pass
 from attngen.policy import (
     ABREAST,
@@ -40,6 +43,7 @@ from attngen.policy import (
     STRIP,
     SUMMED,
     TOGETHER,
+    UNEVEN,
     WALKED,
     WALKED_EACH,
 )
@@ -57,6 +61,8 @@ class SelectTiles(Pass):
     tables: Mapping[str, Table] = field(default_factory=committed)  # of measured schedules, by device class
 
     def run(self, module: Module) -> Module:
+        if any(kernel.takes_heads and _is_uneven(kernel) for kernel in module.kernels):
+            module = replace(module, hosts=tuple(host.rewrite(_one_head) for host in module.hosts))
         module = module.map_kernels(lambda kernel: _in_turns(module, kernel) if kernel.adds else _longest_first(kernel))
         schedules = tuple((k.name, () if k.adds else tuple(self._rows(module, k))) for k in module.kernels)
         return replace(module, schedules=schedules)
@@ -174,12 +180,29 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
     return made.rewrite(lambda _, op: [replace(op, turn=either_way(made, op.turn)) if isinstance(op, Add) and op.turn is not None else op])
 
 
+def _is_uneven(kernel: Kernel) -> bool:
+    """Whether some programs visit many more tiles than others. They end last, the more so with several heads each."""
+    turns = [_visited(kernel, start) for start in range(0, MANY_ROWS, 64)]
+    return max(turns) * len(turns) > UNEVEN * sum(turns)
+
+
+def _one_head(op: Op) -> list[Op]:
+    """In one pass a program has one query head."""
+    if not isinstance(op, Map) or op.name != "splits":
+        return [op]
+    return [replace(op, expr=op.expr.replace(lambda e: isinstance(e, select), lambda e: select(e.args[0], sympy.Integer(1), e.args[2])))]
+
+
+def _visited(kernel: Kernel, start: int) -> int:
+    """How many tiles the program of the tile that starts there visits, in a long sequence."""
+    sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
+    return int(evaluate(visited(kernel), {**sizes, f"{kernel.own_axis}_start": start}))
+
+
 def _longest_first(kernel: Kernel) -> Kernel:
     """Start with the last tiles if later tiles visit more. If tiles differ, take ABREAST heads at a time."""
     if kernel.walks or not tile_loops(kernel):
         return kernel
-    sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
-    own = kernel.own_axis
-    first, last = (int(evaluate(visited(kernel), {**sizes, f"{own}_start": x})) for x in (0, MANY_ROWS - 64))
+    first, last = (_visited(kernel, x) for x in (0, MANY_ROWS - 64))
     grid = (replace(kernel.grid[0], descending=last > first, abreast=ABREAST if last != first else 1), *kernel.grid[1:])
     return replace(kernel, grid=grid)

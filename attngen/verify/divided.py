@@ -216,7 +216,7 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     turns, expected = ([(op.turns, op.turn, makers_of(k, op)) for op in k.ops() if isinstance(op, Add)] for k in (kernel, portable))
     if turns != expected:
         yield f"its programs add in other turns than those of @{portable.name} as it is portable"
-    wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed) for loop in portable.loops}
+    wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed, loop.heads) for loop in portable.loops}
     scalars = dict(portable.named)
     for name, expr in kernel.named:
         if scalars.get(name) != expr:
@@ -225,8 +225,8 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     for role in kernel.roles:
         runs = [run for op in kernel.within(role.name) for run in _runs(op)]
         orders[role.name] = [run for run in runs if run[1]]
-        for cls, ranges, listed, _ in runs:
-            if (ranges, listed) != wanted.get(cls, ((), listed)) and ranges:
+        for cls, ranges, *rest, _ in runs:
+            if (ranges, *rest) != wanted.get(cls, ((), *rest)) and ranges:
                 yield f"@{role.name} runs over other tiles of class {cls} than @{portable.name} as it is portable"
         if runs and {run[0] for run in runs if run[1]} != wanted.keys():
             yield f"@{role.name} runs over tiles of class {', '.join(run[0] for run in runs if run[1])}; expected {', '.join(wanted)}"
@@ -234,13 +234,13 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"{' and '.join(f'@{name}' for name in orders)} run over tiles in different orders"
 
 
-def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, tuple[bool, bool]]]:
-    """What an op runs over: a class of tiles, where they are, and whether they come from the last to the first, or by their numbers."""
+def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, Ranges, tuple[bool, bool]]]:
+    """What an op runs over: a class of tiles, where they are, the heads, and whether tiles come from last to first, or by their numbers."""
     if isinstance(op, Loop):
-        yield op.cls, op.ranges, op.listed, (False, False)
+        yield op.cls, op.ranges, op.listed, op.heads, (False, False)
     if isinstance(op, Pipeline):
-        yield "partial", op.partial, op.listed, (op.backwards, op.in_order)
-        yield "full", op.full, op.listed, (False, op.in_order)
+        yield "partial", op.partial, op.listed, op.heads, (op.backwards, op.in_order)
+        yield "full", op.full, op.listed, op.heads, (False, op.in_order)
 
 
 def used(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -169,7 +169,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         axes = set() if kernel.walks else {own}
         known |= {f"{axis}_start" for axis in axes}
         for loop in kernel.around(kernel.graph.nodes[op.name]["block"]):
-            known |= {f"{loop.var}_start"} if loop.var in AXIS_DIM else {loop.var}
+            known |= {f"{name}_start" if name in AXIS_DIM else name for name in loop.variables}
             axes |= {loop.var} & set(AXIS_DIM)
         if isinstance(op, (Gather, Map, Mask, Scatter)):
             known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in dimensions(kernel, op)}

@@ -1,9 +1,9 @@
 """The protocol of a divided kernel, proved: every interleaving of its roles, for every number of tiles, and of turns of their loops.
 
 A role is a list of steps: it fills, takes or gives back a slot, issues or awaits a product, stores through a slot. Loops of all roles run
-over the same tiles, as the rule `walks` says, so one number of turns holds for all; and programs that stay have the same tiles in all
-roles. Both are found out on the way: the role that is the first to reach the end of a turn decides whether there is another one, and
-the others follow (verify/machine.py). So what is found holds for any number of turns and tiles.
+over the same tiles of the same heads, as the rule `walks` says, so one number of turns holds for all; and programs that stay have the same
+tiles in all roles. Both are found out on the way: the role that is the first to reach the end of a turn decides whether there is another
+one, and the others follow (verify/machine.py). So what is found holds for any number of turns and tiles.
 
 What is modelled, as the hardware does it: a slot is full when the barrier's phase changes, which the copy engine does at any time after the
 fill; a wait for a phase passes on its parity alone. A slot is free by a named barrier, which opens when all takers and the producer have

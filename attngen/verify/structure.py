@@ -40,7 +40,7 @@ from attngen.ir.ops import (
     dimension,
 )
 from attngen.ir.roles import Pipeline
-from attngen.ir.shares import ranges, shared, sharing
+from attngen.ir.shares import in_turn, ranges, shared, sharing
 
 WIDTHS = {"D_QK", "D_V"}
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
@@ -215,6 +215,9 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
         if loop.var in {other.var for other in kernel.around(kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
+        in_group = len(loop.heads) == 1 and in_turn(kernel, loop)[1] == (0, dimension("group"))
+        if loop.heads and not (in_group and kernel.adds and over_tiles):
+            yield f"%{loop.name} takes heads in turn that are not the program's part of a group's, or in a kernel that adds nothing"
         counted = AXES.get(loop.var)
         if loop.var not in AXIS_EXTENT and (counted is None or ranges(kernel, loop) != [(0, dimension(counted))]):
             yield f"%{loop.name} does not run over 0 .. {counted or 'what its variable counts'}, or over the program's part of it"
@@ -232,6 +235,7 @@ def shares(module: Module, kernel: Kernel) -> Iterator[str]:
     """Programs that share have parts of one loop, or of all loops over one body. Of others each of them runs over all."""
     for axis in sharing(kernel.grid):
         found = {(loop.body, of) for loop in kernel.loops for of, (lo, hi) in shared(kernel, loop) if lo != hi}
+        found = {(loop.body, in_turn(kernel, loop)[0]) for loop in kernel.loops if loop.heads} or found
         bodies = {body for body, of in found if of == axis}
         if len(bodies) != 1 or any(body in bodies and of != axis for body, of in found):
             have = ", ".join(f"@{body}" for body in sorted(bodies)) or "no body"

@@ -1,9 +1,9 @@
 """Programs that add to one tile in a fixed order: each has its turn, and none waits for ever.
 
-A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and have lower
-numbers. Programs are started in the order of their numbers, and so each waits for programs that have started. By induction on these
-numbers each ends, however many there is room for at one time: the one of the lowest number that is left waits for nobody. Lists of blocks
-leave some of these programs out, and change no order.
+A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and have lower numbers.
+If a program has several heads, one after another, those that it waits for have the same ones. Programs are started in the order of their
+numbers, and so each waits for programs that have started. By induction on these numbers each ends, however many there is room for at one
+time: the one of the lowest number that is left waits for nobody. Lists of blocks leave some of these programs out, and change no order.
 """
 
 from __future__ import annotations

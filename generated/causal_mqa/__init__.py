@@ -40,7 +40,13 @@ DKDV = runtime.Kernel(
     heads=(1, 2),
 )
 DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0,))
-BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
+BWD = runtime.Kernel(
+    kernels,
+    "bwd",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(1, 2),
+)
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1,))
 
@@ -128,7 +134,18 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
+    in_one_pass = 1 if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0 else 0
+    # programs among which the query heads of a group are split
+    splits = max(
+        1,
+        (
+            group // runtime.divisor(
+                group,
+                min((2 if in_one_pass > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))),
+            )
+        ),
+    )
+    if in_one_pass > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -142,34 +159,28 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads = runtime.empty(
-            q,
-            (B, Hq, Nk, HEAD_DIM_QK),
-            (Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, 1),
-            q.dtype,
-        )
-        dv_heads = runtime.empty(q, (B, Hq, Nk, HEAD_DIM_V), (Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V, 1), q.dtype)
+        dk_heads = runtime.room_for_splits(dk, splits)
+        dv_heads = runtime.room_for_splits(dv, splits)
         BWD(
-            q, Nk, B * Hq,
+            q, Nk, B * splits,
             (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk_heads, dv_heads),
-            (scale, Hq, Nq, Nk),
+            (scale, group, splits, Nq, Nk),
             (
                 *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
-                Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nk * HEAD_DIM_QK,
-                Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
+                Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, dk_heads.stride(0),
+                dk_heads.stride(2), dk_heads.stride(3), dv_heads.stride(0), dv_heads.stride(2), dv_heads.stride(3),
             ),
         )
-        dk_parts = dk_heads
-        dv_parts = dv_heads
-        DKDV_END(
-            q, Nk, B,
-            (dk_parts, dv_parts, dk, dv),
-            (group, Nk),
-            (
-                Hkv * group * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, Hkv * group * Nk * HEAD_DIM_V,
-                Nk * HEAD_DIM_V, HEAD_DIM_V, dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
-            ),
-        )
+        if splits > 1:
+            DKDV_END(
+                q, Nk, B,
+                (dk_heads, dv_heads, dk, dv),
+                (splits, Nk),
+                (
+                    dk_heads.stride(0), dk_heads.stride(2), dk_heads.stride(3), dv_heads.stride(0), dv_heads.stride(2),
+                    dv_heads.stride(3), dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                ),
+            )
         DQ_END(
             q, Nq, B * Hq,
             (dq_acc, lse2, dq),
@@ -195,8 +206,6 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            # programs among which the query heads of a group are split
-            splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
             dk_parts = runtime.room_for_splits(dk, splits)
             dv_parts = runtime.room_for_splits(dv, splits)
             DKDV(
@@ -224,5 +233,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_mqa_a682e36f940a", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_mqa_b6a7fc145abc", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

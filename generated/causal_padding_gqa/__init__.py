@@ -45,7 +45,7 @@ BWD = runtime.Kernel(
     "bwd",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    heads=(1, 2),
+    heads=(1, 2, 3),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
@@ -142,7 +142,18 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
+    in_one_pass = 1 if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0 else 0
+    # programs among which the query heads of a group are split
+    splits = max(
+        1,
+        (
+            group // runtime.divisor(
+                group,
+                min((2 if in_one_pass > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))),
+            )
+        ),
+    )
+    if in_one_pass > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -156,35 +167,24 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads = runtime.empty(
-            q,
-            (B, Hq, Nk, HEAD_DIM_QK),
-            (Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK, 1),
-            q.dtype,
-        )
-        dv_heads = runtime.empty(q, (B, Hq, Nk, HEAD_DIM_V), (Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V, 1), q.dtype)
+        dk_heads = runtime.room_for_splits(dk, splits)
+        dv_heads = runtime.room_for_splits(dv, splits)
         BWD(
-            q, Nk, B * Hq,
+            q, Nk, B * Hkv * splits,
             (q, k, v, grad_out, lse2, delta, kv_lengths, dq_turns, dq_acc, dk_heads, dv_heads),
-            (scale, Hq, group, Nq, Nk),
+            (scale, Hkv, group, splits, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
-                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK,
-                Hq * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk_heads.stride()[:4], *dv_heads.stride()[:4],
             ),
         )
-        dk_parts = dk_heads
-        dv_parts = dv_heads
-        DKDV_END(
-            q, Nk, B * Hkv,
-            (dk_parts, dv_parts, dk, dv),
-            (Hkv, group, Nk),
-            (
-                Hkv * group * Nk * HEAD_DIM_QK, group * Nk * HEAD_DIM_QK, Nk * HEAD_DIM_QK, HEAD_DIM_QK,
-                Hkv * group * Nk * HEAD_DIM_V, group * Nk * HEAD_DIM_V, Nk * HEAD_DIM_V, HEAD_DIM_V,
-                *dk.stride()[:3], *dv.stride()[:3],
-            ),
-        )
+        if splits > 1:
+            DKDV_END(
+                q, Nk, B * Hkv,
+                (dk_heads, dv_heads, dk, dv),
+                (Hkv, splits, Nk),
+                (*dk_heads.stride()[:4], *dv_heads.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+            )
         DQ_END(
             q, Nq, B * Hq,
             (dq_acc, lse2, dq),
@@ -210,8 +210,6 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            # programs among which the query heads of a group are split
-            splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
             dk_parts = runtime.room_for_splits(dk, splits)
             dv_parts = runtime.room_for_splits(dv, splits)
             DKDV(
@@ -235,5 +233,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
 
 OPERANDS = "Tensor kv_lengths, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_gqa_b9a3acadb641", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_gqa_994c9df4a4f7", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -584,19 +584,28 @@ def laid_out(descriptor: Any) -> Any:
 def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
     """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
 
+    In x [B, H, S, N, D], of S parts of each head, every part counts as a head.
     A tile has `columns` columns; without them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at
     multiples of 16 bytes. A tensor whose rows do not is copied.
     """
     if not x.numel():
-        x = x.new_zeros((1, 1, 1, x.shape[3]))  # no tile of it is read
-    form = None if x.data_ptr() % 16 else _form(gluon, rows, columns, x.dtype, x.shape, x.stride())
+        x = x.new_zeros((1, 1, 1, x.shape[-1]))  # no tile of it is read
+    form = None if x.data_ptr() % 16 else _form(gluon, rows, columns, x.dtype, *_of_heads(x))
     if form is None:
         x = x.clone(memory_format=torch.contiguous_format)
-        form = _form(gluon, rows, columns, x.dtype, x.shape, x.stride())
+        form = _form(gluon, rows, columns, x.dtype, *_of_heads(x))
         assert form is not None
     made: Any = object.__new__(form[0])
     vars(made).update(form[1], base=x)
     return made
+
+
+def _of_heads(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of x [B, H, N, D], or [B, H, S, N, D] as [B, H * S, N, D]."""
+    if x.dim() == 4:
+        return x.shape, x.stride()
+    (b, h, parts, n, d), (of_b, of_h, of_part, *rest) = x.shape, x.stride()
+    return (b, h * parts, n, d), (of_b, of_part if parts > 1 else of_h, *rest)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -668,8 +668,8 @@ def fwd(
 @gluon.jit
 def bwd_producer(
     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-    stride_delta_h, q_end, q_first, kv_start, h, b, mirrored, k_ring, k_full, v_ring, v_full,
-    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+    stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv, b, mirrored, k_ring, k_full,
+    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -678,41 +678,43 @@ def bwd_producer(
     q_slot, q_fills = 0, 0
     do_slot, do_fills = 0, 0
     mbarrier.expect(k_full.index(0), BLOCK_KV * D_QK * 2)
-    copy_in(K, [b, h // group, kv_start, 0], k_full.index(0), k_ring.index(0))
+    copy_in(K, [b, hkv, kv_start, 0], k_full.index(0), k_ring.index(0))
     for copy in gl.static_range(2):
         mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
-        copy_in(
-            V,
-            [b, h // group, kv_start + copy * 64, 0],
-            v_full.index(copy),
-            v_ring.index(copy),
-        )
-    # tiles in their order; in mirrored heads backwards
-    for at in range(q_first, q_end):
-        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
-        q_start = q_tile * BLOCK_Q
-        if q_fills >= SLOTS:
-            meet(5 + q_slot, THREADS)  # the slot is free
-        copy_row(
-            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
-            Nq - q_start,
-            lse2_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        copy_row(
-            DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
-            Nq - q_start,
-            delta_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
-        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
-        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
-        if do_fills >= SLOTS:
-            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
-        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
-        copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
-        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+        copy_in(V, [b, hkv, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
+    # the program's query heads, one after another
+    for g in range(g_first, g_end):
+        # tiles in their order; in mirrored heads backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
+            q_start = q_tile * BLOCK_Q
+            if q_fills >= SLOTS:
+                meet(5 + q_slot, THREADS)  # the slot is free
+            copy_row(
+                LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(g + hkv * group, gl.int64) * stride_lse2_h + q_start,
+                Nq - q_start,
+                lse2_ring.index(q_slot),
+                q_full.index(q_slot),
+            )
+            copy_row(
+                DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(g + hkv * group, gl.int64) * stride_delta_h + q_start,
+                Nq - q_start,
+                delta_ring.index(q_slot),
+                q_full.index(q_slot),
+            )
+            mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+            copy_in(Q, [b, g + hkv * group, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+            q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+            if do_fills >= SLOTS:
+                meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
+            mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
+            copy_in(
+                dO,
+                [b, g + hkv * group, q_start, 0],
+                do_full.index(do_slot),
+                do_ring.index(do_slot),
+            )
+            do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
     for _ in range(gl.minimum(q_fills, SLOTS)):
         q_slot = gl.where(q_slot == 0, SLOTS - 1, q_slot - 1)
         meet(5 + q_slot, THREADS)
@@ -723,9 +725,9 @@ def bwd_producer(
 
 @gluon.jit
 def bwd_consumer(
-    dK, dV, scale, prefix_length, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
-    mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
-    delta_ring, ds_ring, dq_ring, dq_full, dq_free,
+    dK, dV, scale, prefix_length, splits, Nq, Nk, g_first, g_end, q_end, q_first, q_full_first,
+    q_full_end, kv_start, split, hkv, b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full,
+    do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -750,90 +752,92 @@ def bwd_consumer(
     mbarrier.wait(v_full.index(COPY), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; in mirrored heads
-    # backwards
-    for at in range(q_first, q_end):
-        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
-        k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
-        k = k_all_near.slice(COPY * ROWS, ROWS, 0)
-        v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
-        mbarrier.wait(q_full.index(q_slot), q_phase)
-        q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
-        meet(14 + COPY, 256)  # this copy's turn
-        s_flight = warpgroup_mma(
-            k,
-            q.permute((1, 0)),
-            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        mbarrier.wait(do_full.index(q_slot), q_phase)
-        do = do_ring.index(q_slot).reshape([BLOCK_Q, D_V])
-        dp_flight = warpgroup_mma(
-            v_near,
-            do.permute((1, 0)),
-            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
-        s = warpgroup_mma_wait(1, deps=[s_flight])
-        if (q_tile < q_full_first) | (q_tile >= q_full_end):
-            q_start = q_tile * BLOCK_Q
-            q_idx = q_start + q_off
-            s = gl.where(
-                (
-                    ((q_idx + Nk - Nq)[None, :] >= kv_idx[:, None]) | (prefix_length > kv_idx)[:, None]
-                ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
-                s,
-                float("-inf"),
+    # the program's query heads, one after another
+    for _ in range(g_first, g_end):
+        # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; in mirrored heads
+        # backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
+            k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
+            k = k_all_near.slice(COPY * ROWS, ROWS, 0)
+            v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
+            mbarrier.wait(q_full.index(q_slot), q_phase)
+            q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+            meet(14 + COPY, 256)  # this copy's turn
+            s_flight = warpgroup_mma(
+                k,
+                q.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+                use_acc=False,
+                is_async=True,
             )
-        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
-        p = gl.exp2(s * qk_scale - lse2[None, :])
-        dp = warpgroup_mma_wait(0, deps=[dp_flight])
-        p = hold_tile(p)
-        delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
-        ds = p * (dp - delta[None, :])
-        p_cast = pack(p, dtype)
-        ds_cast = pack(ds, dtype)
-        ds_ring.index(q_slot).slice(COPY * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
-        fence_async_shared()
-        arrive(5 + SLOTS + SLOTS + 2 * q_slot + COPY, 256)  # this copy's part is there
-        meet(14 + COPY, 256)  # this copy's turn
-        p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
-        dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
-        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
-        dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-        meet(5 + SLOTS + SLOTS + 2 * q_slot + 1 - COPY, 256)  # the other copy's part is there
-        ds_all = ds_ring.index(q_slot)
-        dq_flight = warpgroup_mma(
-            ds_all.permute((1, 0)),
-            k_all_near.slice(COPY * 64, 64, 1),
-            gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
-            use_acc=False,
-            is_async=True,
-        )
-        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
-        dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
-        arrive_soon(5 + SLOTS + q_slot, THREADS)
-        dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
-        arrive_soon(5 + q_slot, THREADS)
-        q_slot, q_phase = following(q_slot, q_phase, SLOTS)
-        dq = warpgroup_mma_wait(0, deps=[dq_flight])
-        mbarrier.wait(dq_free.index(dq_slot), dq_phase)  # what was there has left
-        store_sums(dq_ring.index(COPY + 2 * dq_slot).reshape([BLOCK_Q, 64]), dq, PARTS)
-        fence_async_shared()
-        mbarrier.arrive(dq_full.index(dq_slot), count=1)
-        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+            mbarrier.wait(do_full.index(q_slot), q_phase)
+            do = do_ring.index(q_slot).reshape([BLOCK_Q, D_V])
+            dp_flight = warpgroup_mma(
+                v_near,
+                do.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+                use_acc=False,
+                is_async=True,
+            )
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+            s = warpgroup_mma_wait(1, deps=[s_flight])
+            if (q_tile < q_full_first) | (q_tile >= q_full_end):
+                q_start = q_tile * BLOCK_Q
+                q_idx = q_start + q_off
+                s = gl.where(
+                    (
+                        ((q_idx + Nk - Nq)[None, :] >= kv_idx[:, None]) | (prefix_length > kv_idx)[:, None]
+                    ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
+                    s,
+                    float("-inf"),
+                )
+            lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+            p = gl.exp2(s * qk_scale - lse2[None, :])
+            dp = warpgroup_mma_wait(0, deps=[dp_flight])
+            p = hold_tile(p)
+            delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+            ds = p * (dp - delta[None, :])
+            p_cast = pack(p, dtype)
+            ds_cast = pack(ds, dtype)
+            ds_ring.index(q_slot).slice(COPY * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+            fence_async_shared()
+            arrive(5 + SLOTS + SLOTS + 2 * q_slot + COPY, 256)  # this copy's part is there
+            meet(14 + COPY, 256)  # this copy's turn
+            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+            dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
+            ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+            dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
+            meet(5 + SLOTS + SLOTS + 2 * q_slot + 1 - COPY, 256)  # the other copy's part is there
+            ds_all = ds_ring.index(q_slot)
+            dq_flight = warpgroup_mma(
+                ds_all.permute((1, 0)),
+                k_all_near.slice(COPY * 64, 64, 1),
+                gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
+                use_acc=False,
+                is_async=True,
+            )
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+            dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
+            arrive_soon(5 + SLOTS + q_slot, THREADS)
+            dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
+            arrive_soon(5 + q_slot, THREADS)
+            q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+            dq = warpgroup_mma_wait(0, deps=[dq_flight])
+            mbarrier.wait(dq_free.index(dq_slot), dq_phase)  # what was there has left
+            store_sums(dq_ring.index(COPY + 2 * dq_slot).reshape([BLOCK_Q, 64]), dq, PARTS)
+            fence_async_shared()
+            mbarrier.arrive(dq_full.index(dq_slot), count=1)
+            dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
     dk_out = (dk * scale).to(dtype)
     v_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
     fence_async_shared()
-    copy_out(dK, [b, h, kv_start, 0], v_ring.index(COPY))
+    copy_out(dK, [b, split + hkv * splits, kv_start, 0], v_ring.index(COPY))
     dv_out = dv.to(dtype)
     tma.store_wait(0)  # the output before has left
     v_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
     fence_async_shared()
-    copy_out(dV, [b, h, kv_start, 0], v_ring.index(COPY))
+    copy_out(dV, [b, split + hkv * splits, kv_start, 0], v_ring.index(COPY))
     if COPY == 0:
         meet(14, 256)  # the last pass
     tma.store_wait(0)
@@ -841,8 +845,8 @@ def bwd_consumer(
 
 @gluon.jit
 def bwd_writer(
-    DQ_TURNS, DQ_ACC, prefix_length, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_first,
-    kv_start, h, b, mirrored, dq_ring, dq_full, dq_free,
+    DQ_TURNS, DQ_ACC, prefix_length, group, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, g_first,
+    g_end, q_end, q_first, kv_start, hkv, b, mirrored, dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -850,54 +854,65 @@ def bwd_writer(
 ):
     dq_slot, dq_phase = 0, 0
     q_ahead, turn_seen = -1, 0
-    # tiles in their order; in mirrored heads backwards
-    for at in range(q_first, q_end):
-        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
-        q_start = q_tile * BLOCK_Q
-        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-        turn = gl.where(
-            mirrored > 0,
-            kv_start // BLOCK_KV,
-            gl.minimum(
-                gl.cdiv(Nk, BLOCK_KV),
-                gl.maximum(
-                    1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
-                    gl.cdiv(gl.minimum(Nk, prefix_length), BLOCK_KV),
-                ),
-            ) - 1 - kv_start // BLOCK_KV,
-        )
-        await_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-            gl.where(q_start == q_ahead, turn_seen, -1),
-            turn,
-        )
-        for piece in gl.static_range(2):
-            if turn == 0:
-                copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-            else:
-                add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-        q_ahead = q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q)
-        turn_seen = turns_passed(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                gl.maximum(q_ahead, 0),
-                Nq - 1,
-            ),
-        )
-        sent()
-        mbarrier.arrive(dq_free.index(dq_slot), count=1)
-        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-        pass_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-        )
+    # the program's query heads, one after another
+    for g in range(g_first, g_end):
+        # tiles in their order; in mirrored heads backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
+            q_start = q_tile * BLOCK_Q
+            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+            turn = gl.where(
+                mirrored > 0,
+                kv_start // BLOCK_KV,
+                gl.minimum(
+                    gl.cdiv(Nk, BLOCK_KV),
+                    gl.maximum(
+                        1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
+                        gl.cdiv(gl.minimum(Nk, prefix_length), BLOCK_KV),
+                    ),
+                ) - 1 - kv_start // BLOCK_KV,
+            )
+            await_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
+                gl.where(q_start == q_ahead, turn_seen, -1),
+                turn,
+            )
+            for piece in gl.static_range(2):
+                if turn == 0:
+                    copy_out(
+                        DQ_ACC,
+                        [b, g + hkv * group, q_start, piece * 64],
+                        dq_ring.index(2 * dq_slot + piece),
+                    )
+                else:
+                    add_out(
+                        DQ_ACC,
+                        [b, g + hkv * group, q_start, piece * 64],
+                        dq_ring.index(2 * dq_slot + piece),
+                    )
+            q_ahead = q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q)
+            turn_seen = turns_passed(
+                DQ_TURNS
+                + gl.cast(b, gl.int64) * stride_dq_turns_b
+                + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h
+                + gl.minimum(gl.maximum(q_ahead, 0), Nq - 1),
+            )
+            sent()
+            mbarrier.arrive(dq_free.index(dq_slot), count=1)
+            dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+            pass_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
+            )
 
 
 @gluon.jit(do_not_specialize=["Nq", "Nk"])
 def bwd(
-    Q, K, V, dO, LSE2, DELTA, DQ_TURNS, DQ_ACC, dK, dV, scale, prefix_length, Hq, group, Nq, Nk,
-    stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h,
-    stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b,
-    stride_delta_h, stride_dq_turns_b, stride_dq_turns_h, stride_dq_acc_b, stride_dq_acc_h,
-    stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    Q, K, V, dO, LSE2, DELTA, DQ_TURNS, DQ_ACC, dK, dV, scale, prefix_length, Hkv, group, splits,
+    Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b,
+    stride_v_h, stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h,
+    stride_delta_b, stride_delta_h, stride_dq_turns_b, stride_dq_turns_h, stride_dq_acc_b,
+    stride_dq_acc_h, stride_dk_b, stride_dk_h, stride_dk_s, stride_dk_n, stride_dv_b, stride_dv_h,
+    stride_dv_s, stride_dv_n,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -912,8 +927,11 @@ def bwd(
     own_head = first_head + turn % heads_abreast
     mirrored = gl.where(first_head + abreast >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads
     kv_start = gl.where(mirrored > 0, turn // heads_abreast, kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
-    h = own_head % Hq
-    b = own_head // Hq
+    split = own_head % splits
+    hkv = own_head // splits % Hkv
+    b = own_head // splits // Hkv
+    g_first = split * group // splits
+    g_end = (group + split * group) // splits
     q_end = gl.cdiv(Nq, BLOCK_Q)
     q_first = gl.where(kv_start < prefix_length, 0, gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q))
     q_full_first = gl.where(
@@ -961,36 +979,36 @@ def bwd(
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, prefix_length, Nq, Nk, q_end, q_first, q_full_first, q_full_end,
-                    kv_start, h, b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full,
-                    do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
-                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
+                    dK, dV, scale, prefix_length, splits, Nq, Nk, g_first, g_end, q_end, q_first,
+                    q_full_first, q_full_end, kv_start, split, hkv, b, mirrored, k_ring, k_full,
+                    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+                    ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, prefix_length, Nq, Nk, q_end, q_first, q_full_first, q_full_end,
-                    kv_start, h, b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full,
-                    do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
-                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
+                    dK, dV, scale, prefix_length, splits, Nq, Nk, g_first, g_end, q_end, q_first,
+                    q_full_first, q_full_end, kv_start, split, hkv, b, mirrored, k_ring, k_full,
+                    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+                    ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
             (
                 bwd_producer,
                 (
                     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h,
-                    stride_delta_b, stride_delta_h, q_end, q_first, kv_start, h, b, mirrored,
-                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
-                    delta_ring, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    stride_delta_b, stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv,
+                    b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full,
+                    lse2_ring, delta_ring, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
             (
                 bwd_writer,
                 (
-                    DQ_TURNS, DQ_ACC, prefix_length, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h,
-                    q_end, q_first, kv_start, h, b, mirrored, dq_ring, dq_full, dq_free, BLOCK_Q,
-                    BLOCK_KV, SLOTS, THREADS,
+                    DQ_TURNS, DQ_ACC, prefix_length, group, Nq, Nk, stride_dq_turns_b,
+                    stride_dq_turns_h, g_first, g_end, q_end, q_first, kv_start, hkv, b, mirrored,
+                    dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
         ],

@@ -195,7 +195,7 @@ def test_listed_tiles_are_read_a_turn_ahead():
 
 
 def test_loops_over_many_joined_ranges_fit_their_lines():
-    seen = "{any_of: [{sliding_window: {left: 63}}, {sink_tokens: {count: 4}}]}"
+    seen = "{any_of: [{sliding_window: {left: 63}}, {expr: 'q_idx >= kv_idx + 200 and q_idx <= kv_idx + 300'}]}"
     text = f"{{name: joined, head_dim: 64, mask: {{all_of: [causal, {{block_sparse: {{block: 32}}}}, {seen}]}}}}"
     lines = render(lower(parse_spec(text)))["kernels.py"].splitlines()
     assert sum("q_at = tl.where(" in line for line in lines) > 4

@@ -40,6 +40,12 @@ MADE: dict[str, dict[str, Any]] = {
     "narrow_causal": {"head_dim": 64, "mask": "causal"},
     "small": {"head_dim": 16, "mask": "causal", "score": [{"expr": "s * t[h]", "params": {"t": {"tensor": ["H"]}}}]},
     "shared": {"mask": "causal", "heads": {"sharing": "gqa"}},
+    "shared_in_a_window": {"mask": {"sliding_window": {"left": 40, "right": 0}}, "heads": {"sharing": "gqa"}},
+    "apart": {
+        "mask": "causal",
+        "heads": {"sharing": "gqa"},
+        "score": [{"expr": "s * t[h]", "params": {"t": {"tensor": ["H"]}}}],
+    },
     "one_head": {"head_dim": 32, "heads": {"sharing": "mqa"}},
     "unordered": {"mask": "causal", "backward": {"deterministic": False}},
     "window": {"mask": {"sliding_window": {"left": 40, "right": 0}}},
@@ -147,10 +153,10 @@ def test_split_loops_gives_a_program_its_turn() -> None:
 
 def test_split_loops_counts_what_data_says() -> None:
     before, after = (lines_of(steps("packed")[stage].kernel("bwd"), "step") for stage in ("classify-tiles", "split-loops"))
-    turn = "turn(-(kv_start // BLOCK_KV) + min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - 1)"
+    head, turn = "b, g + group*hkv", "turn(-(kv_start // BLOCK_KV) + min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - 1)"
     assert [line.replace("@? ", "") for line in after if line not in before] == [
         "%document_q_first_count = count %DOCUMENT_Q_FIRST[kv] most(BLOCK_Q + q_start - 1) : i32[] @?",
-        f"add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) turns(%DQ_TURNS[b, h, q_start]) {turn}",
+        f"add %DQ_ACC[{head}, q, d_qk] %dq check(q if partial) turns(%DQ_TURNS[{head}, q_start]) {turn}",
     ]
 
 
@@ -380,6 +386,13 @@ def test_what_nothing_divides_drops_out() -> None:
     assert steps("wide")["drop-undivided"] == steps("wide")["legalize-gluon"]
 
 
+def test_how_heads_are_split_drops_out_with_it() -> None:
+    plain = dict(stages(make_spec({**BASE, "mask": "causal", "heads": {"sharing": "gqa"}, "schedule": {"backend": "triton"}})))
+    before, after = (print_module(plain[stage]) for stage in ("dce", "drop-undivided"))
+    assert "in_one_pass" in before and "_heads" in before and "in_one_pass" not in after and "_heads" not in after
+    assert "%splits = map expr(max(1, (group // divisor(group, min(group, max(1, " in after
+
+
 def test_a_kernel_that_adds_and_is_not_divided_is_refused() -> None:
     made = whole("wide")
     alone = replace(made, divided=made.divided[:1], schedules=tuple((k, rows) for k, rows in made.schedules if k != "bwd"))
@@ -502,6 +515,10 @@ PIECES_REFUSED = {
         "`bodies`: .*with sums",
     ),
 }
+HEADS_REFUSED = {
+    "one role with other heads": (" step(@write) in_order(yes) heads(g_first .. g_end)", " step(@write) in_order(yes)", "`walks`: .*"),
+    "all heads of the group": ("heads(g_first .. g_end)", "heads(0 .. group)", "`walks`: .*runs over other tiles of class"),
+}
 ORDERS_REFUSED = {
     "one role in an order of its own": (" step(@write) in_order(yes)", " step(@write)", "`walks`: .*run over tiles in different orders"),
     "an order over a gap": (
@@ -510,6 +527,13 @@ ORDERS_REFUSED = {
         "`bodies`: .*comes to tiles in their order; expected @step alone, one range of full ones, and others beside it",
     ),
 }
+
+
+@pytest.mark.parametrize("mistake", HEADS_REFUSED)
+def test_wrong_heads_are_refused(mistake: str) -> None:
+    old, new, reason = HEADS_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("shared", (old, new)))
 
 
 @pytest.mark.parametrize("mistake", ORDERS_REFUSED)
@@ -663,11 +687,34 @@ def test_roles_have_the_registers_that_a_program_has() -> None:
     assert sum(groups(kernel)) <= lane_registers(kernel, row)
 
 
-def test_gradients_of_shared_keys_are_summed() -> None:
-    """Each program has those of a query head; a kernel adds up those of a group."""
-    text = print_module(whole("shared"))
-    host = text.partition("host @backward")[2].partition("kernel @")[0]
-    assert [line.strip() for line in host.splitlines() if "_HEADS" in line or "_parts" in line or "@dkdv_end" in line] == [
+def host_lines(name: str, *words: str) -> list[str]:
+    """The lines of @backward with one of these words."""
+    host = print_module(whole(name)).partition("host @backward")[2].partition("kernel @")[0]
+    return [line.strip() for line in host.splitlines() if any(word in line for word in words)]
+
+
+def test_programs_share_the_query_heads_of_a_group() -> None:
+    """A program has some of them, one after another; a kernel adds up what the programs of a group have."""
+    assert host_lines("shared", "_heads", "@dkdv_end") == [
+        "%dK_heads = alloc where(splits > 1) otherwise(%dK) : T[B, Hkv, splits, Nk, D_QK] @hbm",
+        "%dV_heads = alloc where(splits > 1) otherwise(%dV) : T[B, Hkv, splits, Nk, D_V] @hbm",
+        "launch @bwd args(dK=%dK_heads, dV=%dV_heads)",
+        "%Summed_heads = if then(@sum_heads) where(splits > 1)",
+        "block @sum_heads",
+        "launch @dkdv_end args(DK_PARTS=%dK_heads, DV_PARTS=%dV_heads)",
+        "launch @dkdv_end args(DK_PARTS=%dK_parts, DV_PARTS=%dV_parts)",
+    ]
+    assert "select(in_one_pass > 0, 2, group)" in host_lines("shared", "%splits = ")[0]
+    text = print_kernel(backward(whole("shared")))
+    assert text.splitlines()[0].endswith("mirrored, split in splits, hkv in Hkv, b in B)")
+    assert text.count(" heads(g_first .. g_end)") == 3 and "%g_first = map expr((group*split) // splits) " in text
+    assert "fill %Q_ring %Q[b, g + group*hkv, q, d_qk]" in text and "put %dK[b, hkv, split, kv, d_qk]" in text
+
+
+def test_a_program_has_one_query_head_where_their_numbers_differ() -> None:
+    """A kernel adds up what the programs of a group have."""
+    text = print_module(whole("apart"))
+    assert host_lines("apart", "_HEADS", "_parts", "@dkdv_end") == [
         "%DK_HEADS = alloc : T[B, Hq, Nk, D_QK] @hbm",
         "%DV_HEADS = alloc : T[B, Hq, Nk, D_V] @hbm",
         "launch @bwd args(dK=%DK_HEADS, dV=%DV_HEADS)",
@@ -677,6 +724,8 @@ def test_gradients_of_shared_keys_are_summed() -> None:
         "%dK_parts = alloc where(splits > 1) otherwise(%dK) : T[B, Hkv, splits, Nk, D_QK] @hbm",
         "%dV_parts = alloc where(splits > 1) otherwise(%dV) : T[B, Hkv, splits, Nk, D_V] @hbm",
         "launch @dkdv args(dK=%dK_parts, dV=%dV_parts)",
+        "%Summed_parts = if then(@sum_parts) where(splits > 1)",
+        "block @sum_parts",
         "launch @dkdv_end args(DK_PARTS=%dK_parts, DV_PARTS=%dV_parts)",
     ]
     assert "kernel @dkdv_end own(kv) grid(kv in cdiv(Nk, BLOCK_KV), hkv in Hkv, b in B)\n" in text

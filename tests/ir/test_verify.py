@@ -113,6 +113,13 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "    yield values(m=%soft.m, l=%l_next, acc=%acc_next)\n", "", "@step does not end with its one yield"),
         ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
         ("causal_gqa", "ranges((group*split) // splits .. ", "ranges(0 .. ", "%total does not run over 0 .. group, or over the"),
+        ("causal_gqa", "heads(g_first .. g_end)", "heads(g_first .. g_end + 1)", "%total_full takes heads in turn that are not the"),
+        (
+            "causal_gqa",
+            "body(@step) cls(full)",
+            "body(@step) cls(full) heads(0 .. group)",
+            "%keys_full takes heads in turn that are not the program's",
+        ),
         ("causal_fa1", "ranges(0 .. cdiv(Nk, BLOCK_KV))", "ranges(1 .. cdiv(Nk, BLOCK_KV))", "%keys does not run over all tiles of kv"),
         ("causal_gqa", "m=%soft.m, l=%l_next, acc=%acc_next", "m=%soft.m, l=%l_next", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],

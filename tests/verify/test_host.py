@@ -150,8 +150,8 @@ BROKEN = [
     (
         "causal_gqa",
         "host-written",
-        "%Summed = if then(@sums) where(splits > 1)",
-        "%Summed = if then(@sums) where(splits > 2)",
+        "%Summed_parts = if then(@sum_parts) where(splits > 1)",
+        "%Summed_parts = if then(@sum_parts) where(splits > 2)",
         "its result dK is not written",
     ),
     (

@@ -14,6 +14,7 @@ from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, piece_of, pieces
+from attngen.ir.expr import symbol
 from attngen.ir.graph import MIRRORED, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Block, Init, Loop, Map, Mask, Op, Type, Yield
 from attngen.ir.roles import (
@@ -475,7 +476,9 @@ class DividedContext(PipelineContext):
     def _place(self, access: Access, moved: str = "", column: str = "0") -> str:
         """The coordinates of a tile's first element; `moved` goes on to rows of a part."""
         starts = {axis: f"{axis}_start{moved if axis == access.axes()[0] else ''}" for axis in (self.own, self.loop)}
-        return ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in access.index)
+        batch, *heads, rows, columns = access.index
+        head = heads[0] if len(heads) == 1 else heads[0] * symbol(self.kernel.type_of(access.tensor).dims[2]) + heads[1]  # parts of each
+        return ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in (batch, head, rows, columns))
 
     def _share(self, op: Share, cls: str) -> dict[str, Any]:
         """Where a copy writes its part, what it waits for before, and at whose barrier it arrives after that."""

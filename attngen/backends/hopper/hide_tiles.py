@@ -76,7 +76,8 @@ def as_pipeline(loops: Sequence[Loop | Pipeline]) -> Pipeline:
         return first
     ranges = {loop.cls: loop.ranges for loop in loops if isinstance(loop, Loop)}
     name = first.name.rpartition("_")[0]
-    return Pipeline(name, first.var, ranges.get("partial", ()), ranges.get("full", ()), first.carry, step=first.body, listed=first.listed)
+    tiles = ranges.get("partial", ()), ranges.get("full", ())
+    return Pipeline(name, first.var, *tiles, first.carry, step=first.body, listed=first.listed, heads=first.heads)
 
 
 def _skipped(ops: Sequence[Op]) -> Iterator[Op]:

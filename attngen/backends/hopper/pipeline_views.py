@@ -12,10 +12,11 @@ from attngen.bounds.intervals import mentions
 from attngen.bounds.turns import whole_range
 from attngen.ir.expr import Expr, cdiv, floordiv
 from attngen.ir.graph import MIRRORED
-from attngen.ir.ops import AXIS_DIM, Load, Loop, Map, Mask
+from attngen.ir.ops import AXIS_DIM, MEMBER, Load, Loop, Map, Mask
 from attngen.ir.roles import Pipeline, Ring
 from attngen.printing.views import LOOP_COMMENTS, Node, names_in
 
+OF_HEADS = "the program's query heads, one after another"
 IN_ORDER = "tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones"
 BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
 
@@ -154,7 +155,15 @@ class PipelineContext(SoftmaxContext):
             self._name_counter(loop, header, body)
             loops.append(Node("loop", gluon(header), body))
         last = self.block(op.last, "full") if op.last else []
+        loops = [self._of_heads(op, loops)] if op.heads else loops
         return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
+
+    def _of_heads(self, op: Pipeline, loops: list[Node]) -> Node:
+        """A loop over the query heads of a group that the program has, around those over tiles."""
+        ((first, end),) = op.heads
+        var = MEMBER if MEMBER in names_in(loops) else "_"
+        span = f"{self.scalar(first)}, {self.scalar(end)}"
+        return Node("loop", {"before": [], "steps": [], "var": var, "range": span, "comment": OF_HEADS}, loops)
 
     def _loop_backwards(self, op: Pipeline) -> Node:
         """One loop over the tiles of both classes, of which the partial ones come backwards."""

@@ -77,7 +77,7 @@ def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> li
 
 def _bases(kernel: Kernel) -> Kernel:
     """One pointer per tensor and head, made in the outermost block that knows the head."""
-    parents = {loop.body: (kernel.graph.nodes[loop.name]["block"], loop.var) for loop in kernel.loops}
+    parents = {loop.body: (kernel.graph.nodes[loop.name]["block"], loop.variables) for loop in kernel.loops}
     made: dict[tuple[str, str], Base] = {}
     renamed: dict[str, Access] = {}
 
@@ -91,7 +91,7 @@ def _bases(kernel: Kernel) -> Kernel:
             scalars = tuple(i for i in access.index if str(i) not in AXIS_DIM)
             needed = {str(s) for i in scalars for s in i.free_symbols}
             home = block.name
-            while home in parents and parents[home][1] not in needed:
+            while home in parents and needed.isdisjoint(parents[home][1]):
                 home = parents[home][0]
             name = f"{access.tensor}_{'head' if len(scalars) > 1 else 'batch'}"
             made.setdefault((home, access.tensor), Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
