@@ -12,6 +12,8 @@ SPLIT_KEYS = 512
 # would wait for their first turns; and a sequence has so many queries, and keys (docs/perf-log.md, section 31).
 FUSED_KEYS = 480
 FUSED_ROWS = 1024
+# Or so many queries and keys, and so many keys of a multiprocessor: with fewer the host takes longer than the device.
+FUSED_SHORT = (512, 1536)
 # Query heads of a group, at most, that one of its programs has one after another: each K/V tile is loaded, and gradients of keys are
 # stored, once for these. One, if the longest program visits more than UNEVEN times as many tiles as they do on average.
 FUSED_HEADS = 2

@@ -15,7 +15,7 @@ from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Plac
 from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
-from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, SPLIT_KEYS
+from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
 from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
@@ -200,11 +200,15 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
 def _many_keys(module: Module) -> Bool:
     """Whether sequences are long, and each multiprocessor has several programs of key tiles: of few, most would wait for first turns.
 
-    Where blocks are listed, sequences are not too long either: all key tiles of a head may start with one tile of queries.
+    Of shorter sequences there are more. Where blocks are listed, sequences are not too long either: all key tiles of a head may start with
+    one tile of queries.
     """
     batch, heads, queries, keys, processors = map(symbol, ("B", "Hq", "Nq", "Nk", "processors"))
-    long = sympy.And(queries >= FUSED_ROWS, keys >= FUSED_ROWS, *([keys <= FUSED_LISTED] if module.blocks else []))
-    return sympy.And(long, sympy.Ge(batch * heads * keys, FUSED_KEYS * processors))
+    ways = [
+        sympy.And(queries >= rows, keys >= rows, batch * heads * keys >= each * processors)
+        for rows, each in ((FUSED_ROWS, FUSED_KEYS), FUSED_SHORT)
+    ]
+    return sympy.And(ways[0], keys <= FUSED_LISTED) if module.blocks else sympy.Or(*ways)
 
 
 def _launch_fused(b: HostBuilder, fused: Kernel) -> None:

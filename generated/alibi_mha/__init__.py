@@ -112,7 +112,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, scale, need_q
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
+    if (
+        need_kv
+        and need_q
+        and (
+            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
+            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
+        )
+        and fused > 0
+    ):
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -182,5 +190,5 @@ def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor alibi_slopes, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("alibi_mha_26baf120097d", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("alibi_mha_31e282a5bd25", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

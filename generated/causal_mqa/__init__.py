@@ -134,7 +134,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    in_one_pass = 1 if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0 else 0
+    in_one_pass = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors
+        )
+    ) and fused > 0 else 0
     # programs among which the query heads of a group are split
     splits = max(
         1,
@@ -233,5 +237,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_mqa_b6a7fc145abc", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_mqa_38a52b2bd07f", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

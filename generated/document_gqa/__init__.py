@@ -197,7 +197,11 @@ def _backward(
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    in_one_pass = 1 if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0 else 0
+    in_one_pass = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors
+        )
+    ) and fused > 0 else 0
     # programs among which the query heads of a group are split
     splits = max(
         1,
@@ -346,7 +350,7 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_6a6d982ce313", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_3b6486ca8051", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

@@ -103,7 +103,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
+    if (
+        need_kv
+        and need_q
+        and (
+            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
+            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
+        )
+        and fused > 0
+    ):
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -168,5 +176,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("mla_dims_f812e427f2ca", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("mla_dims_669fba8a9e9f", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

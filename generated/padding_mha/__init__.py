@@ -156,7 +156,15 @@ def _backward(
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0:
+    if (
+        need_kv
+        and need_q
+        and (
+            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
+            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
+        )
+        and fused > 0
+    ):
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -243,5 +251,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("padding_mha_118bd9d14790", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_ff8bcb928e75", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -150,7 +150,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    in_one_pass = 1 if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0 else 0
+    in_one_pass = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors
+        )
+    ) and fused > 0 else 0
     # programs among which the query heads of a group are split
     splits = max(
         1,
@@ -241,5 +245,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
 
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_95ba3798f4fa", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_d4d8616680a4", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -133,7 +133,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    in_one_pass = 1 if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and fused > 0 else 0
+    in_one_pass = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors
+        )
+    ) and fused > 0 else 0
     # programs among which the query heads of a group are split
     splits = max(
         1,
@@ -224,5 +228,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("softcap_window_gqa_ec09caccca2e", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("softcap_window_gqa_0bd62aad57b6", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -740,7 +740,8 @@ def test_an_input_cannot_have_the_name_of_what_the_host_sums() -> None:
 def test_calls_choose_by_their_sizes() -> None:
     text = print_module(whole("wide"))
     enough = "Nk >= 1024 and Nq >= 1024 and B*Hq*Nk >= 480*processors"
-    assert f"if then(@one_pass) where(need_kv and need_q and {enough} and fused > 0) orelse(@apart)" in text
+    short = "(Nk >= 512 and Nq >= 512 and B*Hq*Nk >= 1536*processors)"
+    assert f"if then(@one_pass) where(need_kv and need_q and ({short} or ({enough})) and fused > 0) orelse(@apart)" in text
     assert f"{enough} and Nk <= 2048 and fused > 0) orelse(@apart)" in print_module(whole("blocks"))
     printed = render(lower(spec("full_mha")))["__init__.py"]
     assert 'fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])' in printed
