@@ -18,7 +18,7 @@ from attngen.bounds.sizes import tile_bytes
 from attngen.bounds.tiles import extent, heads, own_tiles
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import MEMBER, Add, Arg, Base, Load, Op, Scatter, Store, Type
+from attngen.ir.ops import Add, Arg, Base, Load, Op, Scatter, Store, Type
 from attngen.ir.shares import sharing
 
 CACHE = sympy.Symbol("cache", positive=True)  # bytes of the last-level cache, the one before device memory
@@ -68,8 +68,7 @@ def _walked(kernel: Kernel) -> set[str]:
 
 def _heads(kernel: Kernel) -> Expr:
     """Heads whose tiles programs own: query heads, or key heads; each is counted once for each of the programs that share what it takes."""
-    of_group = any(MEMBER in loop.variables for loop in kernel.loops)
-    owned = heads(kernel) / symbol("group") if of_group else heads(kernel)
+    owned = heads(kernel) / symbol("group") if kernel.has_groups else heads(kernel)
     return owned * sympy.Mul(*(axis.extent for axis in sharing(kernel.grid)))
 
 

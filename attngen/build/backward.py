@@ -244,8 +244,8 @@ def build_fused(spec: Spec) -> Kernel:
     """dQ, dK and dV in one pass over the scores: @dkdv, whose programs also add their part of each query tile's dQ, in fp32.
 
     Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). If the spec's backward is
-    deterministic, programs add in the order of their keys, from the last ones on. Where query heads share a key head, a program has one
-    of them, and @dkdv_end sums dK and dV of a group.
+    deterministic, programs add in the order of their keys, from the last ones on. Where query heads share a key head, a program has
+    some of them, one after another, or one if their numbers differ, and @dkdv_end sums what the programs of a group have of dK and dV.
     """
     return build_dkdv(spec, fused=True)
 

@@ -163,10 +163,12 @@ def _backward(module: Module) -> Host:
         _launch_by_key(b, module)
     elif fused := next((kernel for kernel in module.kernels if kernel.adds), None):
         wanted = sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys(module))
-        if shared:
+        limited = None
+        if sharing(fused.grid):
             b.add(Map("in_one_pass", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg")))
-            wanted = sympy.Gt(symbol("in_one_pass"), 0)
-            b.add(Map("splits", _splits(wanted if sharing(fused.grid) else None), (), Type("i32", (), "reg")))
+            limited = wanted = sympy.Gt(symbol("in_one_pass"), 0)
+        if shared:
+            b.add(Map("splits", _splits(limited), (), Type("i32", (), "reg")))
         b.branch("In_one_pass", "one_pass", where=wanted, orelse="apart")
         _launch_fused(b, fused)
         _launch_by_owner(b, module, "apart")

@@ -258,6 +258,11 @@ class Kernel:
         return any(isinstance(op, (Loop, Pipeline)) and op.heads for op in self.ops())
 
     @cached_property
+    def has_groups(self) -> bool:
+        """Whether its programs own a K/V head with query heads of its group, over which a loop runs."""
+        return any(MEMBER in loop.variables for loop in self.loops)
+
+    @cached_property
     def draws(self) -> bool:
         """Whether it draws what dropout keeps."""
         return any(isinstance(op, Keep) for op in self.ops())

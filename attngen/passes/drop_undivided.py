@@ -54,7 +54,8 @@ def _without(host: Host, gone: set[str]) -> Host:
     launching = {block.name for block in host.blocks if any(isinstance(op, Launch) and op.kernel in gone for op in block.ops)}
     taken = [op for op in host.ops() if isinstance(op, If) and op.then in launching]
     instead = {op.name: host.block(op.orelse).ops for op in taken}
-    dropped = launching | {op.orelse for op in taken} | {op.then for op in host.ops() if isinstance(op, If) and _is_in(host, op, launching)}
+    inside = {op.then for block in host.blocks if block.name in launching for op in block.ops if isinstance(op, If)}
+    dropped = launching | inside | {op.orelse for op in taken}
     says = {symbol(o.name): sympy.Integer(0) for o in host.ops() if isinstance(o, Map) and any(o.name in op.symbols for op in taken)}
     instead |= {str(name): () for name in says}
 
@@ -65,8 +66,3 @@ def _without(host: Host, gone: set[str]) -> Host:
         replace(b, ops=tuple(known(o) for op in b.ops for o in instead.get(op.name, (op,)))) for b in host.blocks if b.name not in dropped
     )
     return replace(host, blocks=tuple(blocks))
-
-
-def _is_in(host: Host, op: Op, blocks: set[str]) -> bool:
-    """Whether an op is in one of these blocks."""
-    return any(op in block.ops for block in host.blocks if block.name in blocks)

@@ -16,7 +16,7 @@ from attngen.bounds.intervals import implies
 from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.ops import AXIS_EXTENT, MEMBER, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
+from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
 from attngen.verify.algebra import normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
@@ -31,7 +31,7 @@ def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
     if kernel.packs:
         head = sharing.owned * group + floordiv(q_idx, queries)
         return {h: head, hkv: sharing.owned, q_idx: mod(q_idx, queries), symbol("Nq"): queries}
-    if any(MEMBER in loop.variables for loop in kernel.loops):
+    if kernel.has_groups:
         return {h: sharing.member, hkv: sharing.owned}
     return {hkv: sharing.read}
 
