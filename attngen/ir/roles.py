@@ -35,12 +35,16 @@ class Ring(Op):
 
     With `beside`, it has numbers of keys: as many slots as that ring, each filled, taken and given back with the slot of that ring. One
     of `i32[]` has the number of the tile there.
+
+    With `counted`, a barrier in shared memory counts who has given a slot back. Named barriers do that for other rings: they are few, and
+    for consumers and the producer alone.
     """
 
     type: Type
     slots: Expr
     each: str = ""
     columns: int = 0
+    counted: bool = False
     beside: str | None = field(default=None, metadata=OPERAND)
 
 
@@ -293,6 +297,9 @@ class Work(Op):
     Programs stay until no tile is left. A program's number is that of its first tile. In one role `draws` is set: it takes the number of
     each next tile from a counter that all programs share. Before it starts a tile it passes the tile's place through the ring, with the
     integers that `of` computes; at the end it passes -1. The other roles take these from there, and give the slot back after the body.
+
+    Programs that wait for others (see Add) draw their first tile, too: so tiles are started in their order, however many programs there is
+    room for.
     """
 
     ring: str = field(metadata=OPERAND)

@@ -320,9 +320,9 @@ def tell(number, slot):
 
 
 @gluon.jit
-def told(slot):
-    # The number that was passed.
-    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def told(slot, WARPS: gl.constexpr = 4):
+    # The number that was passed, in a role of so many warps.
+    return gl.max(slot.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles, columns where only a part of a tile is copied at once)

@@ -23,8 +23,8 @@ from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool
-from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import AXIS_DIM, Arg, Gather, Load, Loop, Map, Mask, Op
+from attngen.ir.graph import MIRRORED, Kernel, Module, Row
+from attngen.ir.ops import AXIS_DIM, Arg, Block, Gather, Load, Loop, Map, Mask, Op
 from attngen.ir.roles import Give, Ring, Share, Take, Turn, Work
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
@@ -379,6 +379,12 @@ def known_numbers(kernel: Kernel) -> list[str]:
     return [op.name for op in ops if not op.results()[""].dims and op.results()[""].dtype == "i32"]
 
 
+def told_numbers(kernel: Kernel) -> list[str]:
+    """What is passed of a tile: where it is, the first of that never negative; whether its head is mirrored; and what is known of it."""
+    axes = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
+    return [*axes, *([MIRRORED] if kernel.grid[0].mirrored else []), *known_numbers(kernel)]
+
+
 def turns(kernel: Kernel) -> int:
     """The copies that issue their products in turns: each has a named barrier."""
     taking = (b.role for b in kernel.roles if b.role and any(isinstance(op, Turn) for op in kernel.within(b.name)))
@@ -405,12 +411,28 @@ def sharers(kernel: Kernel) -> int:
 def barriers_of(kernel: Kernel, ring: str) -> int:
     """The named barriers of each slot of a ring: of one that is filled again, one; of a tile that copies share, one for each of them.
 
-    Where another role takes that, barriers in shared memory say when it is full, and when it is free.
+    Where another role takes that, barriers in shared memory say when it is full, and when it is free. So they do of a counted ring.
     """
     shared = handed_over(kernel)
     if ring in shared:
         return 0 if shared[ring] else sharers(kernel)
-    return int(is_reused(kernel, ring))
+    return int(is_reused(kernel, ring) and not counted(kernel, ring))
+
+
+def counted(kernel: Kernel, name: str) -> int:
+    """How many arrivals free a slot of a ring whose barriers count them; 0 where named barriers do."""
+    ring = kernel.op(name)
+    if not isinstance(ring, Ring) or not ring.counted:
+        return 0
+    takers = [role.role.copies for role in kernel.roles if role.role and takes_from(kernel, role, name)]
+    return 1 if ring.each else sum(takers)
+
+
+def takes_from(kernel: Kernel, role: Block, ring: str) -> bool:
+    """Whether a role takes from a ring: tiles, or their places."""
+    return any(
+        op.ring == ring and not (isinstance(op, Work) and op.draws) for op in kernel.within(role.name) if isinstance(op, (Take, Work))
+    )
 
 
 def is_reused(kernel: Kernel, ring: str) -> bool:

@@ -9,7 +9,7 @@ import re
 from functools import cached_property
 from typing import Any
 
-from attngen.backends.hopper.choice import PAIR, barriers_of, copies_of, handed_over, is_reused, known_numbers, turns
+from attngen.backends.hopper.choice import PAIR, barriers_of, copies_of, counted, handed_over, is_reused, told_numbers, turns
 from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS, ROWS, THREADS, TURNED
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
@@ -181,7 +181,8 @@ class DividedContext(PipelineContext):
         slots = self._slots(op)
         buffers = slots if copies == 1 else str(copies) if slots == "1" else f"{copies} * {slots}"
         if not op.type.dims and not op.beside:
-            return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, f"{len(self._numbers()['numbers'])} * {slots}, 1")
+            numbers = f"{len(told_numbers(self.kernel))} * {slots}, 1"
+            return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, numbers, counted=counted(self.kernel, op.name))
         if op.name in self.shared:
             return self._shared_ring(op, slots)
         if op.beside:
@@ -190,7 +191,8 @@ class DividedContext(PipelineContext):
         tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
         all_pieces = self._times(op, buffers)
-        return RingView(self._short(op.name), slots, self._shape(op), descriptor, all_pieces, buffers, isinstance(tensor, Fill))
+        shape, filled, arrivals = self._shape(op), isinstance(tensor, Fill), counted(self.kernel, op.name)
+        return RingView(self._short(op.name), slots, shape, descriptor, all_pieces, buffers, filled, counted=arrivals)
 
     def _shared_ring(self, op: Ring, slots: str) -> RingView:
         """A tile that copies share: for themselves as one buffer; for the copy engine, which has it from there, as one for each part."""
@@ -261,7 +263,7 @@ class DividedContext(PipelineContext):
         shared = [
             f"{ring.name}_{what}"
             for ring in map(self._ring, self.rings.values())
-            for what in ("ring", *["full"] * (ring.filled or ring.emptied), *["free"] * ring.emptied)
+            for what in ("ring", *["full"] * (ring.filled or ring.emptied), *["free"] * (ring.emptied or ring.counted > 0))
         ]
         places = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
         places += [MIRRORED] if self.mirrored else []
@@ -291,6 +293,7 @@ class DividedContext(PipelineContext):
             wanted = more  # what others of these need, too
         of_tile = [node for node in mine if work.text["draws"] or node.text["var"] in wanted]
         rows = self._own_rows(words) if block.role and block.role.rows else []
+        start = [f"{self._next_start()}, turn_seen = -1, 0"] if self._takes_turns(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "recall"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), len(self.kernel.grid)
         numbers = list(enumerate(work.text["numbers"]))
@@ -298,9 +301,10 @@ class DividedContext(PipelineContext):
         used = names_in([*of_tile, *body]) | set(re.findall(r"\w+", " ".join(work.text["place"])))
         whole = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
         work.text["anew"] = [name for name in params if name in used and (name in whole or name.startswith("stride_"))]
-        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": rows}), *body]
+        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*rows, *start]}), *body]
         for node in body[at : at + 1]:
-            node.text["rows"] = rows
+            later = names_in(body[at + 1 :])
+            node.text["rows"] = [line for line in rows if line.split()[0] in later]
 
     def _positions(self, words: set[str]) -> list[str]:
         """Layouts, and the positions of rows and of keys in their tiles."""
@@ -339,7 +343,7 @@ class DividedContext(PipelineContext):
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """The next slot of each ring that a role fills or takes from; the phase of its barrier, or how often the role has filled it."""
         lines = []
-        takes = bool(block.role and (block.role.rows or any(isinstance(op, Add) for op in self.kernel.within(block.name))))
+        takes = not any(isinstance(op, Fill) for op in self.kernel.within(block.name))
         for name, ring in self.rings.items():
             short = self._short(name)
             if name in self.shared:
@@ -347,11 +351,13 @@ class DividedContext(PipelineContext):
                     lines += self._shared_counters(name, block)
                 continue
             if f"{short}_slot" in words and is_reused(self.kernel, name) and not (takes and self._counter(name) != short):
-                what = "phase" if takes else "fills"
-                lines.append(f"{short}_{what} = 0" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, 0")
-        if block.role and any(isinstance(op, Add) and op.turns for op in self.kernel.within(block.name)):
-            lines.append(f"{self._next_start()}, turn_seen = -1, 0")
-        return lines
+                what, first = "phase" if takes or ring.counted else "fills", int(ring.counted and not takes)  # all slots are free at first
+                lines.append(f"{short}_{what} = {first}" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, {first}")
+        return lines if self.stays or not self._takes_turns(block) else [*lines, f"{self._next_start()}, turn_seen = -1, 0"]
+
+    def _takes_turns(self, block: Block) -> bool:
+        """Whether a role adds in turns among programs."""
+        return any(isinstance(op, Add) and op.turns is not None for op in self.kernel.within(block.name))
 
     def _shared_counters(self, name: str, block: Block) -> list[str]:
         """The next slot of a tile that copies share, if there are several, and the phase of its barrier for who waits until it is free."""
@@ -442,14 +448,14 @@ class DividedContext(PipelineContext):
         """
         ring, short = self.rings[name], self._short(name)
         if not is_reused(self.kernel, name):
-            return {"index": copy if ring.each else "0", "slots": "1", "free": ""}
+            return {"index": copy if ring.each else "0", "slots": "1", "free": "", "counted": False}
         slots, counter = self._slots(ring), self._counter(name) if copy == "COPY" else short
         slot = "" if slots == "1" else f"{counter}_slot"
         index = slot or "0"
         if ring.each:
             index = f"{copies_of(self.kernel, ring)} * {slot} + {copy}" if slot else copy
         free = " + ".join([self._free(name), *([slot] if slot else [])])
-        return {"index": index, "slots": slots, "free": free, "counter": counter, "goes_on": counter == short}
+        return {"index": index, "slots": slots, "free": free, "counter": counter, "goes_on": counter == short, "counted": ring.counted}
 
     def _counter(self, name: str) -> str:
         """The name of the counter of a ring's slots in a role that takes from it."""
@@ -588,7 +594,8 @@ class DividedContext(PipelineContext):
         return {"ring": self._short(take.ring), "soon": product, "shared": False, **self._slot(take.ring, "COPY")}
 
     def _drain(self, op: Drain, cls: str) -> dict[str, Any]:
-        return {"ring": self._short(op.ring), **self._slot(op.ring)}
+        copies = copies_of(self.kernel, self.rings[op.ring])
+        return {"ring": self._short(op.ring), "copies": copies, **self._slot(op.ring, "copy")}
 
     def _flush(self, op: Flush, cls: str) -> dict[str, Any]:
         return {}
@@ -598,6 +605,8 @@ class DividedContext(PipelineContext):
         return {
             "ring": self._short(op.ring),
             "draws": op.draws,
+            "waits": self.kernel.adds,  # for programs that started before: so tiles are drawn when they are started
+            "warps": self._warps(op),
             "place": place,
             "soon": False,
             **self._numbers(),
@@ -605,12 +614,15 @@ class DividedContext(PipelineContext):
         }
 
     def _recall(self, op: Recall, cls: str) -> dict[str, Any]:
-        return {"ring": self._short(op.ring), **self._numbers(), **self._slot(op.ring, "COPY")}
+        return {"ring": self._short(op.ring), "warps": self._warps(op), **self._numbers(), **self._slot(op.ring, "COPY")}
+
+    def _warps(self, op: Op) -> int:
+        """The warps of the role that an op belongs to."""
+        return next(block.role.warps for block in self.kernel.roles if block.role and op in self.kernel.within(block.name))
 
     def _numbers(self) -> dict[str, Any]:
         """The variables that are passed: where a tile is, the first of them never negative, and what is known of it; how many say where."""
-        axes = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
-        return {"numbers": [*axes, *known_numbers(self.kernel)], "axes": len(axes)}
+        return {"numbers": told_numbers(self.kernel), "axes": len(self.kernel.grid)}
 
     def _issue(self, op: Issue, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
@@ -680,8 +692,10 @@ class DividedContext(PipelineContext):
     def _before(self, op: Put) -> str:
         """What has left through the same slot before, as a comment says; empty text for nothing."""
         same = [o for o in self.kernel.ops() if isinstance(o, Put) and o.through == op.through]
-        other = "the output before has left" if same.index(op) else ""
-        return "the outputs of the tile before have left" if self.stays else other
+        flushed = any(isinstance(o, Flush) for o in self.kernel.block(self.kernel.graph.nodes[op.name]["block"]).ops)
+        if self.stays and not flushed:
+            return "the outputs of the tile before have left"
+        return "the output before has left" if same.index(op) else ""
 
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import sympy
 
-from attngen.backends.hopper.choice import copies_of, handed_over, known_numbers, room_of
+from attngen.backends.hopper.choice import copies_of, handed_over, room_of, told_numbers
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.kernels import parts
@@ -97,9 +97,9 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
             width = SWIZZLED if ring.name in shared else row.elem_bytes * (ring.columns or width_of(module, ring))
             buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), 8 * min(SWIZZLED, width)))
         else:
-            numbers = len(kernel.grid) + len(known_numbers(kernel))  # where a tile is, and what is known of it
+            numbers = len(told_numbers(kernel))  # where a tile is, and what is known of it
             buffers.append((slots_of(ring, row) * numbers * DTYPE_BYTES[ring.type.dtype], BARRIER_ALIGNMENT))
-        for _ in range(2 if shared.get(ring.name) else ring.name in _filled(kernel)):
+        for _ in range(2 if shared.get(ring.name) or ring.counted else ring.name in _filled(kernel)):
             buffers.append((slots_of(ring, row) * copies_of(kernel, ring) * BARRIER_BYTES, BARRIER_ALIGNMENT))
     return buffers
 

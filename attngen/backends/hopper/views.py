@@ -9,7 +9,7 @@ from attngen.printing.views import Node
 
 @dataclass
 class RingView:
-    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, numbered from `free` on."""
+    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, or by barriers that count arrivals."""
 
     name: str
     slots: str
@@ -21,6 +21,7 @@ class RingView:
     numbers: str = ""  # how many, of a ring of places or of numbers of keys
     of: str = "gl.int32"  # their type
     emptied: bool = False  # copies share what is in it, and who takes it says by a barrier when a slot is free
+    counted: int = 0  # arrivals that free a slot, where its barriers count them
 
 
 @dataclass
