@@ -100,16 +100,18 @@ class DividedLaunch(Launch):
         return super().dims | {f"{op.name}.{field}": self.kernel.type_of(ref).dims for op in pipelines for field, ref in op.carry}
 
     def programs(self, places: list[dict[str, int]], start: Values) -> Iterator[Program]:
-        """One for each place; of programs that stay, a random number, which share the places by a counter."""
-        if self.kernel.adds:
+        """One for each place; of programs that stay, a random number, which share the places by a counter.
+
+        Those that wait for each other run beside each other."""
+        if waits := self.kernel.adds:
             first = self.kernel.grid[0]
-            ordered = sorted(places, key=lambda at: -at[first.var] if first.descending and not at.get(MIRRORED) else at[first.var])
-            return iter([self.resident(deque(super().programs(ordered, start)))])
-        if not any(isinstance(op, Work) for op in self.kernel.ops()):
-            return super().programs(places, start)
-        count = self.chance.randint(1, len(places)) if places else 0
-        counter = iter(range(count, len(places)))
-        return (self.program({}, {**start, "places": places, "own": own, "counter": counter}) for own in range(count))
+            places = sorted(places, key=lambda at: -at[first.var] if first.descending and not at.get(MIRRORED) else at[first.var])
+        running = super().programs(places, start)
+        if self.kernel.stays:
+            count = self.chance.randint(1, len(places)) if places else 0
+            shared = {**start, "places": places, "counter": iter(range(0 if waits else count, len(places)))}
+            running = (self.program({}, {**shared, "own": own}) for own in range(count))
+        return iter([self.resident(deque(running))]) if waits else running
 
     def resident(self, left: deque[Program]) -> Program:
         """Programs that wait for each other: a random number has room at one time, and they start in their order.
@@ -209,7 +211,7 @@ class DividedLaunch(Launch):
 
     def _work(self, op: Work, values: Values) -> Any:
         """The body for the program's own tile, and for those that are drawn. The place of each, here its number, is told to the others."""
-        number = values["own"]
+        number = next(values["counter"], -1) if op.draws and self.kernel.adds else values["own"]
         while True:
             if op.draws:
                 yield from self._start(op.ring, values, lambda *_, number=number: np.asarray(number))

@@ -39,7 +39,7 @@ from attngen.ir.ops import (
     Store,
     Type,
 )
-from attngen.ir.roles import Near, Own, Pipeline, Take, bodies_of
+from attngen.ir.roles import Near, Own, Pipeline, Take, Work, bodies_of
 
 MIRRORED = "mirrored"  # what programs know it by whether their heads go the other way round (see GridAxis)
 PHASES = ("logical", "scheduled", "target")
@@ -256,6 +256,11 @@ class Kernel:
     def takes_heads(self) -> bool:
         """Whether its programs take query heads of a group one after another."""
         return any(isinstance(op, (Loop, Pipeline)) and op.heads for op in self.ops())
+
+    @cached_property
+    def stays(self) -> bool:
+        """Whether its programs take one tile of the grid after another."""
+        return any(isinstance(op, Work) for op in self.ops())
 
     @cached_property
     def has_groups(self) -> bool:

@@ -212,5 +212,5 @@ def _lists(block_mask):
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("block_sparse_mha_d0e6e19b9786", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("block_sparse_mha_937339e6e8bb", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -315,7 +315,7 @@ DESCRIBED = {
     "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (7, "BLOCK_Q", 64), (8, 64), (9, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
-STAYING = {"fwd": 1}
+STAYING = {"fwd": 1, "bwd": 1}
 
 
 @gluon.jit
@@ -632,83 +632,138 @@ def fwd(
 
 @gluon.jit
 def bwd_producer(
-    Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    q_end, q_full_end, kv_start, h, b, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring,
-    do_full, lse2_ring, delta_ring,
+    Q, K, V, dO, LSE2, DELTA, Hq, Nq, Nk, stride_lse2_b, stride_lse2_h, stride_delta_b,
+    stride_delta_h, k_ring, k_full, k_free, v_ring, v_full, v_free, q_ring, q_full, do_ring,
+    do_full, lse2_ring, delta_ring, work_ring, work_full, work_free, COUNTER, TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
+    k_phase = 1
+    v_phase = 1
     q_slot, q_fills = 0, 0
     do_slot, do_fills = 0, 0
-    mbarrier.expect(k_full.index(0), BLOCK_KV * D_QK * 2)
-    copy_in(K, [b, h, kv_start, 0], k_full.index(0), k_ring.index(0))
+    work_slot, work_phase = 0, 1
+    Hq = anew(Hq)
+    Nq = anew(Nq)
+    Nk = anew(Nk)
+    stride_lse2_b = anew(stride_lse2_b)
+    stride_lse2_h = anew(stride_lse2_h)
+    stride_delta_b = anew(stride_delta_b)
+    stride_delta_h = anew(stride_delta_h)
+    pid = drawn(draw(COUNTER))  # tiles are drawn in the order in which they are started: what waits for a tile has a larger number
+    while pid < TILES:
+        Hq = anew(Hq)
+        Nq = anew(Nq)
+        Nk = anew(Nk)
+        stride_lse2_b = anew(stride_lse2_b)
+        stride_lse2_h = anew(stride_lse2_h)
+        stride_delta_b = anew(stride_delta_b)
+        stride_delta_h = anew(stride_delta_h)
+        kv_tiles = gl.cdiv(Nk, BLOCK_KV)
+        abreast = gl.maximum(1, 16384 // Nk)
+        first_head = pid // (abreast * kv_tiles) * abreast
+        heads_abreast = gl.minimum(abreast, TILES // kv_tiles - first_head)  # which take turns
+        turn = pid - first_head * kv_tiles
+        own_head = first_head + turn % heads_abreast
+        kv_start = (kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
+        h = own_head % Hq
+        b = own_head // Hq
+        q_end = gl.cdiv(Nq, BLOCK_Q)
+        q_full_end = gl.where(kv_start + BLOCK_KV <= Nk, Nq // BLOCK_Q, 0)
+        mbarrier.wait(work_free.index(work_slot), work_phase)
+        tell(kv_start, work_ring.index(5 * work_slot))
+        tell(h, work_ring.index(5 * work_slot + 1))
+        tell(b, work_ring.index(5 * work_slot + 2))
+        tell(q_end, work_ring.index(5 * work_slot + 3))
+        tell(q_full_end, work_ring.index(5 * work_slot + 4))
+        mbarrier.arrive(work_full.index(work_slot), count=1)
+        work_slot, work_phase = following(work_slot, work_phase, 2)
+        mbarrier.wait(k_free.index(0), k_phase)
+        mbarrier.expect(k_full.index(0), BLOCK_KV * D_QK * 2)
+        copy_in(K, [b, h, kv_start, 0], k_full.index(0), k_ring.index(0))
+        k_phase ^= 1
+        for copy in gl.static_range(2):
+            mbarrier.wait(v_free.index(copy), v_phase)
+            mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
+            copy_in(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
+        v_phase ^= 1
+        # tiles that the mask or the ends of the tensors cut
+        for q_tile in range(q_full_end, q_end):
+            q_start = q_tile * BLOCK_Q
+            if q_fills >= SLOTS:
+                meet(5 + q_slot, THREADS)  # the slot is free
+            copy_row(
+                LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
+                Nq - q_start,
+                lse2_ring.index(q_slot),
+                q_full.index(q_slot),
+            )
+            copy_row(
+                DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
+                Nq - q_start,
+                delta_ring.index(q_slot),
+                q_full.index(q_slot),
+            )
+            mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+            copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+            q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+            if do_fills >= SLOTS:
+                meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
+            mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
+            copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
+            do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+        # tiles with nothing to mask: no mask, no bounds checks
+        for q_tile in range(q_full_end):
+            q_start = q_tile * BLOCK_Q
+            if q_fills >= SLOTS:
+                meet(5 + q_slot, THREADS)  # the slot is free
+            copy_row(
+                LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
+                Nq - q_start,
+                lse2_ring.index(q_slot),
+                q_full.index(q_slot),
+            )
+            copy_row(
+                DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
+                Nq - q_start,
+                delta_ring.index(q_slot),
+                q_full.index(q_slot),
+            )
+            mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+            copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+            q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+            if do_fills >= SLOTS:
+                meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
+            mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
+            copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
+            do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+        pid = drawn(draw(COUNTER))
+    mbarrier.wait(work_free.index(work_slot), work_phase)
+    tell(-1, work_ring.index(5 * work_slot))
+    mbarrier.arrive(work_full.index(work_slot), count=1)
+    work_slot, work_phase = following(work_slot, work_phase, 2)
+    reset(COUNTER)
+    mbarrier.wait(k_free.index(0), k_phase)
     for copy in gl.static_range(2):
-        mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
-        copy_in(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
-    # tiles that the mask or the ends of the tensors cut
-    for q_tile in range(q_full_end, q_end):
-        q_start = q_tile * BLOCK_Q
-        if q_fills >= SLOTS:
-            meet(5 + q_slot, THREADS)  # the slot is free
-        copy_row(
-            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
-            Nq - q_start,
-            lse2_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        copy_row(
-            DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
-            Nq - q_start,
-            delta_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
-        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
-        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
-        if do_fills >= SLOTS:
-            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
-        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
-        copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
-        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
-    # tiles with nothing to mask: no mask, no bounds checks
-    for q_tile in range(q_full_end):
-        q_start = q_tile * BLOCK_Q
-        if q_fills >= SLOTS:
-            meet(5 + q_slot, THREADS)  # the slot is free
-        copy_row(
-            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
-            Nq - q_start,
-            lse2_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        copy_row(
-            DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
-            Nq - q_start,
-            delta_ring.index(q_slot),
-            q_full.index(q_slot),
-        )
-        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
-        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
-        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
-        if do_fills >= SLOTS:
-            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
-        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
-        copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
-        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+        mbarrier.wait(v_free.index(copy), v_phase)
     for _ in range(gl.minimum(q_fills, SLOTS)):
         q_slot = gl.where(q_slot == 0, SLOTS - 1, q_slot - 1)
         meet(5 + q_slot, THREADS)
     for _ in range(gl.minimum(do_fills, SLOTS)):
         do_slot = gl.where(do_slot == 0, SLOTS - 1, do_slot - 1)
         meet(5 + SLOTS + do_slot, THREADS)
+    for _ in gl.static_range(2):
+        mbarrier.wait(work_free.index(work_slot), work_phase)
+        work_slot, work_phase = following(work_slot, work_phase, 2)
 
 
 @gluon.jit
 def bwd_consumer(
-    dK, dV, scale, Nq, Nk, q_end, q_full_end, kv_start, h, b, k_ring, k_full, v_ring, v_full,
-    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
+    dK, dV, scale, Nq, Nk, k_ring, k_full, k_free, v_ring, v_full, v_free, q_ring, q_full, do_ring,
+    do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free, work_ring, work_full,
+    work_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -724,195 +779,232 @@ def bwd_consumer(
     dtype = dK.dtype
     q_slot, q_phase = 0, 0
     dq_slot, dq_phase = 0, 1
-    kv_start = kv_start + COPY * ROWS
-    kv_idx = kv_start + kv_off
+    work_slot, work_phase = 0, 0
     if COPY == 1:
         arrive(14, 256)  # the first copy's turn comes first
-    qk_scale = LOG2E * scale
-    mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(v_full.index(COPY), 0)
-    dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
-    dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-    partial_tiles = q_end - q_full_end
-    full_tiles = q_full_end
-    # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
-    for at in range(partial_tiles + full_tiles):
-        k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
-        k = k_all_near.slice(COPY * ROWS, ROWS, 0)
-        v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
-        mbarrier.wait(q_full.index(q_slot), q_phase)
-        q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
-        meet(14 + COPY, 256)  # this copy's turn
-        s_flight = warpgroup_mma(
-            k,
-            q.permute((1, 0)),
-            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        mbarrier.wait(do_full.index(q_slot), q_phase)
-        do = do_ring.index(q_slot).reshape([BLOCK_Q, D_V])
-        dp_flight = warpgroup_mma(
-            v_near,
-            do.permute((1, 0)),
-            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
-        s = warpgroup_mma_wait(1, deps=[s_flight])
-        if at < partial_tiles:
-            q_tile = q_full_end + at
-            q_start = q_tile * BLOCK_Q
-            q_idx = q_start + q_off
-            s = gl.where((kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :], s, float("-inf"))
-        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
-        p = gl.exp2(s * qk_scale - lse2[None, :])
-        p_cast = pack(p, dtype)
-        dp = warpgroup_mma_wait(0, deps=[dp_flight])
-        delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
-        ds = p * (dp - delta[None, :])
-        ds_cast = pack(ds, dtype)
-        ds_ring.index(q_slot).slice(COPY * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+    Nq = anew(Nq)
+    Nk = anew(Nk)
+    mbarrier.wait(work_full.index(work_slot), work_phase)
+    kv_start = told(work_ring.index(5 * work_slot))
+    while kv_start >= 0:
+        Nq = anew(Nq)
+        Nk = anew(Nk)
+        q_end = told(work_ring.index(5 * work_slot + 3))
+        q_full_end = told(work_ring.index(5 * work_slot + 4))
+        kv_start = kv_start + COPY * ROWS
+        kv_idx = kv_start + kv_off
+        qk_scale = LOG2E * scale
+        mbarrier.wait(k_full.index(0), work_slot)  # whose phase changes with each tile, as this slot does
+        mbarrier.wait(v_full.index(COPY), work_slot)  # whose phase changes with each tile, as this slot does
+        dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
+        dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
+        partial_tiles = q_end - q_full_end
+        full_tiles = q_full_end
+        # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+        for at in range(partial_tiles + full_tiles):
+            k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
+            k = k_all_near.slice(COPY * ROWS, ROWS, 0)
+            v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
+            mbarrier.wait(q_full.index(q_slot), q_phase)
+            q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+            meet(14 + COPY, 256)  # this copy's turn
+            s_flight = warpgroup_mma(
+                k,
+                q.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+                use_acc=False,
+                is_async=True,
+            )
+            mbarrier.wait(do_full.index(q_slot), q_phase)
+            do = do_ring.index(q_slot).reshape([BLOCK_Q, D_V])
+            dp_flight = warpgroup_mma(
+                v_near,
+                do.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+                use_acc=False,
+                is_async=True,
+            )
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+            s = warpgroup_mma_wait(1, deps=[s_flight])
+            if at < partial_tiles:
+                q_tile = q_full_end + at
+                q_start = q_tile * BLOCK_Q
+                q_idx = q_start + q_off
+                s = gl.where((kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :], s, float("-inf"))
+            lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+            p = gl.exp2(s * qk_scale - lse2[None, :])
+            p_cast = pack(p, dtype)
+            dp = warpgroup_mma_wait(0, deps=[dp_flight])
+            delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+            ds = p * (dp - delta[None, :])
+            ds_cast = pack(ds, dtype)
+            ds_ring.index(q_slot).slice(COPY * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+            fence_async_shared()
+            arrive(5 + SLOTS + SLOTS + 2 * q_slot + COPY, 256)  # this copy's part is there
+            meet(14 + COPY, 256)  # this copy's turn
+            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+            dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
+            ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+            dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
+            meet(5 + SLOTS + SLOTS + 2 * q_slot + 1 - COPY, 256)  # the other copy's part is there
+            ds_all = ds_ring.index(q_slot)
+            dq_flight = warpgroup_mma(
+                ds_all.permute((1, 0)),
+                k_all_near.slice(COPY * 64, 64, 1),
+                gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
+                use_acc=False,
+                is_async=True,
+            )
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+            dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
+            arrive_soon(5 + SLOTS + q_slot, THREADS)
+            dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
+            arrive_soon(5 + q_slot, THREADS)
+            q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+            dq = warpgroup_mma_wait(0, deps=[dq_flight])
+            mbarrier.wait(dq_free.index(dq_slot), dq_phase)  # what was there has left
+            store_sums(dq_ring.index(COPY + 2 * dq_slot).reshape([BLOCK_Q, 64]), dq, PARTS)
+            fence_async_shared()
+            mbarrier.arrive(dq_full.index(dq_slot), count=1)
+            dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+        mbarrier.arrive(k_free.index(0), count=1)
+        # where the tile is, read again: no registers held it
+        kv_start = told(work_ring.index(5 * work_slot))
+        h = told(work_ring.index(5 * work_slot + 1))
+        b = told(work_ring.index(5 * work_slot + 2))
+        kv_start = kv_start + COPY * ROWS
+        dk_out = (dk * scale).to(dtype)
+        v_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
         fence_async_shared()
-        arrive(5 + SLOTS + SLOTS + 2 * q_slot + COPY, 256)  # this copy's part is there
-        meet(14 + COPY, 256)  # this copy's turn
-        p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
-        dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
-        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
-        dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-        meet(5 + SLOTS + SLOTS + 2 * q_slot + 1 - COPY, 256)  # the other copy's part is there
-        ds_all = ds_ring.index(q_slot)
-        dq_flight = warpgroup_mma(
-            ds_all.permute((1, 0)),
-            k_all_near.slice(COPY * 64, 64, 1),
-            gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
-            use_acc=False,
-            is_async=True,
-        )
-        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
-        dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
-        arrive_soon(5 + SLOTS + q_slot, THREADS)
-        dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
-        arrive_soon(5 + q_slot, THREADS)
-        q_slot, q_phase = following(q_slot, q_phase, SLOTS)
-        dq = warpgroup_mma_wait(0, deps=[dq_flight])
-        mbarrier.wait(dq_free.index(dq_slot), dq_phase)  # what was there has left
-        store_sums(dq_ring.index(COPY + 2 * dq_slot).reshape([BLOCK_Q, 64]), dq, PARTS)
+        copy_out(dK, [b, h, kv_start, 0], v_ring.index(COPY))
+        dv_out = dv.to(dtype)
+        tma.store_wait(0)  # the output before has left
+        v_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
         fence_async_shared()
-        mbarrier.arrive(dq_full.index(dq_slot), count=1)
-        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-    dk_out = (dk * scale).to(dtype)
-    v_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
-    fence_async_shared()
-    copy_out(dK, [b, h, kv_start, 0], v_ring.index(COPY))
-    dv_out = dv.to(dtype)
-    tma.store_wait(0)  # the output before has left
-    v_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
-    fence_async_shared()
-    copy_out(dV, [b, h, kv_start, 0], v_ring.index(COPY))
+        copy_out(dV, [b, h, kv_start, 0], v_ring.index(COPY))
+        tma.store_wait(0)
+        mbarrier.arrive(v_free.index(COPY), count=1)
+        mbarrier.arrive(work_free.index(work_slot), count=1)
+        work_slot, work_phase = following(work_slot, work_phase, 2)
+        mbarrier.wait(work_full.index(work_slot), work_phase)
+        kv_start = told(work_ring.index(5 * work_slot))
+    mbarrier.arrive(work_free.index(work_slot), count=1)
+    work_slot, work_phase = following(work_slot, work_phase, 2)
     if COPY == 0:
         meet(14, 256)  # the last pass
-    tma.store_wait(0)
 
 
 @gluon.jit
 def bwd_writer(
-    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end, q_full_end, kv_start, h,
-    b, dq_ring, dq_full, dq_free,
+    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, dq_ring, dq_full, dq_free,
+    work_ring, work_full, work_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
     dq_slot, dq_phase = 0, 0
-    q_ahead, turn_seen = -1, 0
-    # tiles that the mask or the ends of the tensors cut
-    for q_tile in range(q_full_end, q_end):
-        q_start = q_tile * BLOCK_Q
-        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-        turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
-        await_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-            gl.where(q_start == q_ahead, turn_seen, -1),
-            turn,
-        )
-        for piece in gl.static_range(2):
-            if turn == 0:
-                copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-            else:
-                add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-        q_ahead = q_start + BLOCK_Q
-        turn_seen = turns_passed(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                q_ahead,
-                Nq - 1,
-            ),
-        )
-        sent()
-        mbarrier.arrive(dq_free.index(dq_slot), count=1)
-        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-        pass_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-        )
-    # tiles with nothing to mask: no mask, no bounds checks
-    for q_tile in range(q_full_end):
-        q_start = q_tile * BLOCK_Q
-        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-        turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
-        await_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-            gl.where(q_start == q_ahead, turn_seen, -1),
-            turn,
-        )
-        for piece in gl.static_range(2):
-            if turn == 0:
-                copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-            else:
-                add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-        q_ahead = q_start + BLOCK_Q
-        turn_seen = turns_passed(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                q_ahead,
-                Nq - 1,
-            ),
-        )
-        sent()
-        mbarrier.arrive(dq_free.index(dq_slot), count=1)
-        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-        pass_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-        )
+    work_slot, work_phase = 0, 0
+    Nq = anew(Nq)
+    Nk = anew(Nk)
+    stride_dq_turns_b = anew(stride_dq_turns_b)
+    stride_dq_turns_h = anew(stride_dq_turns_h)
+    mbarrier.wait(work_full.index(work_slot), work_phase)
+    kv_start = told(work_ring.index(5 * work_slot), 1)
+    while kv_start >= 0:
+        Nq = anew(Nq)
+        Nk = anew(Nk)
+        stride_dq_turns_b = anew(stride_dq_turns_b)
+        stride_dq_turns_h = anew(stride_dq_turns_h)
+        h = told(work_ring.index(5 * work_slot + 1), 1)
+        b = told(work_ring.index(5 * work_slot + 2), 1)
+        q_end = told(work_ring.index(5 * work_slot + 3), 1)
+        q_full_end = told(work_ring.index(5 * work_slot + 4), 1)
+        q_ahead, turn_seen = -1, 0
+        # tiles that the mask or the ends of the tensors cut
+        for q_tile in range(q_full_end, q_end):
+            q_start = q_tile * BLOCK_Q
+            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+            turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
+            await_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                gl.where(q_start == q_ahead, turn_seen, -1),
+                turn,
+            )
+            for piece in gl.static_range(2):
+                if turn == 0:
+                    copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+                else:
+                    add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+            q_ahead = q_start + BLOCK_Q
+            turn_seen = turns_passed(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
+                    q_ahead,
+                    Nq - 1,
+                ),
+            )
+            sent()
+            mbarrier.arrive(dq_free.index(dq_slot), count=1)
+            dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+            pass_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+            )
+        # tiles with nothing to mask: no mask, no bounds checks
+        for q_tile in range(q_full_end):
+            q_start = q_tile * BLOCK_Q
+            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+            turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
+            await_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                gl.where(q_start == q_ahead, turn_seen, -1),
+                turn,
+            )
+            for piece in gl.static_range(2):
+                if turn == 0:
+                    copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+                else:
+                    add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+            q_ahead = q_start + BLOCK_Q
+            turn_seen = turns_passed(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
+                    q_ahead,
+                    Nq - 1,
+                ),
+            )
+            sent()
+            mbarrier.arrive(dq_free.index(dq_slot), count=1)
+            dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+            pass_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+            )
+        mbarrier.arrive(work_free.index(work_slot), count=1)
+        work_slot, work_phase = following(work_slot, work_phase, 2)
+        mbarrier.wait(work_full.index(work_slot), work_phase)
+        kv_start = told(work_ring.index(5 * work_slot), 1)
+    mbarrier.arrive(work_free.index(work_slot), count=1)
+    work_slot, work_phase = following(work_slot, work_phase, 2)
 
 
-@gluon.jit(do_not_specialize=["Nq", "Nk"])
+@gluon.jit(do_not_specialize=["Nq", "Nk", "TILES"])
 def bwd(
     Q, K, V, dO, LSE2, DELTA, DQ_TURNS, DQ_ACC, dK, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h,
     stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
     stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
     stride_dq_turns_b, stride_dq_turns_h, stride_dq_acc_b, stride_dq_acc_h, stride_dk_b,
     stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    COUNTER,
+    TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
     # Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.
-    pid = gl.program_id(0)
-    kv_tiles = gl.cdiv(Nk, BLOCK_KV)
-    abreast = gl.maximum(1, 16384 // Nk)
-    first_head = pid // (abreast * kv_tiles) * abreast
-    heads_abreast = gl.minimum(abreast, gl.num_programs(0) // kv_tiles - first_head)  # which take turns
-    turn = pid - first_head * kv_tiles
-    own_head = first_head + turn % heads_abreast
-    kv_start = (kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
-    h = own_head % Hq
-    b = own_head // Hq
-    q_end = gl.cdiv(Nq, BLOCK_Q)
-    q_full_end = gl.where(kv_start + BLOCK_KV <= Nk, Nq // BLOCK_Q, 0)
     k_ring = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     v_ring = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
     v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_ring = gl.allocate_shared_memory(Q.dtype, [SLOTS, 1, 1, BLOCK_Q, D_QK], Q.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     do_ring = gl.allocate_shared_memory(dO.dtype, [SLOTS, 1, 1, BLOCK_Q, D_V], dO.layout)
@@ -923,6 +1015,9 @@ def bwd(
     dq_ring = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 64], DQ_ACC.layout)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    work_ring = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    work_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(1):
         mbarrier.init(k_full.index(slot), count=1)
     for slot in gl.static_range(2):
@@ -931,6 +1026,14 @@ def bwd(
         mbarrier.init(q_full.index(slot), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(do_full.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(work_full.index(slot), count=1)
+    for slot in gl.static_range(1):
+        mbarrier.init(k_free.index(slot), count=2)
+    for slot in gl.static_range(2):
+        mbarrier.init(v_free.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(work_free.index(slot), count=3)
     for slot in gl.static_range(2):
         mbarrier.init(dq_full.index(slot), count=2)
         mbarrier.init(dq_free.index(slot), count=1)
@@ -941,33 +1044,33 @@ def bwd(
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, Nq, Nk, q_end, q_full_end, kv_start, h, b, k_ring, k_full,
-                    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
-                    ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
+                    dK, dV, scale, Nq, Nk, k_ring, k_full, k_free, v_ring, v_full, v_free, q_ring,
+                    q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full,
+                    dq_free, work_ring, work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, Nq, Nk, q_end, q_full_end, kv_start, h, b, k_ring, k_full,
-                    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
-                    ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
+                    dK, dV, scale, Nq, Nk, k_ring, k_full, k_free, v_ring, v_full, v_free, q_ring,
+                    q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full,
+                    dq_free, work_ring, work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
             (
                 bwd_producer,
                 (
-                    Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-                    stride_delta_h, q_end, q_full_end, kv_start, h, b, k_ring, k_full, v_ring,
-                    v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, BLOCK_Q,
-                    BLOCK_KV, SLOTS, THREADS,
+                    Q, K, V, dO, LSE2, DELTA, Hq, Nq, Nk, stride_lse2_b, stride_lse2_h,
+                    stride_delta_b, stride_delta_h, k_ring, k_full, k_free, v_ring, v_full, v_free,
+                    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, work_ring, work_full,
+                    work_free, COUNTER, TILES, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
             (
                 bwd_writer,
                 (
-                    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, q_end,
-                    q_full_end, kv_start, h, b, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
+                    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, dq_ring,
+                    dq_full, dq_free, work_ring, work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS,
                     THREADS,
                 ),
             ),

@@ -176,5 +176,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("mla_dims_669fba8a9e9f", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("mla_dims_80ec9c3e9b3a", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -304,5 +304,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("packed_document_gqa_69dcc49e4fe6", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_605efdc939ae", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -169,5 +169,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
 
 OPERANDS = "Tensor temperature, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("temperature_mha_6406ca743648", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("temperature_mha_cb4f0c11eceb", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -20,7 +20,7 @@ from attngen.ir.ops import Map, SoftmaxStep
 from attngen.ir.roles import HALVES, Await, Issue, Pipeline, Put, SoftmaxRows, Weigh
 
 # Bytes that may spill outside loops, as stores and loads, of numbers that loops do not need: where sums, or dropout beside them, take most
-# of the registers, and where a loop over heads is around that over tiles.
+# of the registers, and where in the backward a loop over heads, or over the program's tiles, is around that over tiles.
 OUTSIDE = 64
 
 
@@ -28,7 +28,8 @@ def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterat
     """Why a row gets no certificate: the ends of sentences about its kernel, each with what was expected."""
     predicted, has = sram_bytes(module, kernel, row), room_of(kernel.resident)
     recomputes = any(isinstance(op, Pipeline) and op.recompute for op in kernel.ops())
-    most = OUTSIDE if recomputes or kernel.takes_heads or is_signed(module, kernel) else 0
+    nested = kernel.takes_heads or (kernel.stays and kernel.adds)
+    most = OUTSIDE if recomputes or nested or is_signed(module, kernel) else 0
     if reading.spilled_bytes > most:
         yield f"spills {reading.spilled_bytes:,} bytes; expected {f'{most} at most' if most else 'none'}"
     if reading.shared_bytes != predicted:

@@ -66,7 +66,6 @@ class DividedContext(PipelineContext):
         divided = next(kernel for kernel in module.divided if kernel.name == name)
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
         self.shared = handed_over(divided)
-        self.stays = any(isinstance(op, Work) for op in divided.ops())
         self.own, self.loop, self.mirrored = divided.own_axis, divided.loop_axis, divided.grid[0].mirrored
         super().__init__(module, divided)
         self.portable = KernelContext(module, module.kernel(divided.stands_for))
@@ -128,14 +127,14 @@ class DividedContext(PipelineContext):
             params=portable.params,
             not_specialized=portable.not_specialized,
             dropout=portable.dropout,
-            prologue=[] if self.stays else self._place_of_tile(),
+            prologue=[] if self.kernel.stays else self._place_of_tile(),
             nodes=nodes,
             rings=[self._ring(op) for op in self.rings.values()],
             roles=roles,
             copies=self._copies(),
             dtype=f"{self._output()}.dtype",
             resident=self.kernel.resident,
-            stays=self.stays,
+            stays=self.kernel.stays,
             words=names_in(nodes) | {word for role in roles for word in names_in(role.nodes)},
             described=self._described_tensors(portable.params),
         )
@@ -155,7 +154,7 @@ class DividedContext(PipelineContext):
     def _place_of_tile(self) -> list[str]:
         """The rows, the head and the sequence of the program's tile; where it takes several, of the one whose number is `pid`."""
         lines: list[str] = gluon(self._prologue(set()))
-        if not self.stays:
+        if not self.kernel.stays:
             return lines
         return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
 
@@ -254,7 +253,7 @@ class DividedContext(PipelineContext):
         known = work.body.pop(0).body if work else []
         words = names_in(nodes) | {f"{ring}_{what}" for ring in _rings_in(nodes) for what in ("ring", "full", "free", "slot")}
         prologue = [*(self._positions(words) if block.role.rows else []), *self._counters(block, words)]
-        prologue += [] if self.stays or not block.role.rows else self._own_rows(words)
+        prologue += [] if self.kernel.stays or not block.role.rows else self._own_rows(words)
         if work:
             self._place_tiles(work, known, block, words, params)
         words |= {"COUNTER", "TILES"} if any(isinstance(op, Work) and op.draws for op in block.ops) else set()
@@ -267,7 +266,7 @@ class DividedContext(PipelineContext):
         ]
         places = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
         places += [MIRRORED] if self.mirrored else []
-        given = [*params, *entry, *([] if self.stays else places), *shared, *(["COUNTER", "TILES"] if self.stays else [])]
+        given = [*params, *entry, *([] if self.kernel.stays else places), *shared, *(["COUNTER", "TILES"] if self.kernel.stays else [])]
         return RoleView(
             f"{self.kernel.name}_{block.name}",
             block.role.copies,
@@ -353,7 +352,7 @@ class DividedContext(PipelineContext):
             if f"{short}_slot" in words and is_reused(self.kernel, name) and not (takes and self._counter(name) != short):
                 what, first = "phase" if takes or ring.counted else "fills", int(ring.counted and not takes)  # all slots are free at first
                 lines.append(f"{short}_{what} = {first}" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, {first}")
-        return lines if self.stays or not self._takes_turns(block) else [*lines, f"{self._next_start()}, turn_seen = -1, 0"]
+        return lines if self.kernel.stays or not self._takes_turns(block) else [*lines, f"{self._next_start()}, turn_seen = -1, 0"]
 
     def _takes_turns(self, block: Block) -> bool:
         """Whether a role adds in turns among programs."""
@@ -461,7 +460,12 @@ class DividedContext(PipelineContext):
         """The name of the counter of a ring's slots in a role that takes from it."""
         places = next((ring for ring in self.rings.values() if not ring.type.dims and not ring.beside), None)
         once = places is not None and self.rings[name].each and self.rings[name].slots == places.slots
-        return self._short(places.name if once and places else self.leaders.get(name, name))
+        return self._short(places.name if places and (once or self._alternates(name)) else self.leaders.get(name, name))
+
+    def _alternates(self, name: str) -> bool:
+        """Whether a taken ring's one slot is filled once for each of the program's tiles: its phase is the slot of the place, 0 or 1."""
+        ring = self.rings[name]
+        return ring.counted and bool(ring.type.dims) and self._slots(ring) == "1"
 
     @cached_property
     def leaders(self) -> dict[str, str]:
@@ -567,11 +571,11 @@ class DividedContext(PipelineContext):
         if op.ring in self.shared:
             return {**self._shared_slot(op.ring), "var": self.var(op.name), "shared": True}
         short, ring = self._short(op.ring), self.rings[op.ring]
-        phase = f"{self._counter(op.ring)}_phase" if is_reused(self.kernel, op.ring) else "0"
-        slot = self._slot(op.ring, "COPY")
+        slot, in_phase = self._slot(op.ring, "COPY"), self._alternates(op.ring)
+        phase = f"{self._counter(op.ring)}_{'slot' if in_phase else 'phase'}" if is_reused(self.kernel, op.ring) else "0"
         read = any(not isinstance(self.kernel.op(reader), (Give, Near)) for reader in self.kernel.graph.successors(op.name))
         tiles = self._tiles_at(op.name, ring, slot["index"]) if read else []
-        return {"tiles": tiles, "ring": short, "phase": phase, "shape": self._shape(ring), "shared": False, **slot}
+        return {"tiles": tiles, "ring": short, "phase": phase, "in_phase": in_phase, "shape": self._shape(ring), "shared": False, **slot}
 
     def _tile_vars(self, ref: str) -> list[str]:
         """The variables of a tile: of its pieces, if it lies in some."""
@@ -693,7 +697,7 @@ class DividedContext(PipelineContext):
         """What has left through the same slot before, as a comment says; empty text for nothing."""
         same = [o for o in self.kernel.ops() if isinstance(o, Put) and o.through == op.through]
         flushed = any(isinstance(o, Flush) for o in self.kernel.block(self.kernel.graph.nodes[op.name]["block"]).ops)
-        if self.stays and not flushed:
+        if self.kernel.stays and not flushed:
             return "the outputs of the tile before have left"
         return "the output before has left" if same.index(op) else ""
 

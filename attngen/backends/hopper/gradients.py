@@ -89,6 +89,11 @@ def is_wide(module: Module) -> bool:
     return (module.head_dim_qk, module.head_dim_v) == WIDE
 
 
+def may_stay(module: Module, kernel: Kernel) -> bool:
+    """Whether programs take tile after tile: those of one head (docs/perf-log.md, section 32), but for wide heads, which spill."""
+    return not (is_wide(module) or kernel.takes_heads)
+
+
 def is_signed(module: Module, kernel: Kernel) -> bool:
     """Whether the sign of a weight says if dropout keeps it: registers would not do for both, or for weights and random words."""
     return kernel.name == FUSED and kernel.draws and module.head_dim_v > NARROW

@@ -16,8 +16,9 @@ after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
   need is converted; so is an operand of a product in registers.
 - ptxas may move arithmetic past an await that does not name it, so that it would not run beside the product: the sums of a row are held.
 - LLVM may move arithmetic up past an await: of what weights after it are measured from it knows nothing before (`defer`).
-- The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries; or a ring of their own, where widths
-  differ, queries lie in pieces, or the program has more tiles. Where half a tile has room alone, T[BLOCK_Q, 64], halves leave in turn.
+- The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries, or of V in the backward; or a ring
+  of their own, where widths differ, queries lie in pieces, or the program has more tiles. Where half a tile has room alone,
+  T[BLOCK_Q, 64], halves leave in turn. A slot is given back when the copy engine has read what left through it.
 - The address of a head is computed once, in 64 bits.
 """
 
@@ -33,7 +34,7 @@ from attngen.backends.hopper.choice import output_columns, overlaps, shares_slot
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Add, Base, Block, Load, Map, Op, Reduce, Store, Type
-from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Hold, Issue, Put, Ring, Weigh, Work
+from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Give, Hold, Issue, Put, Ring, Take, Weigh
 from attngen.passes.base import Pass
 
 
@@ -45,11 +46,6 @@ class LegalizeGluon(Pass):
     def run(self, module: Module) -> Module:
         held = (_held(kernel) if overlaps(kernel) else kernel for kernel in module.divided)
         return replace(module, divided=tuple(_bases(_put(_spread(kernel), module)) for kernel in held))
-
-
-def _stays(kernel: Kernel) -> bool:
-    """Whether its programs take one tile after another."""
-    return any(isinstance(op, Work) for op in kernel.ops())
 
 
 def _spread(kernel: Kernel) -> Kernel:
@@ -102,15 +98,20 @@ def _operand(ref: str) -> str:
 def _put(kernel: Kernel, module: Module) -> Kernel:
     """Outputs by the copy engine: the tiles of two dimensions that are stored."""
     stores = [op for op in kernel.ops() if isinstance(op, Store) and not isinstance(op, Add) and len(kernel.type_of(op.value).dims) == 2]
-    fits = shares_slot(module) or kernel.adds  # which has no queries of its own: outputs leave through the slot of V
-    own = _slots_of_own(kernel) if fits and not _stays(kernel) else {}
+    fits = shares_slot(module)
+    own = _slots_of_own(kernel) if kernel.adds or (fits and not kernel.stays) else {}
     names = {op.name: own.get(op.dst.tensor, f"{op.dst.tensor}_ring") for op in stores}
     made = (op for op in stores if op.dst.tensor not in own)
     rings = tuple(Ring(names[op.name], _slot_of(kernel, module, op), sympy.Integer(1), "consumer") for op in made)
+    taken = {op.name: op.ring for op in kernel.ops() if isinstance(op, Take) and op.ring in own.values()}
+    given = {taken[op.value]: op.name for op in kernel.ops() if isinstance(op, Give) and op.value in taken}
     kernel = kernel.rewrite(
         lambda _, op: [Put(f"put_{op.value}", op.dst, op.value, names[op.name]) if isinstance(op, Store) and op.name in names else op]
     )
-    last = {"entry": rings, "consumer": tuple(Flush(f"flush_{ring}", ring) for ring in dict.fromkeys(names.values()))}
+    flushes = [Flush(f"flush_{ring}", ring) for ring in dict.fromkeys(names.values())]
+    last = {"entry": rings, "consumer": tuple(op for op in flushes if op.through not in given)}
+    before = {given[op.through]: op for op in flushes if op.through in given}
+    kernel = kernel.rewrite(lambda _, op: [before[op.name], op] if op.name in before else [op])
     return replace(kernel, blocks=tuple(replace(b, ops=(*b.ops, *last.get(b.name, ()))) for b in kernel.blocks))
 
 
@@ -146,7 +147,7 @@ def _bases(kernel: Kernel) -> Kernel:
         made[name] = Base(name, Access(access.tensor, tuple(i for i in access.index if str(i) not in AXIS_DIM)), Type("ptr", (), "reg"))
         moved[op.name] = replace(op, dst=Access(name, rows)) if isinstance(op, Store) else replace(op, src=Access(name, rows))
 
-    home = "consume" if _stays(kernel) else "consumer"
+    home = "consume" if kernel.stays else "consumer"
 
     def with_bases(block: Block) -> Block:
         ops: list[Op] = [made[name] for name in made if block.name == home and name in elsewhere]

@@ -22,23 +22,34 @@ before:  block @entry                                after:  block @entry
 
 The producer runs ahead: it fills the rings for a program's next tile while consumers end the one before, so the ring of queries gets more
 slots. It is worth most where tiles are short. Where rings leave no room for that, each tile keeps a program of its own.
+
+In the backward, three roles take the place of a tile: the writer does, too. K and V are taken once for each tile, and what frees their
+slots is counted, as named barriers would be too few. V is given back at the end: dK and dV leave through its slot. Programs that have
+several heads, one after another, take one tile each: they end half as often, and did not gain by staying.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import sympy
 
 from attngen.backends.hopper.choice import PLACE_SLOTS, staying
-from attngen.backends.hopper.forward import with_forwards
+from attngen.backends.hopper.forward import with_backward, with_forwards
+from attngen.backends.hopper.gradients import may_stay
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Loop, Op, Type
 from attngen.ir.roles import Drain, Give, Pipeline, Recall, Ring, Take, Work
 from attngen.passes.base import Pass
 
 PLACES = "Work_ring"
+BODIES = {  # role -> the name of its `work`, that of its body, and what the body does
+    "producer": ("drawn", "produce", "copy what consumers of this tile take"),
+    "consumer": ("work", "consume", "what each copy does for its rows of this tile"),
+    "writer": ("written", "deliver", "add what consumers have of this tile to dQ"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,34 +60,43 @@ class ScheduleWork(Pass):
     def run(self, module: Module) -> Module:
         def changed(kernel: Kernel) -> Kernel:
             slots = min(staying(module, row) for row in module.rows(kernel.name, kernel.backend))
-            return _staying(kernel, slots) if slots else kernel
+            return _staying(kernel, lambda ring: replace(ring, slots=sympy.Integer(slots))) if slots else kernel
 
-        return with_forwards(module, changed)
+        module = with_forwards(module, changed)
+        return with_backward(module, lambda kernel: _staying(kernel, _counted) if may_stay(module, kernel) else kernel)
 
 
-def _staying(kernel: Kernel, slots: int) -> Kernel:
-    blocks = {block.name: block for block in kernel.blocks}
-    entry, producer, consumer = (blocks.pop(name) for name in ("entry", "producer", "consumer"))
+def _counted(ring: Ring) -> Ring:
+    return replace(ring, counted=True)
+
+
+def _staying(kernel: Kernel, change: Callable[[Ring], Ring]) -> Kernel:
+    """The kernel whose programs stay; change: what becomes of the rings from which consumers take once for each tile."""
+    entry, consumer = kernel.block("entry"), kernel.block("consumer")
     once = {op.ring: op.name for op in consumer.ops if isinstance(op, Take)}
-    kept = [replace(op, slots=sympy.Integer(slots)) if op.name in once else op for op in entry.ops if isinstance(op, (Arg, Ring))]
-    places = Ring(PLACES, Type("i32", (), "sram"), sympy.Integer(PLACE_SLOTS))
-    drains = [op for op in producer.ops if isinstance(op, Drain)]
+    kept = [change(op) if isinstance(op, Ring) and op.name in once else op for op in entry.ops if isinstance(op, (Arg, Ring))]
+    places = Ring(PLACES, Type("i32", (), "sram"), sympy.Integer(PLACE_SLOTS), counted=kernel.adds)
+    drains = [op for role in kernel.roles for op in role.ops if isinstance(op, Drain)]
     at_end = [*(Drain(f"drain_{name}", ring) for ring, name in once.items()), *drains, Drain("drain_work", PLACES)]
-    consumed: list[Op] = []
-    *_, last = (op for op in consumer.ops if isinstance(op, (Loop, Pipeline)))
-    for op in consumer.ops:
-        consumed.append(op)
+    roles, bodies = [], []
+    for role in kernel.roles:
+        name, body, about = BODIES[role.name]
+        ops = tuple(_giving_back(kernel, role.ops, once)) if role is consumer else tuple(op for op in role.ops if op not in drains)
+        draws = role.name == "producer"
+        roles.append(replace(role, ops=(Work(name, PLACES, "tile", body, draws), *(at_end if draws else ()))))
+        bodies.append(Block(body, ops, about=about))
+    known = Block("tile", tuple(op for op in entry.ops if not isinstance(op, (Arg, Ring))), about="what all roles know of a tile")
+    others = [block for block in kernel.blocks if not block.role and block is not entry]
+    return replace(kernel, blocks=(replace(entry, ops=(*kept, places)), *roles, known, *bodies, *others))
+
+
+def _giving_back(kernel: Kernel, ops: tuple[Op, ...], once: dict[str, str]) -> Iterator[Op]:
+    """A consumer's ops for a tile, with what it takes once given back: after its loops; or at the end, if outputs leave through it."""
+    *_, last = (op for op in ops if isinstance(op, (Loop, Pipeline)))
+    through = [name for ring, name in once.items() if kernel.adds and isinstance(op := kernel.op(ring), Ring) and op.each]
+    for op in ops:
+        yield op
         if op is last:
-            consumed += [*(Give(f"give_{name}", name) for name in once.values()), Recall("recall_work", PLACES)]
-    return replace(
-        kernel,
-        blocks=(
-            replace(entry, ops=(*kept, places)),
-            replace(producer, ops=(Work("drawn", PLACES, "tile", "produce", draws=True), *at_end)),
-            replace(consumer, ops=(Work("work", PLACES, "tile", "consume"),)),
-            Block("tile", tuple(op for op in entry.ops if not isinstance(op, (Arg, Ring))), about="what all roles know of a tile"),
-            Block("produce", tuple(op for op in producer.ops if op not in drains), about="copy what consumers of this tile take"),
-            Block("consume", tuple(consumed), about="attend"),
-            *blocks.values(),
-        ),
-    )
+            yield from (Give(f"give_{name}", name) for name in once.values() if name not in through)
+            yield Recall("recall_work", PLACES)
+    yield from (Give(f"give_{name}", name) for name in through)
