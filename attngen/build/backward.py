@@ -60,7 +60,7 @@ FUSED = Signature(
     "kv",
     ("Q", "K", "V", "dO", "LSE2", "DELTA"),
     ("dK", "dV"),
-    adds=("DQ_ACC",),
+    adds=("DQ_TURNS",),
     about="Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.",
 )
 DQ_END = Signature("dq_end", "q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type.")
@@ -243,8 +243,8 @@ def fuses(spec: Spec) -> bool:
 def build_fused(spec: Spec) -> Kernel:
     """dQ, dK and dV in one pass over the scores: @dkdv, whose programs also add their part of each query tile's dQ, in fp32.
 
-    Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). If the spec's backward is
-    deterministic, programs add in the order of their keys, from the last ones on. Where query heads share a key head, a program has
+    Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). Programs add in the order of
+    their keys, from the last ones on: in any order they are slower. Where query heads share a key head, a program has
     some of them, one after another, or one if their numbers differ, and @dkdv_end sums what the programs of a group have of dK and dV.
     """
     return build_dkdv(spec, fused=True)
@@ -304,7 +304,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     if fused:
         b.dot("dq", "ds", "k", "BLOCK_KV", "step")
-        b.accumulate("DQ_ACC", ("b", head, "q", "d_qk"), "dq", "DQ_TURNS" if "DQ_TURNS" in signature.adds else "")
+        b.accumulate("DQ_ACC", ("b", head, "q", "d_qk"), "dq", "DQ_TURNS")
     if walks:
         b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
         b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
@@ -317,15 +317,11 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
 
 
 def _fused(spec: Spec) -> Signature:
-    """In turns the first program writes. Where the LSE does not tell which rows see no key, sums have to start from 0 all the same."""
+    """The first program at a tile of queries writes. Where the LSE does not tell which rows see no key, sums start from 0 all the same."""
     signature = FUSED
     if SHARINGS[spec.heads.sharing].is_shared:
         signature = FUSED._replace(apart=True) if _differs_by_head(spec) else FUSED._replace(shares="split")
-    if not _in_order(spec):
-        return signature
-    if _has_sink(spec):
-        return signature._replace(adds=(*FUSED.adds, "DQ_TURNS"))
-    return signature._replace(writes=("DQ_ACC", *FUSED.writes), adds=("DQ_TURNS",))
+    return signature._replace(adds=("DQ_ACC", *FUSED.adds)) if _has_sink(spec) else signature._replace(writes=("DQ_ACC", *FUSED.writes))
 
 
 def _differs_by_head(spec: Spec) -> bool:
@@ -371,7 +367,7 @@ def _store_key_gradients(b: KernelBuilder, head: Any, home: str) -> None:
 
 def build_dq_end(spec: Spec) -> Kernel:
     """dQ in the element type, from the sums of `bwd`. Where these do not start from 0, rows that see no key get zeros here."""
-    ordered = spec.schedule.order != "kv_outer" and _in_order(spec) and not _has_sink(spec)
+    ordered = spec.schedule.order != "kv_outer" and not _has_sink(spec)
     b = KernelBuilder(spec, DQ_END._replace(reads=("DQ_ACC", "LSE2")) if ordered else DQ_END)
     b.tensors()
     for name in ("scale", "Hq", "Nq", *(("keep_scale",) if spec.dropout else ())):

@@ -125,14 +125,11 @@ class KernelBuilder:
         check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ("q", "kv"))
         self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
-    def accumulate(self, tensor: str, index: tuple[Any, ...], value: str, turns: str = "") -> None:
-        """Add a tile to what other programs add to; with `turns`, from the last of the tiles that they own on."""
+    def accumulate(self, tensor: str, index: tuple[Any, ...], value: str, turns: str) -> None:
+        """Add a tile to what other programs add to, in turns: from the last of the tiles that they own on."""
         access = _access(tensor, index)
         check: Checks = tuple((a, "partial") for a in access.axes() if a == self.loop_axis)
         own = self.own_axis
-        if not turns:
-            self.add(Add(f"add_{value}", access, value, check), "step")
-            return
         place = _access(turns, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1]))
         tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))  # of which all come, as long as no pass knows better
         turn, makers = turn_of(own, tiles, listed_blocks(self.spec))

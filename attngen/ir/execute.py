@@ -352,10 +352,8 @@ class Launch:
         return None
 
     def add(self, op: Add, values: Values, cls: str) -> Program:
-        """In its turn, if there are some: until then the program pauses."""
-        if op.turns is None or op.turn is None:
-            self._add(op, values, cls, False)
-            return values
+        """In its turn: until then the program pauses."""
+        assert op.turns is not None and op.turn is not None
         turns, place = values[op.turns.tensor], self.turn_at(op.turns, values)
         turn = int(self.expression(op.turn, values))
         while turns[place] != turn:

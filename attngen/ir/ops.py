@@ -391,8 +391,8 @@ class Scatter(Op):
 class Add(Store):
     """Add a tile to one of a tensor, to which other programs add theirs.
 
-    With `turns`, an integer that is 0 before the launch, they add in a fixed order: a program waits until it is `turn`, which says how many
-    add before, adds, and then raises it by 1. The first one replaces what is there. Without, they add as they come.
+    They add in a fixed order, by `turns`, an integer that is 0 before the launch: a program waits until it is `turn`, which says how many
+    add before, adds, and then raises it by 1. The first one replaces what is there.
     """
 
     turns: Access | None = field(default=None, metadata=OPERAND)

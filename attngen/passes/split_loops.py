@@ -48,7 +48,7 @@ class SplitLoops(Pass):
 
 def _with_turns(module: Module, kernel: Kernel) -> Kernel:
     """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of them."""
-    add = next((op for op in kernel.ops() if isinstance(op, Add) and op.turns), None)
+    add = next((op for op in kernel.ops() if isinstance(op, Add)), None)
     if add is None:
         return kernel
     turn, before = last_first(module, kernel), makers_of(kernel, add)
@@ -57,8 +57,8 @@ def _with_turns(module: Module, kernel: Kernel) -> Kernel:
 
 
 def _is_unordered(kernel: Kernel) -> bool:
-    """Whether its programs should take turns, and these are not known."""
-    return any(isinstance(op, Add) and op.turns and op.turn is None for op in kernel.ops())
+    """Whether it is not known when the turns of its programs come."""
+    return any(isinstance(op, Add) and op.turn is None for op in kernel.ops())
 
 
 def _split(kernel: Kernel) -> Kernel:

@@ -421,8 +421,10 @@ class KernelContext:
         return {"learned": learned, "distances": (), "ptr": self._pointer(op.dst, tile), "value": self.var(op.value), "check": check}
 
     def _add(self, op: Add, cls: str) -> dict[str, Any]:
-        turns = self.kernel.op(op.turns.tensor) if op.turns else None
-        return {"turns": self._start(Access(turns.name, op.turns.index[:-1]), turns) if op.turns and isinstance(turns, Arg) else ""}
+        assert op.turns is not None
+        turns = self.kernel.op(op.turns.tensor)
+        assert isinstance(turns, Arg)
+        return {"turns": self._start(Access(turns.name, op.turns.index[:-1]), turns)}
 
     def _count(self, op: Count, cls: str) -> dict[str, Any]:
         """Where the numbers are, of which so many are at most `most`."""

@@ -141,11 +141,10 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
-            added, in_turns = isinstance(op, Add), isinstance(op, Add) and op.turns is not None
-            tensor, role = kernel.accessed(op)[0], "sum" if added and not in_turns else "out" if isinstance(op, Store) else "in"
-            more = {"in": ["inout"], "out": ["sum"] if in_turns else ["inout", "scratch"]}.get(role, [])
+            tensor, role = kernel.accessed(op)[0], "out" if isinstance(op, Store) else "in"
+            more = ["inout"] if role == "in" else ["sum"] if isinstance(op, Add) else ["inout", "scratch"]
             if not isinstance(tensor, Arg) or tensor.role not in (role, *more):
-                does = "reads" if role == "in" else "adds to" if role == "sum" else "writes"
+                does = "reads" if role == "in" else "adds to" if isinstance(op, Add) else "writes"
                 yield f"%{op.name} {does} %{tensor.name}, which is no tensor of role `{role}`"
     for block in kernel.blocks:
         roles = (*TENSORS, "scalar") if block.name == "entry" else ("carry",)

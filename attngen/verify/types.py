@@ -239,9 +239,8 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
 
 def _add_errors(kernel: Kernel, op: Add) -> Iterator[str]:
     yield from _access_errors(kernel, op)
-    if (op.turns is None) != (op.turn is None):
-        yield "has turns, or a turn, and not both"
     if op.turns is None or op.turn is None:
+        yield "adds as it comes; expected turns, and a turn"
         return
     declared = kernel.op(op.turns.tensor)
     of = kernel.type_of(op.turns.tensor)

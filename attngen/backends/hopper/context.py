@@ -292,7 +292,7 @@ class DividedContext(PipelineContext):
             wanted = more  # what others of these need, too
         of_tile = [node for node in mine if work.text["draws"] or node.text["var"] in wanted]
         rows = self._own_rows(words) if block.role and block.role.rows else []
-        start = [f"{self._next_start()}, turn_seen = -1, 0"] if self._takes_turns(block) else []
+        start = [f"{self._next_start()}, turn_seen = -1, 0"] if self._adds(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "recall"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), len(self.kernel.grid)
         numbers = list(enumerate(work.text["numbers"]))
@@ -352,11 +352,11 @@ class DividedContext(PipelineContext):
             if f"{short}_slot" in words and is_reused(self.kernel, name) and not (takes and self._counter(name) != short):
                 what, first = "phase" if takes or ring.counted else "fills", int(ring.counted and not takes)  # all slots are free at first
                 lines.append(f"{short}_{what} = {first}" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, {first}")
-        return lines if self.kernel.stays or not self._takes_turns(block) else [*lines, f"{self._next_start()}, turn_seen = -1, 0"]
+        return lines if self.kernel.stays or not self._adds(block) else [*lines, f"{self._next_start()}, turn_seen = -1, 0"]
 
-    def _takes_turns(self, block: Block) -> bool:
-        """Whether a role adds in turns among programs."""
-        return any(isinstance(op, Add) and op.turns is not None for op in self.kernel.within(block.name))
+    def _adds(self, block: Block) -> bool:
+        """Whether a role adds to what other programs add to."""
+        return any(isinstance(op, Add) for op in self.kernel.within(block.name))
 
     def _shared_counters(self, name: str, block: Block) -> list[str]:
         """The next slot of a tile that copies share, if there are several, and the phase of its barrier for who waits until it is free."""
@@ -544,14 +544,13 @@ class DividedContext(PipelineContext):
         text = self._shared_slot(take.ring)
         tiles = self._tiles_of(self.rings[take.ring])
         first = f"{tiles} * {text['slot']} + piece" if text["slot"] else "piece"
-        turn = self.scalar(op.turn) if op.turn is not None else ""
+        assert op.turns is not None and op.turn is not None
         start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
-        counter = self._counter_of(op.turns) if op.turns else ""
         clamped = f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.mirrored else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
-        following = self._counter_of(op.turns, clamped) if op.turns else ""
+        counter, following = self._counter_of(op.turns), self._counter_of(op.turns, clamped)
         further = f"{start} + gl.where({MIRRORED} > 0, -{rows}, {rows})" if self.mirrored else f"{start} + {rows}"
         further = f"{self.loop}_ahead * {rows}" if self.module.blocks else further
-        turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": following, "turn": turn}
+        turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": following, "turn": self.scalar(op.turn)}
         return {**text, **turns, "pieces": tiles, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
 
     def _next_start(self) -> str:

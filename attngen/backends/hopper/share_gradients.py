@@ -109,12 +109,14 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
             yield op
 
     changed = kernel.rewrite(change)
+    turns = add.turns
+    assert turns is not None
     write = (
         *makers,
         Take("dq_tile", "dQ_ring", tile),
         replace(add, value="dq_tile"),
         Give("give_dq_tile", "dq_tile"),
-        *([Raise("raise_turn", add.turns)] if add.turns else []),
+        Raise("raise_turn", turns),
         Yield("yield_write", ()),
     )
     loops = [op for op in kernel.block("consumer").ops if isinstance(op, Loop)]
