@@ -7,11 +7,11 @@ one, and the others follow (verify/machine.py). So what is found holds for any n
 
 What is modelled, as the hardware does it: a slot is full when the barrier's phase changes, which the copy engine does at any time after the
 fill; a wait for a phase passes on its parity alone. A slot is free by a named barrier, which opens when all takers and the producer have
-arrived. A tile that copies share is there when all have arrived with their parts; one that writes its next part waits for nobody but
-another role that takes from the ring. A turn is passed by a named barrier at which two copies meet: one more pass before the other has come
-would be counted as its coming. Products run until they are awaited, in the order in which they were issued, and read their tiles until
-then. What is put into a slot is read by the copy engine until the next put, or a flush. A program that waits for its turn among programs
-goes on at some time, as the rule `turns` says.
+arrived; a counted one when all takers have, which the producer sees at any time after that. A tile that copies share is there when all have
+arrived with their parts; one that writes its next part waits for nobody but another role that takes from the ring. A turn is passed by a
+named barrier at which two copies meet: one more pass before the other has come would be counted as its coming. Products run until they are
+awaited, in the order in which they were issued, and read their tiles until then. What is put into a slot is read by the copy engine until
+the next put, or a flush. A program that waits for its turn among programs goes on at some time, as the rule `turns` says.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ A program waits for those whose turns come before its own: they own later tiles,
 If a program has several heads, one after another, those that it waits for have the same ones. Programs are started in the order of their
 numbers, and so each waits for programs that have started. By induction on these numbers each ends, however many there is room for at one
 time: the one of the lowest number that is left waits for nobody. Lists of blocks leave some of these programs out, and change no order.
+
+Programs that stay draw tiles in this order, each when it starts one, the first one too. So the first tile that is left waits for nobody.
+Either the program that has drawn it has ended its earlier ones; or nobody has drawn it, and a program that starts, or ends a tile, does.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ MADE: dict[str, dict[str, Any]] = {
         "score": [{"expr": "s * t[h]", "params": {"t": {"tensor": ["H"]}}}],
     },
     "one_head": {"head_dim": 32, "heads": {"sharing": "mqa"}},
-    "unordered": {"mask": "causal", "backward": {"deterministic": False}},
     "window": {"mask": {"sliding_window": {"left": 40, "right": 0}}},
     "streaming": {
         "heads": {"sharing": "gqa"},
@@ -78,7 +77,6 @@ LISTED: dict[str, dict[str, Any]] = {
     "blocks_causal": {"head_dim": 64, "heads": {"sharing": "gqa"}, "mask": {"all_of": ["causal", BLOCKS]}},
     "blocks_in_a_window": {"mask": {"all_of": [{"sliding_window": {"left": 150, "right": 30}}, BLOCKS]}, "score": "sink"},
     "blocks_of_packed": {"mask": {"all_of": [{"document": {"packed": True, "causal": True}}, BLOCKS]}},
-    "blocks_unordered": {"mask": {"all_of": ["causal", BLOCKS]}, "backward": {"deterministic": False}},
     "butterfly": {"head_dim": 64, "mask": {"block_sparse": {"block": 128, "pattern": "butterfly"}}},
     "local_global": {"head_dim": 64, "mask": {"block_sparse": {"block": 256, "pattern": "local_global", "local": 0, "globals": 1}}},
 }
@@ -352,6 +350,28 @@ def test_overlap_gradients_makes_one_loop_of_two(name: str, order: str) -> None:
     assert writing.endswith(order)
 
 
+def test_schedule_work_has_programs_of_one_head_take_tile_after_tile() -> None:
+    drains = [f"drain %{ring}_ring" for ring in ("K", "V", "Q", "dO", "Work")]
+    assert lines("schedule-work", "producer") == ["%drawn = work %Work_ring of(@tile) body(@produce) draws(yes)", *drains]
+    assert lines("take-turns", "consumer") == ["turn start", "%work = work %Work_ring of(@tile) body(@consume)", "turn end"]
+    assert lines("schedule-work", "writer") == ["%written = work %Work_ring of(@tile) body(@deliver)"]
+    before, rings = lines("hide-tiles", "consumer"), [line for line in lines("schedule-work", "entry") if "counted" in line]
+    assert rings == [
+        "%K_ring = ring slots(1) counted(yes) : T[TILE_KV, D_QK] @sram",
+        "%V_ring = ring slots(1) each(consumer) counted(yes) : T[BLOCK_KV, D_V] @sram",
+        "%Work_ring = ring slots(2) counted(yes) : i32[] @sram",
+    ]
+    at = next(i for i, line in enumerate(before) if "pipeline" in line) + 1
+    assert lines("schedule-work", "consume") == [*before[:at], "give %k_all", "recall %Work_ring", *before[at:], "give %v"]
+    assert lines("schedule-work", "deliver") == lines("hide-tiles", "writer")
+    assert lines("legalize-gluon", "consume")[-3:] == ["put %dV[b, h, kv, d_v] %dv_out through(%V_ring)", "flush %V_ring", "give %v"]
+
+
+@pytest.mark.parametrize("name", ["shared", "pieces"])
+def test_programs_of_several_heads_or_wide_ones_have_one_tile(name: str) -> None:
+    assert lines("schedule-work", "consumer", name) == lines("hide-tiles", "consumer", name)
+
+
 def test_take_turns_has_two_turns_in_each_tile() -> None:
     turns = [line for line in lines("take-turns", "step") if line.startswith("turn ") or "= issue" in line]
     assert [line.split()[0] if "=" in line else line for line in turns] == [
@@ -529,6 +549,44 @@ ORDERS_REFUSED = {
 }
 
 
+STAYING_REFUSED = {
+    "K and V that are not counted": (
+        "%K_ring = ring slots(1) counted(yes) : T[TILE_KV, D_QK] @sram\n    %V_ring = ring slots(1) each(consumer) counted(yes)",
+        "%K_ring = ring slots(1) : T[TILE_KV, D_QK] @sram\n    %V_ring = ring slots(1) each(consumer)",
+        "`fits`: .*the slots of its rings take 10 named barriers; expected 9 at most",
+    ),
+    "places that are not counted": (
+        "%Work_ring = ring slots(2) counted(yes)",
+        "%Work_ring = ring slots(2)",
+        "`fits`: .*@writer takes from %Work_ring, and meets at no named barrier; expected counted",
+    ),
+    "no give of K": ("    give %k_all\n", "", "`protocol`: .*producer 0 can wait for ever"),
+    "V given back while outputs leave through it": (
+        "    flush %V_ring\n    give %v\n",
+        "    give %v\n    flush %V_ring\n",
+        "`protocol`: .*gives back a tile of %V_ring from which the copy engine stores",
+    ),
+    "K given back before its products": (
+        "    %total = pipeline",
+        "    give %k_all\n    %total = pipeline",
+        "`.*`: .*",
+    ),
+    "a writer of one tile": (
+        "    %written = work %Work_ring of(@tile) body(@deliver)\n",
+        "",
+        "`scopes`: .*@deliver is run by the ops of 0 blocks",
+    ),
+    "no end of K": ("    drain %K_ring\n", "", "`protocol`: .*arrivals at the barrier of %K_ring are awaited by nothing at the end"),
+}
+
+
+@pytest.mark.parametrize("mistake", STAYING_REFUSED)
+def test_wrong_programs_that_stay_are_refused(mistake: str) -> None:
+    old, new, reason = STAYING_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("wide", (old, new)))
+
+
 @pytest.mark.parametrize("mistake", HEADS_REFUSED)
 def test_wrong_heads_are_refused(mistake: str) -> None:
     old, new, reason = HEADS_REFUSED[mistake]
@@ -632,7 +690,7 @@ def test_what_waits_for_ever_is_named() -> None:
 
 def test_mirrored_heads_go_through_their_tiles_backwards() -> None:
     text = render(whole("wide_causal"))["hopper.py"]
-    assert "    mirrored = gl.where(first_head + abreast >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads\n" in text
+    assert "    mirrored = gl.where(first_head + abreast >= TILES // kv_tiles, 1, 0)  # the last heads\n" in text
     turned = "q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)\n"
     assert text.count(turned) == 3 and turned not in render(whole("window"))["hopper.py"]  # once in each role
 
@@ -646,9 +704,9 @@ def test_signs_of_weights_say_what_dropout_keeps_where_registers_would_not_do() 
 def test_the_turn_of_the_next_listed_tile_is_read_ahead() -> None:
     """Loops over lists read the number of the next tile a turn ahead, and the writer how many programs have added to it."""
     text = render(whole("blocks_causal"))["hopper.py"].partition("\ndef bwd_writer(")[2]
-    assert "    for at in range(q_first_at, q_end_at):\n        q_tile = q_ahead\n" in text
+    assert "        for at in range(q_first_at, q_end_at):\n            q_tile = q_ahead\n" in text
     assert text.index("q_ahead = tile_at(Q_LIST_row, at + 1, ") < text.index(
-        "q_next = q_ahead * BLOCK_Q\n        turn_seen = turns_passed("
+        "q_next = q_ahead * BLOCK_Q\n            turn_seen = turns_passed("
     )
     assert "gl.where(q_start == q_next, turn_seen, -1)," in text and "kv_next_at = position(KV_RANK_row, 1 + " in text
 
@@ -691,6 +749,18 @@ def host_lines(name: str, *words: str) -> list[str]:
     """The lines of @backward with one of these words."""
     host = print_module(whole(name)).partition("host @backward")[2].partition("kernel @")[0]
     return [line.strip() for line in host.splitlines() if any(word in line for word in words)]
+
+
+def test_programs_of_one_head_draw_their_tiles() -> None:
+    """Each when it starts it, the first one too: others wait for it."""
+    text = render(whole("wide_causal"))["hopper.py"].partition("\ndef bwd_producer(")[2]
+    assert "    pid = drawn(draw(COUNTER))  # tiles are drawn in the order in which they are started" in text
+    assert text.count("pid = drawn(draw(COUNTER))") == 2 and "    while pid < TILES:\n" in text
+    writer = text.partition("\ndef bwd_writer(")[2]
+    assert "    kv_start = told(work_ring.index(8 * work_slot), 1)\n    while kv_start >= 0:\n" in writer
+    assert "\n        q_ahead, turn_seen = -1, 0\n" in writer  # what is known of turns is of this tile
+    heads = render(whole("shared"))["hopper.py"].partition("\ndef bwd_producer(")[2]
+    assert "work_ring" not in heads and "q_ahead, turn_seen = -1, 0\n" in heads
 
 
 def test_programs_share_the_query_heads_of_a_group() -> None:

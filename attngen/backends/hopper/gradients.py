@@ -90,7 +90,7 @@ def is_wide(module: Module) -> bool:
 
 
 def may_stay(module: Module, kernel: Kernel) -> bool:
-    """Whether programs take tile after tile: those of one head (docs/perf-log.md, section 32), but for wide heads, which spill."""
+    """Whether programs take tile after tile: those of one head (docs/perf-log.md, section 31), but for wide heads, which spill."""
     return not (is_wide(module) or kernel.takes_heads)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import barriers_of, handed_over, room_of, sharers, turns
+from attngen.backends.hopper.choice import barriers_of, handed_over, room_of, sharers, takes_from, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
@@ -25,6 +25,9 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         if need > has:
             given = f"{AXIS_DIM[kernel.loop_axis]}={row.rows_of(kernel.loop_axis)} and num_stages={row.num_stages}"
             yield f"with {given} it needs {need:,} bytes of shared memory; {_who(kernel)} has {has:,}"
+        for op in rings(kernel):
+            if barriers_of(kernel, op.name) and (who := _meets_nowhere(kernel, op.name)):
+                yield f"@{who} takes from %{op.name}, and meets at no named barrier; expected counted(yes)"
         slots = sum(slots_of(op, row) * barriers_of(kernel, op.name) for op in rings(kernel))
         most = NAMED_BARRIERS - FIRST_BARRIER - turns(kernel)
         if slots > most:
@@ -32,6 +35,11 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"the slots of its rings take {slots} named barriers; expected {most} at most{others}"
         if not is_power_of_two(visited := row.rows_of(kernel.loop_axis)) or not 16 <= visited <= 256:
             yield f"{AXIS_DIM[kernel.loop_axis]}={visited}; expected a power of two from 16 to 256"
+
+
+def _meets_nowhere(kernel: Kernel, ring: str) -> str:
+    """A role that takes from a ring, and has no part of the program's rows: consumers and the producer alone meet at named barriers."""
+    return next((b.name for b in kernel.roles if b.role and not b.role.rows and takes_from(kernel, b, ring)), "")
 
 
 def _who(kernel: Kernel) -> str:
