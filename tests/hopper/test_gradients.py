@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from attngen.backends.hopper.assign_roles import AssignRoles
+from attngen.backends.hopper.choice import room_of
 from attngen.backends.hopper.facts import NAMED_BARRIERS
-from attngen.backends.hopper.gradients import row
+from attngen.backends.hopper.gradients import MOST_NUMBERS, row
+from attngen.backends.hopper.sram import sram_bytes
 from attngen.bounds.launches import groups, lane_registers
 from attngen.build import build_module
 from attngen.emit.render import render
@@ -68,6 +70,7 @@ MADE: dict[str, dict[str, Any]] = {
     "capped_wide": {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": [{"softcap": 5.0}]},
     "capped_whole": {"score": [{"softcap": 5.0}]},
     "capped": {"head_dim": 64, "mask": "causal", "score": [{"softcap": 5.0}]},
+    "of_queries": {"head_dim": 64, "score": [{"expr": "s * exp(t[b, h, q_idx])", "params": {"t": {"tensor": ["B", "H", "Nq"]}}}]},
     "pieces": {"head_dim": {"qk": 192, "v": 128}, "mask": "causal"},
     "pieces_shared": {"head_dim": {"qk": 192, "v": 128}, "mask": {"sliding_window": {"left": 40, "right": 0}}, "heads": {"sharing": "gqa"}},
 }
@@ -434,6 +437,10 @@ def test_a_spec_cannot_ask_for_what_cannot_be_divided() -> None:
             {"mask": {"document": {"packed": True, "causal": True}}},
             "heads of 192 and 128 columns and a number for each key registers spill",
         ),
+        (
+            {"mask": "causal", "score": [{"expr": "s * t[b, h, q_idx]", "params": {"t": {"tensor": ["B", "H", "Nq"]}}}]},
+            "heads of 192 and 128 columns and a number for each query registers spill",
+        ),
         ({"mask": "causal", "score": "alibi"}, "take 16 operations for each score, and of more than 14 registers may spill"),
     ],
 )
@@ -442,6 +449,20 @@ def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any],
     module = dict(stages(made))
     assert not list(module.values())[-1].stand_ins("bwd")
     assert why in " ".join(undivided(made, module["dce"]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_numbers_of_queries_fit_beside_tiles(head_dim: int) -> None:
+    for many in (1, 2, 3):
+        params = {f"x{i}": {"tensor": ["B", "H", "Nq"]} for i in range(many)}
+        score = [{"expr": " * ".join(["s", *(f"{name}[b, h, q_idx]" for name in params)]), "params": params}]
+        made = dict(stages(asked_for := make_spec({**BASE, "head_dim": head_dim, "score": score})))
+        module = list(made.values())[-1]
+        if many <= MOST_NUMBERS:
+            ((kernel, row),) = module.stand_ins("bwd")
+            assert sram_bytes(module, kernel, row) <= room_of(1)
+        else:
+            assert "it reads 3 numbers for each query, and there is room for 2" in " ".join(undivided(asked_for, made["dce"]))
 
 
 @pytest.mark.parametrize(

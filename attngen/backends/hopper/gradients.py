@@ -15,6 +15,7 @@ MOST_OF_WIDE = 14  # operations for each score of heads of 192 and 128 columns: 
 MOST_SIGNED = 17  # operations for each score with dropout in heads of 128 columns: of documents, which have 19, registers spill
 MOST_BESIDE = 18  # operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
 MOST_OF_LONG = 15  # operations for each score in tiles of 128 queries: of a dilated mask, which has 19, registers spill
+MOST_NUMBERS = 2  # of each query, beside `lse2` and `delta`: beside tiles of 128 columns there is shared memory for these
 COPIES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
 QUERIES = {NARROW: 128, STEADY: 64}  # columns of a head, at most -> rows of a tile of queries
 SLOTS = 2  # of the rings of Q and dO
@@ -36,6 +37,8 @@ def obstacle(module: Module) -> str:
         return f"its heads have {qk} and {v} columns; expected {expected}"
     if any(isinstance(op, (Gather, Load)) and set(op.type.dims) == PAIR for op in kernel.ops()):
         return "a number is read for each score"
+    if (numbers := _numbers_of_queries(kernel)) > MOST_NUMBERS:
+        return f"it reads {numbers} numbers for each query, and there is room for {MOST_NUMBERS}"
     read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
     if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
         return "where its loops end is computed of a number for each key of a tile"
@@ -67,12 +70,19 @@ def _spills_if_wide(kernel: Kernel) -> str:
     if visited and not differs(kernel, visited[0]):
         return "loops over all queries"
     of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
-    return "a number for each key" if of_keys else ""
+    return "a number for each key" if of_keys else "a number for each query" if _numbers_of_queries(kernel) else ""
+
+
+def _numbers_of_queries(kernel: Kernel) -> int:
+    """How many numbers it loads for each query beside `lse2` and `delta`. They lie in shared memory, beside tiles of queries."""
+    dims = (AXIS_DIM[kernel.loop_axis],)
+    return sum(isinstance(op, Load) and op.type.dims == dims and op.name not in ("lse2", "delta") for op in kernel.ops())
 
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of a kernel's schedule, for any number of keys."""
-    crowded = module.dropout or work(module.kernel(FUSED)) > MOST_OF_LONG
+    kernel = module.kernel(FUSED)
+    crowded = module.dropout or work(kernel) > MOST_OF_LONG or _numbers_of_queries(kernel) > 0
     queries = ROWS if crowded else next(rows for columns, rows in QUERIES.items() if module.head_dim_v <= columns)
     return Row(DEVICE, 2, None, block_q or queries, block_kv or COPIES * ROWS, 4, slots or SLOTS, tma=True, backend=NAME)
 
