@@ -48,7 +48,11 @@ def blocks(page: str, language: str) -> list[str]:
 def test_excerpts_of_ir_are_real() -> None:
     modules = [
         *lowered("causal_mqa").values(),
-        *(m for name in ("causal_gqa", "mla_dims", "full_mha", "alibi_mha", "document_gqa", "window_gqa") for m in after(name).values()),
+        *(
+            m
+            for name in ("causal_gqa", "mla_dims", "full_mha", "alibi_mha", "document_gqa", "temperature_mha", "window_gqa")
+            for m in after(name).values()
+        ),
     ]
     real = {line for module in modules for line in print_module(module).splitlines()}
     for page in ("docs/ir.md", "docs/hopper.md"):

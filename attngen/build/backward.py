@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, named_by, scores
-from attngen.build.semantics import S, derivative, listed_blocks, modified, singular, varies
+from attngen.build.semantics import S, derivative, listed_blocks, modified, of_sums, singular, varies, without_common
 from attngen.build.signature import Signature
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
@@ -237,7 +237,19 @@ def fuses(spec: Spec) -> bool:
     blocks = listed_blocks(spec)
     from_data = blocks is not None and blocks.data
     plain = not (wide or from_data or spec.schedule.order == "kv_outer")
-    return spec.trains and plain and all(x.by == "row" for x in learned(spec))
+    return spec.trains and plain and all(x.by == "row" or _of_dq(spec, x) is not None for x in learned(spec))
+
+
+def _of_dq(spec: Spec, x: Learned) -> Any:
+    """The factor e, if parts of an input's gradient are e times rowsum(q * dQ); else None.
+
+    It is so for an input that multiplies scores, as a temperature does. The part of a query is the sum of dscore * slope over keys, and dS
+    is dscore * steep. Where slope = e * steep * s, the part is e times the sum of dS * s. With s = scale * q k^T, that is the sum of
+    q * dQ over columns, as dQ is the sum of scale * dS * k.
+    """
+    by = [symbol(read.name) for read in spec.reads() if _parts(read) == x.parts and x.by == "query"]
+    _, steep = without_common(spec, derivative(modified(spec), S))
+    return of_sums(spec, derivative(modified(spec), *by), steep) if by else None
 
 
 def build_fused(spec: Spec) -> Kernel:
@@ -264,8 +276,10 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     """
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
-    factor = derivative(modified(spec), S)
-    b = KernelBuilder(spec, signature, [factor])
+    common, factor = sympy.Integer(1), derivative(modified(spec), S)
+    if fused:
+        common, factor = without_common(spec, factor)
+    b = KernelBuilder(spec, signature, [common, factor])
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -310,7 +324,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
         b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
     b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
-    _store_key_gradients(b, head if apart else kv, home)
+    _store_key_gradients(b, head if apart else kv, home, *_left_to_the_end(b, common))
     if walks:
         b.add(Yield("yield_tile", ()), home)
     return b.kernel()
@@ -356,29 +370,52 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], nest
     b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
 
 
-def _store_key_gradients(b: KernelBuilder, head: Any, home: str) -> None:
+def _left_to_the_end(b: KernelBuilder, common: Any) -> list[str]:
+    """The value that is a factor of dS, the same for all scores of a head, if there is one other than 1."""
+    return [b.compute("ds_scale", common, "entry")] if common != 1 else []
+
+
+def _store_key_gradients(b: KernelBuilder, head: Any, home: str, *of_ds: str) -> None:
     """dK and dV, with the factors left to the end, of the program's head, and of its split of the group."""
     own = ("b", head, *([b.shares.var] if b.shares else []), "kv")
-    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", block=home)
+    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", *of_ds, block=home)
     b.store("dK", (*own, "d_qk"), "dk_out", home)
     _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
     b.store("dV", (*own, "d_v"), "dv_out", home)
 
 
 def build_dq_end(spec: Spec) -> Kernel:
-    """dQ in the element type, from the sums of `bwd`. Where these do not start from 0, rows that see no key get zeros here."""
-    ordered = spec.schedule.order != "kv_outer" and not _has_sink(spec)
-    b = KernelBuilder(spec, DQ_END._replace(reads=("DQ_ACC", "LSE2")) if ordered else DQ_END)
-    b.tensors()
-    for name in ("scale", "Hq", "Nq", *(("keep_scale",) if spec.dropout else ())):
-        b.scalar(name)
+    """dQ in the element type, from the sums of `bwd`. Where these do not start from 0, rows that see no key get zeros here.
+
+    In one pass, also the gradients of inputs that follow from dQ.
+    """
+    fused = spec.schedule.order != "kv_outer"
+    ordered = fused and not _has_sink(spec)
+    common = without_common(spec, derivative(modified(spec), S))[0] if fused else sympy.Integer(1)
+    gradients = {x: _of_dq(spec, x) for x in learned(spec) if fused and x.by != "row"}
+    reads = ("DQ_ACC", *(["LSE2"] if ordered else []), *(["Q"] if gradients else []))
+    b = KernelBuilder(spec, DQ_END._replace(reads=reads), [common, *gradients.values()])
+    b.tensors(gradients)
+    b.scalar("scale")
+    b.sizes()
+    if spec.dropout:
+        b.scalar("keep_scale")
     rows = ("b", "h", "q", "d_qk")
-    b.load("dq", "DQ_ACC", rows)
+    dq = b.load("dq", "DQ_ACC", rows)
+    b.reads()
     if ordered:
         b.load("lse2", "LSE2", rows[:3])
-        b.map("dq_seen", select(symbol("lse2") < sympy.oo, symbol("dq"), sympy.Integer(0)), dq="dq", lse2="lse2")
-    _scaled(b, "dq_out", "dq_seen" if ordered else "dq", "scale", "keep_scale")
+        dq = b.map("dq_seen", select(symbol("lse2") < sympy.oo, symbol("dq"), sympy.Integer(0)), dq="dq", lse2="lse2")
+    _scaled(b, "dq_out", dq, "scale", "keep_scale", *_left_to_the_end(b, common))
     b.store("dQ", rows, "dq_out")
+    if gradients:
+        b.load("q", "Q", rows)
+        b.map("product", symbol("q") * symbol("dq"), q="q", dq=dq)
+        b.reduce_sum("dq_rows", "product", "D_QK")
+    for x, e in gradients.items():
+        kept = symbol("keep_scale") if spec.dropout else 1
+        part = b.compute(f"{x.parts.lower()}_out", e * symbol("dq_rows") * symbol("scale") * kept, "entry")
+        b.store(x.parts, rows[:3], part)
     return b.kernel()
 
 

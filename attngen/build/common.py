@@ -69,12 +69,12 @@ class KernelBuilder:
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
         self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
         along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
-        self.where = spec.mask.expression() if own == "q" else spec.mask.by_key()
-        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)] if signature.masks else []
+        said = spec.mask.expression() if own == "q" else spec.mask.by_key()
+        self.where = said if signature.masks else sympy.true
+        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)]
         self.facts = tuple(_usable(fact, along) for fact in facts)
-        of_scores = (self.score, *wants) if signature.scores else ()
-        of_mask = (self.where, *(e for f in self.facts for e in f)) if signature.masks else ()
-        needed = named_by(spec, (*of_mask, *of_scores))
+        self.wants = (*([self.score] if signature.scores else []), *wants)
+        needed = named_by(spec, (self.where, *(e for f in self.facts for e in f), *self.wants))
         self.places: dict[tuple[str, Any], str] = {}  # (block, long index) -> the name of its value
         self.needed = tuple(read for read in spec.reads() if read.name in needed)
         self.needed_numbers = tuple(name for name in self.numbers if name in needed)
@@ -95,18 +95,19 @@ class KernelBuilder:
         self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.numbers}[name])))
 
     def sizes(self) -> None:
-        """Declare scalars: the sizes of every kernel, those that indexing by head needs, and the numbers of mask and modifiers."""
+        """Declare scalars: the sizes of a kernel, those that indexing by head needs, and the numbers of mask and modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
         packs, heads = self.signature.packs, SHARINGS[self.spec.heads.sharing]
         names += ["queries"] if packs else []
-        named = _symbols((self.where, *([self.score] if packs else []), *(e for read in self.needed for e in read.index)))
+        named = _symbols((self.where, *self.wants, *(e for read in self.needed for e in read.index)))
         shared = heads.counts_group and ((not packs and self.signature.scores) or symbol("h" if packs else "hkv") in named)
         if shared or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs):
             names.append("group")
         names += [str(self.shares.extent)] if self.shares else []
-        places = (self._inside(read) for read in self.needed)
-        bounds = {str(s) for at, where in places for s in _symbols((*at, where))} & {"B", "Hq", "Hkv"}
-        for name in dict.fromkeys((*names, *sorted(bounds), "Nq", "Nk", *self.needed_numbers)):
+        places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
+        bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv"}
+        by_keys = self.signature.masks or symbol("Nk") in named | _symbols(places)
+        for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_numbers)):
             self.scalar(name)
 
     def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0) -> str:

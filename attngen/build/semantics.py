@@ -107,6 +107,27 @@ def derivative(e: Expr, by: Expr) -> Expr:
     return sympy.diff(_branches(e), by)
 
 
+def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:
+    """(factors that are the same for all scores of a head, the other ones): of (1 - tanh(s/t)**2) / t it is 1/t, with t of each head."""
+    common, rest = whole_numbers(e).as_independent(*_per_score(spec), as_Add=False)
+    return common, rest
+
+
+def of_sums(spec: Spec, slope: Expr, steep: Expr) -> Expr | None:
+    """The factor by which a sum of steep * s over keys is the sum of `slope`; None if there is none.
+
+    It is slope / (steep * s), if that is the same for all keys, and divides by nothing that `slope` does not divide by.
+    """
+    e = sympy.factor(slope / (S * steep))
+    by_key = {S, KV, *(symbol(r.name) for r in spec.reads() if varies(spec, r, KV))}
+    return e if by_key.isdisjoint(e.free_symbols) and _divisors(e) <= _divisors(slope) else None
+
+
+def _divisors(e: Expr) -> set[Any]:
+    """What an expression divides by, or may."""
+    return {f.base for f in sympy.preorder_traversal(e) if f.is_Pow and not (f.exp.is_Integer and f.exp > 0)}
+
+
 def _branches(e: Any) -> Any:
     """abs, min, max and clamp as choices. The derivative of a choice is that of the chosen branch."""
     if not e.args or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):

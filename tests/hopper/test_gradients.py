@@ -75,6 +75,22 @@ MADE: dict[str, dict[str, Any]] = {
     "pieces_shared": {"head_dim": {"qk": 192, "v": 128}, "mask": {"sliding_window": {"left": 40, "right": 0}}, "heads": {"sharing": "gqa"}},
 }
 BLOCKS = {"block_sparse": {"block": 128}}
+
+
+def learned(e: str, *dims: str) -> dict[str, Any]:
+    """A score with a learned `t`."""
+    return {"score": [{"expr": e, "params": {"t": {"tensor": list(dims), "grad": True}}}]}
+
+
+MADE |= {
+    "temperature": {"head_dim": 64, "mask": "causal", "score": "temperature"},
+    "temperature_capped": {"mask": "causal", "score": ["temperature", {"softcap": 5.0}], "heads": {"sharing": "gqa"}},
+    "temperature_dropping": {"head_dim": 64, "mask": "key_padding", "score": ["temperature", "sink"], "dropout": True},
+    "multiplied": {"head_dim": 64, "mask": "causal", **learned("s * t[h]", "H")},
+    "multiplied_rows": {"head_dim": 64, "heads": {"sharing": "gqa"}, **learned("s * exp(t[b, h, q_idx])", "B", "H", "Nq")},
+    "multiplied_by_lengths": {"head_dim": 64, "score": [{"expr": "s * log(float(kv_len)) * float(b + 1)"}]},
+    "multiplied_unordered": {"mask": "causal", "backward": {"deterministic": False}, **learned("s / (2 + t[h, q_idx] ** 2)", "H", "Nq")},
+}
 LISTED: dict[str, dict[str, Any]] = {
     "blocks": {"mask": BLOCKS},
     "blocks_causal": {"head_dim": 64, "heads": {"sharing": "gqa"}, "mask": {"all_of": ["causal", BLOCKS]}},
@@ -138,7 +154,7 @@ def test_which_specs_have_one() -> None:
         *("alibi_mha", "block_sparse_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
         *("causal_padding_gqa", "chunked_gqa", "cross_mha", "dilated_mha", "document_gqa"),
         *("full_mha", "mla_dims", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "sinks_window_gqa"),
-        *("softcap_window_gqa", "streaming_gqa", "window_gqa"),
+        *("softcap_window_gqa", "streaming_gqa", "temperature_mha", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name
@@ -398,6 +414,46 @@ def test_small_blocks_and_blocks_of_data_have_none(mask: Any, why: str) -> None:
     reasons = list(undivided(asked_for, made["dce"]))
     assert [reason for reason in reasons if "@bwd" in reason] == [f"On sm90 the kernel @bwd has no row for hopper: {why}."] * bool(why)
     assert [kernel.name for kernel in made["legalize-triton"].kernels if kernel.adds] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_ds", "part"),
+    [
+        ({"score": "temperature"}, "1/temperature", "-dq_rows*scale/temperature**2"),
+        (learned("tanh(s / t[h])", "H"), "1/t", "-dq_rows*scale/t**2"),
+        ({"score": ["temperature", "alibi"]}, "1/temperature", "-dq_rows*scale/temperature**2"),
+        (learned("s * t[h]", "H"), "t", "dq_rows*scale"),
+        (learned("2 * s * t[h] ** 2", "H"), "2*t**2", "4*dq_rows*scale*t"),
+        (learned("s * abs(t[h])", "H"), "select(t > 0, t, select(t < 0, -t, 0))", "dq_rows*scale*select(t > 0, 1, select(t < 0, -1, 0))"),
+        (learned("log(1 + exp(s * t[h]))", "H"), "t", "dq_rows*scale"),
+        (learned("s * t[h] * float(kv_idx)", "H"), "t", "dq_rows*scale"),
+        (learned("s * exp(t[q_idx])", "Nq"), "", "dq_rows*scale"),
+        (learned("s / (1 + t[q_idx] ** 2)", "Nq"), "", "-2*dq_rows*scale*t/(t**2 + 1)"),
+    ],
+)
+def test_dq_end_has_gradients_of_what_multiplies_scores(asked: dict[str, Any], of_ds: str, part: str) -> None:
+    """What multiplies all scores of a head is a factor of dQ and dK that is left to the end: where it is 0, nothing divides by it."""
+    text = print_kernel(build_module(make_spec({**BASE, **asked})).kernel("dq_end"))
+    assert re.findall(r"%ds_scale = map expr\((.*)\) uses", text) == [of_ds] * bool(of_ds)
+    assert re.findall(r"%d\w+_out = map expr\((.*)\) uses.* : f32\[BLOCK_Q\]", text) == [part]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"score": [{"softcap": 4.0}, "temperature"]},  # the tangent of the score is divided, not the score
+        {"score": ["alibi", "temperature"]},
+        {"score": [{"alibi": {"slopes": "given", "learnable": True}}]},
+        learned("s * t[q_idx]", "Nq"),  # where t is 0, dQ is 0 too, and says nothing of its gradient
+        learned("s * t[kv_idx]", "Nk"),
+        learned("s * exp(t[q_idx, kv_idx])", "Nq", "Nk"),
+        learned("s * t[h] + t[h] * t[h] * float(kv_idx)", "H"),
+        learned("min(s * t[h], 5)", "H"),
+    ],
+)
+def test_gradients_of_other_inputs_need_sums_over_keys(asked: dict[str, Any]) -> None:
+    made = build_module(make_spec({**BASE, "backward": {"deterministic": False}, **asked}))
+    assert "bwd" not in [kernel.name for kernel in made.kernels]
 
 
 def test_what_nothing_divides_drops_out() -> None:
@@ -681,6 +737,8 @@ def run(
     call = Call.random(chance, asked(name), build_module(asked(name)), lengths)
     if name == "sorted":
         call.inputs["document_ids"] = call.inputs["document_ids"].sort(1).values
+    if name == "multiplied":
+        call.inputs["t"][0] = 0.0  # all scores of a head are 0, and so is dQ
     sides = (32, 64, 128) if name in LISTED else (8, 16)
     call = replace(call, tiles={"BLOCK_Q": chance.choice(sides), "BLOCK_KV": chance.choice(sides)})
     if "block_mask" in call.inputs:  # queries and keys of which no block counts
