@@ -493,11 +493,9 @@ def test_a_spec_cannot_ask_for_what_cannot_be_divided() -> None:
             {"mask": {"document": {"packed": True, "causal": True}}},
             "heads of 192 and 128 columns and a number for each key registers spill",
         ),
-        (
-            {"mask": "causal", "score": [{"expr": "s * t[b, h, q_idx]", "params": {"t": {"tensor": ["B", "H", "Nq"]}}}]},
-            "heads of 192 and 128 columns and a number for each query registers spill",
-        ),
-        ({"mask": "causal", "score": "alibi"}, "take 16 operations for each score, and of more than 14 registers may spill"),
+        ({"mask": "causal", "score": "temperature"}, "heads of 192 and 128 columns and a modifier of scores registers spill"),
+        ({"mask": {"all_of": ["causal", BLOCKS]}}, "heads of 192 and 128 columns and lists of blocks registers spill"),
+        ({"mask": {"chunked": {"size": 48}}}, "take 15 operations for each score, and of more than 14 registers may spill"),
     ],
 )
 def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any], why: str) -> None:

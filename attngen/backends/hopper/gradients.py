@@ -11,7 +11,7 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Gather, Load
 
 MOST_WORK = 23  # operations for each score: those of a soft cap under a window, the most that were compiled
-MOST_OF_WIDE = 14  # operations for each score of heads of 192 and 128 columns: those of a window; of ALiBi, which has 16, registers spill
+MOST_OF_WIDE = 14  # operations for each score of heads of 192 and 128 columns: those of a window; of chunks, which have 15, registers spill
 MOST_SIGNED = 17  # operations for each score with dropout in heads of 128 columns: of documents, which have 19, registers spill
 MOST_BESIDE = 18  # operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
 MOST_OF_LONG = 15  # operations for each score in tiles of 128 queries: of a dilated mask, which has 19, registers spill
@@ -51,7 +51,7 @@ def declined(module: Module) -> str:
         return why
     if last_first(module, module.kernel(FUSED)) is None:
         return "its loops over queries have a gap, or may start or end earlier for later keys, so that it is not known whose turn comes"
-    if is_wide(module) and (why := _spills_if_wide(module.kernel(FUSED))):
+    if is_wide(module) and (why := _spills_if_wide(module, module.kernel(FUSED))):
         return f"with heads of {WIDE[0]} and {WIDE[1]} columns and {why} registers spill"
     signed = is_signed(module, module.kernel(FUSED))
     if signed and module.meaning.score != symbol("s"):
@@ -62,15 +62,19 @@ def declined(module: Module) -> str:
     return ""
 
 
-def _spills_if_wide(kernel: Kernel) -> str:
+def _spills_if_wide(module: Module, kernel: Kernel) -> str:
     """What a kernel has for which sums of wide heads leave no registers; empty text for nothing."""
     if kernel.draws:
         return "dropout"
+    if module.meaning.score != symbol("s"):
+        return "a modifier of scores"
+    if module.blocks:
+        return "lists of blocks"
     visited = visited_range(kernel)
     if visited and not differs(kernel, visited[0]):
         return "loops over all queries"
     of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
-    return "a number for each key" if of_keys else "a number for each query" if _numbers_of_queries(kernel) else ""
+    return "a number for each key" if of_keys else ""
 
 
 def _numbers_of_queries(kernel: Kernel) -> int:
