@@ -48,6 +48,8 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1,),
 )
+BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,), flags=("LEARN",))
 
 
 def attention(
@@ -115,9 +117,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
+    processors = runtime.processors(q.device)
+    fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
-        q, k, v, out, grad_out, lse, grad_lse,
+    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
+        out, grad_out, lse, grad_lse, q, k, v,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_inputs or need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
@@ -130,34 +134,76 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
     ) if need_inputs else runtime.nothing(q, 3, torch.float32)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if dq.numel():
-        DQ(
-            q, Nq, B * Hq,
-            (q, k, v, out, grad_out, lse, grad_lse, temperature, dq, delta, lse2, dtemperature),
-            (scale, Hq, Nq, Nk, Nlse),
-            (
-                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq, *dtemperature.stride()[:2],
-            ),
-            (need_inputs,),
+    if (
+        need_kv
+        and need_q
+        and (
+            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
+            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
         )
-    elif out.numel():
+        and fused > 0
+    ):
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-    if dk.numel():
-        DKDV(
+        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_QK),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            torch.float32,
+        )
+        BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, temperature, dk, dv),
+            (q, k, v, grad_out, lse2, delta, temperature, dq_turns, dq_acc, dk, dv),
             (scale, Hq, Nq, Nk),
             (
-                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk.stride()[:3],
-                *dv.stride()[:3],
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk.stride()[:3], *dv.stride()[:3],
             ),
         )
+        DQ_END(
+            q, Nq, B * Hq,
+            (dq_acc, lse2, q, temperature, dq, dtemperature),
+            (scale, Hq, Nq),
+            (
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nq, Nq, *q_strides, *dq.stride()[:3],
+                *dtemperature.stride()[:2],
+            ),
+            (need_inputs,),
+        )
+    else:
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (q, k, v, out, grad_out, lse, grad_lse, temperature, dq, delta, lse2, dtemperature),
+                (scale, Hq, Nq, Nk, Nlse),
+                (
+                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                    *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq, *dtemperature.stride()[:2],
+                ),
+                (need_inputs,),
+            )
+        elif out.numel():
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            )
+        if dk.numel():
+            DKDV(
+                q, Nk, B * Hq,
+                (q, k, v, grad_out, lse2, delta, temperature, dk, dv),
+                (scale, Hq, Nq, Nk),
+                (
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk.stride()[:3],
+                    *dv.stride()[:3],
+                ),
+            )
     if need_inputs:
         dtemperature_0_sum = dtemperature.sum((0, 2))
         learned_d_temperature = dtemperature_0_sum
@@ -169,5 +215,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
 
 OPERANDS = "Tensor temperature, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("temperature_mha_cb4f0c11eceb", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("temperature_mha_2de413503dbd", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

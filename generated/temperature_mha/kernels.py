@@ -113,10 +113,33 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
+    "bwd": {
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+        ),
+    },
+    "dq_end": {
+        ("sm80", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm90", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm100", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("gfx942", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("any", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+    },
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
 INTERPRETED_BYTES = 2
 
 
@@ -570,3 +593,58 @@ def dkdv(
         dv_out,
         mask=(kv_idx < Nk)[:, None],
     )
+
+
+@triton.jit(do_not_specialize=["Nq"])
+def dq_end(
+    DQ_ACC, LSE2, Q, TEMPERATURE, dQ, dTEMPERATURE, scale, Hq, Nq, stride_dq_acc_b, stride_dq_acc_h,
+    stride_dq_acc_n, stride_lse2_b, stride_lse2_h, stride_q_b, stride_q_h, stride_q_n, stride_dq_b,
+    stride_dq_h, stride_dq_n, stride_dtemperature_b, stride_dtemperature_h,
+    BLOCK_Q: tl.constexpr,
+    LEARN: tl.constexpr,
+):
+    # After the backward: dQ in the element type.
+    pid = tl.program_id(0)
+    q_tiles = tl.cdiv(Nq, BLOCK_Q)
+    q_start = (pid % q_tiles) * BLOCK_Q
+    h = pid // q_tiles % Hq
+    b = pid // q_tiles // Hq
+    q_off = tl.arange(0, BLOCK_Q)
+    dtype = dQ.dtype.element_ty
+    q_idx = q_start + q_off
+    d_qk = tl.arange(0, D_QK)
+
+    DQ_ACC_head = DQ_ACC + tl.cast(b, tl.int64) * stride_dq_acc_b + tl.cast(h, tl.int64) * stride_dq_acc_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
+    dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
+    Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+    dTEMPERATURE_head = (
+        dTEMPERATURE
+        + tl.cast(b, tl.int64) * stride_dtemperature_b
+        + tl.cast(h, tl.int64) * stride_dtemperature_h
+    )
+    dq = tl.load(
+        DQ_ACC_head + tl.cast(q_start, tl.int64) * stride_dq_acc_n + (q_off[:, None] * stride_dq_acc_n + d_qk[None, :]),
+        mask=(q_idx < Nq)[:, None],
+        other=0.0,
+    )
+    temperature = tl.load(TEMPERATURE + h)
+    lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    dq_seen = tl.where((lse2 < float("inf"))[:, None], dq, 0)
+    ds_scale = 1.0 / temperature
+    dq_out = (dq_seen * ds_scale * scale).to(dtype)
+    tl.store(
+        dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + d_qk[None, :]),
+        dq_out,
+        mask=(q_idx < Nq)[:, None],
+    )
+    q = tl.load(
+        Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+        mask=(q_idx < Nq)[:, None],
+        other=0.0,
+    )
+    product = dq_seen * q.to(tl.float32)
+    dq_rows = tl.sum(product, 1)
+    dtemperature_out = -dq_rows * scale * 1.0 / (temperature * temperature)
+    if LEARN:
+        tl.store(dTEMPERATURE_head + q_start + q_off, dtemperature_out, mask=q_idx < Nq)
