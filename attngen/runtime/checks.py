@@ -76,9 +76,10 @@ class Rules:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         """
         watched = is_watched()
-        if watched or autocast_is_on():
-            q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
         shapes = None if watched else self._fit(q, k, v)
+        if shapes is None or (autocast_is_on() and q.dtype != torch.get_autocast_dtype(q.device.type)):
+            q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
+            shapes = None if watched else self._fit(q, k, v)
         if shapes is None:
             self.check(q, k, v)
         return q, k, v, shapes
