@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import triton
 from attngen.runtime.launch import Kernel, schedule
 
 
+@functools.lru_cache(maxsize=1024)
 def divisor(a: int, b: int) -> int:
     """The greatest divisor of a that is not above b; 1 if b is 0."""
     return next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1)

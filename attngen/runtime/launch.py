@@ -33,6 +33,7 @@ def forget_launches() -> None:
     """Launch all kernels anew: their schedules, or what stands in for them, have changed."""
     LAUNCHES.clear()
     LAST.clear()
+    _schedules_alone.cache_clear()
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -75,11 +76,17 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
     """Whether a kernel that runs divided alone has a schedule for the dtype and device of x and for `rows`."""
-    mine = device_class(kernels, x.device), x.element_size()
+    entries = _schedules_alone(kernels, kernel, x.device, x.element_size())
+    return next((config is not None for most, config in entries if most is None or rows <= most), False)
+
+
+@functools.cache
+def _schedules_alone(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where it does not run."""
     for key, entries in kernels.SCHEDULES[kernel].items():
-        if key[:2] == mine and x.device.type == "cuda" and divided(kernels, key[2]):
-            return next((config is not None for most, config in entries if most is None or rows <= most), False)
-    return False
+        if key[:2] == (device_class(kernels, device), elem_bytes) and device.type == "cuda" and divided(kernels, key[2]):
+            return entries
+    return ()
 
 
 def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
