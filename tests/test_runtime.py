@@ -62,10 +62,11 @@ def test_rows_of_a_group_are_those_of_its_heads_one_after_another(queries: int) 
 
 
 def test_room_for_splits_is_the_tensor_itself_if_there_is_one() -> None:
-    x = torch.randn(2, 3, 5, 8)
-    assert memory.room_for_splits(x, 1).data_ptr() == x.data_ptr() and memory.room_for_splits(x, 1).shape == (2, 3, 1, 5, 8)
-    room = memory.room_for_splits(x, 4)
-    assert room.shape == (2, 3, 4, 5, 8) and room.is_contiguous() and room.dtype == x.dtype
+    x = laid_out((0, 2, 1))
+    same, strides = memory.room_for_splits(x, 1)
+    assert same is x and x.as_strided((2, 3, 1, 5, 8), (*strides, 1)).equal(x.unsqueeze(2))
+    room, strides = memory.room_for_splits(x, 4)
+    assert room.shape == (2, 3, 4, 5, 8) and room.is_contiguous() and room.stride() == (*strides, 1) and room.dtype == x.dtype
     assert memory.nothing(x, 3, torch.float64).shape == (0, 0, 0)
 
 

@@ -221,7 +221,7 @@ class HostContext:
         var, dims = variable(op.name), op.type.dims
         if op.otherwise:
             self._python(symbol("Hkv"))
-            return {"var": var, "expr": f"runtime.room_for_splits({variable(op.otherwise)}, splits)"}
+            return {"var": f"{var}, {var}_strides", "expr": f"runtime.room_for_splits({variable(op.otherwise)}, splits)"}
         dtype = TORCH[op.type.dtype]
         like = variable(op.like) if op.like else self.first
         nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing({like}, {len(dims)}, {dtype})"
@@ -366,12 +366,14 @@ class HostContext:
             return [" * ".join(names[i + 1 :]) for i in taken]
         if isinstance(op, View) and op.by == "group":
             return [f"*{var}_strides[:{count}]"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
+        if isinstance(op, Alloc) and op.otherwise:
+            return [f"*{var}_strides"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
         if len(taken) == count and count > 1:
             if isinstance(op, Arg):
                 self.strides[var] = count
                 return [f"*{var}_strides"]
             return [f"*{var}.stride()[:{count}]"]
-        if self.given_shapes and var in ("q", "k", "v"):
+        if var in ("q", "k", "v"):
             self.strides[var] = count
             return [f"{var}_strides[{i}]" for i in taken]
         return [f"{var}.stride({i})" for i in taken]

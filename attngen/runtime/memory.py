@@ -111,9 +111,14 @@ def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
         to.copy_(x)
 
 
-def room_for_splits(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """Room for the parts of x [B, Hkv, Nk, D] that the splits write: [B, Hkv, splits, Nk, D]. With one split it is x itself."""
+def room_for_splits(x: torch.Tensor, splits: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(tensor, strides) to write the parts of x [B, Hkv, Nk, D] that the splits have as [B, Hkv, splits, Nk, D].
+
+    With one split the tensor is x itself.
+    """
     if splits == 1:
-        return x.unsqueeze(2)
+        of_batch, of_head, of_row, _ = x.stride()
+        return x, (of_batch, of_head, 0, of_row)
     b, h, n, d = x.shape
-    return empty(x, (b, h, splits, n, d), (h * splits * n * d, splits * n * d, n * d, d, 1), x.dtype)
+    steps = (h * splits * n * d, splits * n * d, n * d, d)
+    return empty(x, (b, h, splits, n, d), (*steps, 1), x.dtype), steps
