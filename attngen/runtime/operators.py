@@ -212,23 +212,23 @@ class Operators:
         ctx.save_for_backward(out, lse, *args[: self.numbers_at])
         ctx.numbers = args[self.numbers_at :]
 
-    def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
-        """The gradients of q, k, v and what follows them in a call, as many as `needed` says; None for those that are not."""
-        found: list[Any] = [None] * len(needed)
+    def gradients(self, ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients of q, k, v and of each argument after them in a call; None for those that are not needed."""
+        need_q, need_k, need_v, *need = ctx.needs_input_grad
+        rest: list[Any] = [None] * len(need)
         if grad_out is None and grad_lse is None:
-            return found
+            return None, None, None, *rest
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        need_q, need_k, need_v, *need = needed
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         learned = self.signature.learned
-        needs = [need_q, need_k or need_v, *([any(need)] if learned else [])]
+        needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
         direct = is_plain(q, k, v) and not torch.is_grad_enabled()
         call = self.run_backward if direct else self.backward
-        gradients = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
-        for at, gradient in zip((0, 1, 2, *(3 + i for i in learned)), gradients):
-            found[at] = gradient if needed[at] else None
-        return found
+        dq, dk, dv, *inputs = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
+        for at, gradient in zip(learned, inputs):
+            rest[at] = gradient if need[at] else None
+        return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +258,7 @@ def _recorded_calls(operators: Operators, run: Callable[..., Results], with_lse:
 
         @staticmethod
         def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
-            return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
+            return operators.gradients(ctx, grad_out, grad_lse)
 
     return Attention
 
@@ -273,6 +273,6 @@ def _public_setup(operators: Operators) -> Callable[..., None]:
 
 def _public_backward(operators: Operators) -> Callable[..., Any]:
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
-        return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
+        return operators.gradients(ctx, grad_out, grad_lse)
 
     return backward
