@@ -76,8 +76,10 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
     """Whether a kernel that runs divided alone has a schedule for the dtype and device of x and for `rows`."""
-    entries = _schedules_alone(kernels, kernel, x.device, x.element_size())
-    return next((config is not None for most, config in entries if most is None or rows <= most), False)
+    for most, config in _schedules_alone(kernels, kernel, x.device, x.element_size()):
+        if most is None or rows <= most:
+            return config is not None
+    return False
 
 
 @functools.cache

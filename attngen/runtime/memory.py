@@ -35,11 +35,12 @@ def rows_layout(x: torch.Tensor, width: int) -> Layout:
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
-    return _ordered_layout((b, h, n), x.stride(), width)
+    return _ordered_layout(x.shape, x.stride(), width)
 
 
 def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Layout:
-    """What `rows_layout` gives for a tensor that is not contiguous: its first three sizes and all strides."""
+    """What `rows_layout` gives for a tensor that is not contiguous, of this shape and these strides."""
+    shape = shape[:3]
     order = sorted(range(3), key=steps.__getitem__, reverse=True)
     if width * math.prod(shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
         order = [0, 1, 2]
@@ -63,7 +64,7 @@ def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) ->
     """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
     dtype = dtype or x.dtype
     if not x.is_contiguous():
-        return empty(x, *_known_layout(x.shape[:3], x.stride(), width), dtype)
+        return empty(x, *_known_layout(x.shape, x.stride(), width), dtype)
     b, h, n, _ = x.shape
     of_head = n * width
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
