@@ -30,8 +30,8 @@ def is_watched() -> bool:
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the three are plain tensors of one kind, no subclasses, seen by autograd at most."""
-    return not is_watched() and _device_of(q, k, v) is not None
+    """Whether the three are no subclasses of tensors, and seen by autograd at most."""
+    return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
 
 
 def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:

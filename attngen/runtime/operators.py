@@ -143,8 +143,17 @@ class Operators:
     def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
 
-    def _backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
-        q, k, v, out, lse, *operands = args
+    def _backward(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *operands: Any,
+    ) -> Results:
         signature = self.signature
         if signature.unordered and operands[-1] and _wants_order():
             raise RuntimeError(
@@ -223,7 +232,7 @@ class Operators:
             grad_out = torch.zeros_like(out)
         learned = self.signature.learned
         needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
-        direct = is_plain(q, k, v) and not torch.is_grad_enabled()
+        direct = is_plain(q, k, v) and not torch.is_grad_enabled()  # then the operator would do nothing else
         call = self.run_backward if direct else self.backward
         dq, dk, dv, *inputs = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
         for at, gradient in zip(learned, inputs):
