@@ -19,7 +19,7 @@ def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, numbers.Real)):  # an abstract class is slow to ask
         raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
