@@ -382,11 +382,12 @@ def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
 def test_inputs_cannot_have_the_wrappers_own_names(name: str) -> None:
     module, made = built(name), spec(name)
     given = {i.name for i in made.inputs()} | {n for d in made.derived() for n in d.names}
-    functions = [getattr(module, name) for name in ("attention", "make_plan", "_forward", "_backward", "_count") if hasattr(module, name)]
+    names = ("attention", "make_plan", "_forward", "_backward", "_count")
+    functions = [inspect.unwrap(getattr(module, name)) for name in names if hasattr(module, name)]
     values = {ref for host in target(name).hosts for op in host.ops() for ref in (op.name, *(f"{op.name}.{f}" for f in op.results()))}
     values |= {f"{op.name}.{f}" for host in target(name).hosts for op in host.ops() if isinstance(op, If) for f in host.fields(op)}
-    names = {n for f in functions for n in f.__code__.co_varnames if n.islower() and not n.endswith("_strides")} - given
-    assert names <= WRAPPER | {variable(ref) for ref in values}  # an input of such a value's name breaks the rule `host-arguments`
+    found = {n for f in functions for n in f.__code__.co_varnames if n.islower() and not n.endswith("_strides")} - given
+    assert found <= WRAPPER | {variable(ref) for ref in values}  # an input of such a value's name breaks the rule `host-arguments`
 
 
 def test_a_tracer_sees_the_operator(device: str) -> None:
@@ -410,6 +411,81 @@ def test_gradients_are_the_same_whether_or_not_the_lse_is_asked_for(device: str)
     found = [torch.autograd.grad(x.float().square().sum(), leaves, retain_graph=True) for x in (alone, out)]
     assert all(a.equal(b) for a, b in zip(*found))
     assert all(x.isfinite().all() for x in torch.autograd.grad(lse.sum(), leaves[:2]))
+
+
+class Backward:
+    """The backward of a module that has been called with no tensors yet, and how often its host program has been run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = NAME) -> None:
+        self.module, self.runs = built(name), 0
+        self.runtime, launch = self.module.runtime, self.module.runtime.Kernel.__call__
+        monkeypatch.setattr(self.runtime, "STEPS", {})
+
+        def launched(kernel: Any, *args: Any) -> None:
+            self.runs += kernel.name == "dkdv"
+            launch(kernel, *args)
+
+        monkeypatch.setattr(self.runtime.Kernel, "__call__", launched)
+
+    def __call__(self, *leaves: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+        """The gradients by distinct leaves, of an output that is not weighted evenly."""
+        out = self.module.attention(*leaves, **options)
+        return torch.autograd.grad(out.square().sum(), list(dict.fromkeys(leaves)))
+
+
+def alike(found: Any, expected: Any) -> bool:
+    return all(a.equal(b) and a.stride() == b.stride() for a, b in zip(found, expected, strict=True))
+
+
+def test_a_backward_of_a_known_form_is_done_again_from_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tensors that are elsewhere; other strides, lengths and scales are other forms."""
+    backward, leaves = Backward(monkeypatch), [x.requires_grad_() for x in inputs(device)]
+    moved = [x.detach().clone().requires_grad_() for x in leaves]
+    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves]
+    expected = backward(*leaves)
+    again = backward(*moved)
+    assert alike(again, expected) and backward.runs == 1 and not {x.data_ptr() for x in again} & {x.data_ptr() for x in expected}
+    assert all(a.equal(b) and a.stride() == x.stride() for a, b, x in zip(backward(*turned), expected, turned)) and backward.runs == 2
+    short = backward(*(x[:, :, :10] for x in leaves))
+    assert backward.runs == 3 and alike(backward(*(x[:, :, :10] for x in moved)), short) and backward.runs == 3
+    scaled = backward(*leaves, scale=0.5)
+    assert backward.runs == 4 and not any(a.equal(b) for a, b in zip(scaled[:2], expected)) and alike(backward(*moved), expected)
+    backward.runtime.forget_launches()
+    assert alike(backward(*leaves), expected) and backward.runs == 5
+
+
+def test_a_backward_is_not_remembered_of_a_tensor_twice_or_of_an_odd_address(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In either order: with q, k and v that are one, or start at no multiple of 16 bytes, and then others of that form."""
+    x, leaves = inputs(device)[0].requires_grad_(), [x.requires_grad_() for x in inputs(device)]
+    odd = [torch.cat([y.new_zeros(1), y.detach().flatten()])[1:].view_as(y).requires_grad_() for y in leaves]
+    forward, backward = Backward(monkeypatch), Backward(monkeypatch)
+    calls = (x, x, x), odd, leaves
+    expected = [forward(*call) for call in calls]
+    assert forward.runs == 3 and len(forward.runtime.STEPS) == 1
+    backward.runtime.STEPS.clear()
+    for call, found in list(zip(calls, expected))[::-1]:
+        assert alike(backward(*call), found)
+
+
+def test_what_is_remembered_of_dropout_is_without_a_seed_or_for_any(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = Backward(monkeypatch, "causal_dropout_mqa")
+    q, k, v = (x.requires_grad_() for x in inputs(device))
+    leaves = q, k[:, :1], v[:, :1]
+    options: list[dict[str, Any]] = [{}, {"dropout_p": 0.5, "seed": 1}, {"dropout_p": 0.5, "seed": 2}, {"dropout_p": 0.25, "seed": 2}]
+    first = [backward(*leaves, **given) for given in options]
+    assert backward.runs == 3 and alike([*map(torch.Tensor.sum, first[0])], [x.sum() for x in backward(*leaves)])
+    assert all(alike(backward(*leaves, **given), found) for given, found in zip(options, first)) and backward.runs == 3
+    assert not first[1][0].equal(first[2][0]) and not first[2][0].equal(first[3][0])
+
+
+def test_ten_thousand_forms_take_no_more_memory_than_a_thousand(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = built(NAME).runtime
+    monkeypatch.setattr(runtime, "STEPS", {})
+    program = runtime.remembered(1)(lambda x, number: (x,))
+    x = torch.zeros(1, device=device)
+    for n in range(10_000):
+        assert program(x, n)[0] is x
+    assert 0 < len(runtime.STEPS) <= 1024
 
 
 @pytest.mark.parametrize("change", [lambda x: x.mT.contiguous().mT, lambda x: torch._neg_view(-x)], ids=["strides", "sign"])

@@ -425,6 +425,7 @@ def test_groups_split_among_programs(heads: tuple[int, int], keys: int, splits: 
     name = "causal_gqa" if heads[1] > 1 else "causal_mqa"
     module = built(name)
     room, found = module.runtime.room_for_splits, set()
+    monkeypatch.setattr(module.runtime, "STEPS", {})  # nothing is remembered of the processors that there are
     monkeypatch.setattr(module.runtime, "processors", lambda device: Fraction(2 * keys, SPLIT_KEYS))  # as two, of `keys` keys each
     monkeypatch.setattr(module.runtime, "room_for_splits", lambda x, n: (found.add(n), room(x, n))[1])
     result = run_case(module, spec_of(name), Case(1, *heads, 40, 70), dtypes(name)[0], device)

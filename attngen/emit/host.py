@@ -56,6 +56,7 @@ class HostView:
     sizes: list[str]  # statements that define sizes and strides
     nodes: list[HostNode]
     returned: str  # the statement that returns the results
+    remembered: int  # the number of its tensors if the runtime may remember what it does, else 0
 
 
 @dataclass
@@ -133,7 +134,18 @@ class HostContext:
         params = [a.name if a.name in SIZES else variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
         results = [variable(ref) for ref in self.host.results.values()]
         returned = f"return {', '.join(results)}"
-        return HostView(params, self._definitions(), nodes, returned if len(returned) < LONGEST else fitted("return ", results, ""))
+        returned = returned if len(returned) < LONGEST else fitted("return ", results, "")
+        return HostView(params, self._definitions(), nodes, returned, self._remembered())
+
+    def _remembered(self) -> int:
+        """The number of the program's tensors if it is the backward, and does nothing but make tensors, by the runtime, and launch."""
+        plain = all(
+            isinstance(op, (Arg, If, Launch, Yield))
+            or (isinstance(op, Map) and not op.type.dims)
+            or (isinstance(op, Alloc) and not set(op.type.dims) & {"*", "Td"} and (op.fill is None or (op.fill == 0 and not op.like)))
+            for op in self.host.ops()
+        )
+        return sum(a.role == "in" for a in self.host.args) if plain and self.host.name == "backward" else 0
 
     def _definitions(self) -> list[str]:
         """Statements that define the sizes and strides which the other statements use."""
@@ -236,8 +248,8 @@ class HostContext:
             made = f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
             return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}
         else:
-            made = f"runtime.empty({like}, {', '.join(self._dense(dims))}, {dtype})"
-        if op.fill is not None:
+            made = f"runtime.{'zeros' if op.fill == 0 else 'empty'}({like}, {', '.join(self._dense(dims))}, {dtype})"
+        if op.fill is not None and not made.startswith("runtime.zeros"):
             made += ".zero_()" if op.fill == 0 else f".fill_({self._number(op.fill)})"
         if op.where != sympy.true:
             made += f" if {self._python(op.where)} else {nothing}"

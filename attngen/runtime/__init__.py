@@ -16,6 +16,7 @@ FILES = (
     "divided",
     "descriptors",
     "launch",
+    "remembered",
     "blocks",
     "dropout",
     "gradients",

@@ -17,6 +17,7 @@ import triton
 
 from attngen.runtime.descriptors import Described
 from attngen.runtime.divided import counter_of, divided
+from attngen.runtime.memory import NOTES
 from attngen.runtime.private import hooks_look_on, parts_of
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -27,12 +28,15 @@ _HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 # Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
 LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
+# What host programs do with arguments of each form (see `remembered`).
+STEPS: dict[tuple[Any, ...], Any] = {}
 
 
 def forget_launches() -> None:
     """Launch all kernels anew: their schedules, or what stands in for them, have changed."""
     LAUNCHES.clear()
     LAST.clear()
+    STEPS.clear()
     _schedules_alone.cache_clear()
 
 
@@ -147,6 +151,40 @@ class Launch:
         self.described = Described(described, gluon=divided) if described else None
         self.parts: tuple[Any, ...] | None = None
 
+    def start(
+        self,
+        device: int,
+        programs: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        args: list[Any],
+        more: tuple[Any, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides once more."""
+        parts = None if hooks_look_on() else self.parts
+        if self.most_programs:
+            counter: Any = counter_of(device)
+            more = (*more, counter if parts is None else _address(counter), programs)
+            programs = min(programs, self.most_programs)
+        if parts is None:
+            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
+            if self.described:
+                self.described.put(args, tensors)
+            self.first(programs, args, more)
+            return
+        stream, run, before, packed, encode, device, constants = parts
+        args += more + constants
+        passed = args
+        if self.described:
+            if encode:
+                passed = self.described.encoded(args, tensors, strides, encode)
+            else:
+                self.described.put(args, tensors)
+        if packed:
+            run(programs, 1, 1, stream(device), *before, tuple(passed))
+        else:
+            run(programs, 1, 1, stream(device), *before, *passed)
+
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
         """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
         function = getattr(self.file, self.name)
@@ -215,30 +253,10 @@ class Kernel:
                 break
         if launch.block:
             programs *= -(-rows // launch.block)
-        parts = None if hooks_look_on() else launch.parts
         more = numbers + strides
-        if launch.most_programs:
-            counter: Any = counter_of(x.get_device())
-            more = (*more, counter if parts is None else _address(counter), programs)
-            programs = min(programs, launch.most_programs)
-        if parts is None:
-            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
-            if launch.described:
-                launch.described.put(args, tensors)
-            launch.first(programs, args, more)
-            return
-        stream, run, before, packed, encode, device, constants = parts
-        args += more + constants
-        passed = args
-        if launch.described:
-            if encode:
-                passed = launch.described.encoded(args, tensors, strides, encode)
-            else:
-                launch.described.put(args, tensors)
-        if packed:
-            run(programs, 1, 1, stream(device), *before, tuple(passed))
-        else:
-            run(programs, 1, 1, stream(device), *before, *passed)
+        if NOTES.on:
+            NOTES.launches.append((launch, programs, more, strides, tensors) if aligned else None)
+        launch.start(x.get_device(), programs, tensors, args, more, strides)
 
     def _find(
         self,

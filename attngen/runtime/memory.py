@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +59,34 @@ _known_layout = functools.lru_cache(maxsize=1024)(_ordered_layout)  # of the siz
 def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor on the device of x, which has to be the current device."""
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(shape, steps, dtype)
+    return made
+
+
+class Notes(threading.local):
+    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills with 0."""
+
+    on = False
+    launches: list[Any]
+    zeros: list[torch.Tensor]
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[Notes]:
+        """Note what is done."""
+        self.on, self.launches, self.zeros = True, [], []
+        try:
+            yield self
+        finally:
+            self.on = False
+
+
+NOTES = Notes()
+
+
+def zeros(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What `empty` gives, filled with 0."""
+    made = empty(x, shape, steps, dtype).zero_()
+    if NOTES.on:
+        NOTES.zeros.append(made)
     return made
 
 

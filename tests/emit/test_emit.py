@@ -165,6 +165,7 @@ def test_generated_code_compiles_and_depends_on_torch_and_triton_alone(path):
         "re",
         "types",
         "typing",
+        "threading",
         "warnings",
     }
     assert imported <= {"torch", "triton", "."} | standard
