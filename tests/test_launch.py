@@ -452,6 +452,7 @@ def test_a_backward_of_a_known_form_is_done_again_from_memory(device: str, monke
     assert backward.runs == 4 and not any(a.equal(b) for a, b in zip(scaled[:2], expected)) and alike(backward(*moved), expected)
     backward.runtime.forget_launches()
     assert alike(backward(*leaves), expected) and backward.runs == 5
+    assert backward.runtime.NOTES.launches == backward.runtime.NOTES.zeros == []  # no tensor is held after a call
 
 
 def test_a_backward_is_not_remembered_of_a_tensor_twice_or_of_an_odd_address(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,17 +66,17 @@ class Notes(threading.local):
     """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills with 0."""
 
     on = False
-    launches: list[Any]
-    zeros: list[torch.Tensor]
+    launches: list[Any] = []
+    zeros: list[torch.Tensor] = []
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[Notes]:
-        """Note what is done."""
+    def taken(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be freed."""
         self.on, self.launches, self.zeros = True, [], []
         try:
-            yield self
+            yield self.launches, self.zeros
         finally:
-            self.on = False
+            self.on, self.launches, self.zeros = False, [], []
 
 
 NOTES = Notes()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attngen.runtime.launch import STEPS, Launch
-from attngen.runtime.memory import NOTES, Notes, empty
+from attngen.runtime.memory import NOTES, empty
 
 _MOST = 1024  # forms of arguments that are remembered; with one more all are forgotten
 _shape: Callable[[Any], torch.Size] = torch.Tensor.size
@@ -42,11 +42,11 @@ class Steps(NamedTuple):
         return self.results(tensors)
 
 
-def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], notes: Notes) -> Steps | None:
+def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]) -> Steps | None:
     """The steps of a program; None if they are not those of other arguments of this form: one was given twice, or an address is odd."""
     tensors = list(given)
     numbers = {id(x): at for at, x in enumerate(tensors)}
-    if len(numbers) < len(tensors) or not all(notes.launches):
+    if len(numbers) < len(tensors) or not all(launched):
         return None
 
     def number(x: torch.Tensor | None) -> int:
@@ -56,9 +56,9 @@ def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], notes: Notes
         return numbers[id(x)]
 
     count = len(tensors)
-    launches = [(*launch, itemgetter(*map(number, taken))) for *launch, taken in notes.launches]
+    launches = [(*launch, itemgetter(*map(number, taken))) for *launch, taken in launched]
     returned = itemgetter(*map(number, results))
-    zeros = set(map(id, notes.zeros))
+    zeros = set(map(id, filled))
     return Steps([(tuple(x.shape), x.stride(), x.dtype, id(x) in zeros) for x in tensors[count:]], launches, returned)
 
 
@@ -79,9 +79,9 @@ def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             if steps is not None:
                 found = steps.repeat(args[:count])
                 return program(*args) if found is None else found
-            with NOTES.taken() as notes:
+            with NOTES.taken() as (launches, zeros):
                 results = program(*args)
-            if steps := _noted(args[:count], results, notes):
+            if steps := _noted(args[:count], results, launches, zeros):
                 if len(STEPS) >= _MOST:
                     STEPS.clear()
                 STEPS[form] = steps
