@@ -97,6 +97,7 @@ def _forward(q, k, v, alibi_slopes, scale, shapes=None):
     return out, lse
 
 
+@runtime.remembered(8)
 def _backward(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
@@ -127,7 +128,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, scale, need_q
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),

@@ -172,15 +172,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
     if dk.numel():
-        dk_parts = runtime.room_for_splits(dk, splits)
-        dv_parts = runtime.room_for_splits(dv, splits)
+        dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
+        dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
         DKDV(
             q, Nk, B * Hkv * splits,
             (q, k, v, grad_out, lse2, delta, q_rank, q_list, dk_parts, dv_parts),
             (scale, Hkv, group, splits, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                *q_rank.stride()[:3], *q_list.stride()[:3], *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+                *q_rank.stride()[:3], *q_list.stride()[:3], *dk_parts_strides, *dv_parts_strides,
             ),
         )
         if splits > 1:
@@ -188,7 +188,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
                 q, Nk, B * Hkv,
                 (dk_parts, dv_parts, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
     return dq, dk, dv
 

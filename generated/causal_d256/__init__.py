@@ -86,6 +86,7 @@ def _forward(q, k, v, scale, shapes=None):
     return out, lse
 
 
+@runtime.remembered(7)
 def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]

@@ -79,14 +79,9 @@ def _forward(q, k, v, scale, shapes=None):
     out = runtime.empty_rows(q, HEAD_DIM_V)
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
-        o_acc = runtime.empty(
-            q,
-            (B, Hq, Nq, HEAD_DIM_V),
-            (Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, 1),
-            torch.float32,
-        ).zero_()
+        o_acc = runtime.zeros(q, (B, Hq, Nq, HEAD_DIM_V), (Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, 1), torch.float32)
         row_max = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32).fill_(-math.inf)
-        row_sum = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32).zero_()
+        row_sum = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
         FWD(
             q, Nk, B * Hq,
             (q, k, v, o_acc, row_max, row_sum),
@@ -108,6 +103,7 @@ def _forward(q, k, v, scale, shapes=None):
     return out, lse
 
 
+@runtime.remembered(7)
 def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
@@ -129,12 +125,12 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
     if dq.numel() or dk.numel():
-        dq_acc = runtime.empty(
+        dq_acc = runtime.zeros(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
-        ).zero_()
+        )
         BWD(
             q, Nk, B * Hq,
             (q, k, v, grad_out, lse2, delta, dq_acc, dk, dv),

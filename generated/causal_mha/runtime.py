@@ -8,8 +8,9 @@ import importlib
 import math
 import numbers
 import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
@@ -190,11 +191,12 @@ def rows_layout(x: torch.Tensor, width: int) -> Layout:
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
-    return _ordered_layout((b, h, n), x.stride(), width)
+    return _ordered_layout(x.shape, x.stride(), width)
 
 
 def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Layout:
-    """What `rows_layout` gives for a tensor that is not contiguous: its first three sizes and all strides."""
+    """What `rows_layout` gives for a tensor that is not contiguous, of this shape and these strides."""
+    shape = shape[:3]
     order = sorted(range(3), key=steps.__getitem__, reverse=True)
     if width * math.prod(shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
         order = [0, 1, 2]
@@ -214,11 +216,39 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
     return made
 
 
+class Notes(threading.local):
+    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills with 0."""
+
+    on = False
+    launches: list[Any] = []
+    zeros: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be freed."""
+        self.on, self.launches, self.zeros = True, [], []
+        try:
+            yield self.launches, self.zeros
+        finally:
+            self.on, self.launches, self.zeros = False, [], []
+
+
+NOTES = Notes()
+
+
+def zeros(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What `empty` gives, filled with 0."""
+    made = empty(x, shape, steps, dtype).zero_()
+    if NOTES.on:
+        NOTES.zeros.append(made)
+    return made
+
+
 def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
     dtype = dtype or x.dtype
     if not x.is_contiguous():
-        return empty(x, *_known_layout(x.shape[:3], x.stride(), width), dtype)
+        return empty(x, *_known_layout(x.shape, x.stride(), width), dtype)
     b, h, n, _ = x.shape
     of_head = n * width
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
@@ -266,12 +296,17 @@ def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
         to.copy_(x)
 
 
-def room_for_splits(x: torch.Tensor, splits: int) -> torch.Tensor:
-    """Room for the parts of x [B, Hkv, Nk, D] that the splits write: [B, Hkv, splits, Nk, D]. With one split it is x itself."""
+def room_for_splits(x: torch.Tensor, splits: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(tensor, strides) to write the parts of x [B, Hkv, Nk, D] that the splits have as [B, Hkv, splits, Nk, D].
+
+    With one split the tensor is x itself.
+    """
     if splits == 1:
-        return x.unsqueeze(2)
+        of_batch, of_head, of_row, _ = x.stride()
+        return x, (of_batch, of_head, 0, of_row)
     b, h, n, d = x.shape
-    return empty(x, (b, h, splits, n, d), (h * splits * n * d, splits * n * d, n * d, d, 1), x.dtype)
+    steps = (h * splits * n * d, splits * n * d, n * d, d)
+    return empty(x, (b, h, splits, n, d), (*steps, 1), x.dtype), steps
 
 
 # -------------------- Checks of a call's arguments. The first wrong one raises an error of one sentence.
@@ -295,8 +330,8 @@ def is_watched() -> bool:
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the three are plain tensors of one kind, no subclasses, seen by autograd at most."""
-    return not is_watched() and _device_of(q, k, v) is not None
+    """Whether the three are no subclasses of tensors, and seen by autograd at most."""
+    return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
 
 
 def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
@@ -341,9 +376,10 @@ class Rules:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         """
         watched = is_watched()
-        if watched or autocast_is_on():
-            q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
         shapes = None if watched else self._fit(q, k, v)
+        if shapes is None or (autocast_is_on() and q.dtype != torch.get_autocast_dtype(q.device.type)):
+            q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
+            shapes = None if watched else self._fit(q, k, v)
         if shapes is None:
             self.check(q, k, v)
         return q, k, v, shapes
@@ -680,12 +716,16 @@ _HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 # Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
 LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
+# What host programs do with arguments of each form (see `remembered`).
+STEPS: dict[tuple[Any, ...], Any] = {}
 
 
 def forget_launches() -> None:
     """Launch all kernels anew: their schedules, or what stands in for them, have changed."""
     LAUNCHES.clear()
     LAST.clear()
+    STEPS.clear()
+    _schedules_alone.cache_clear()
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -728,11 +768,19 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
     """Whether a kernel that runs divided alone has a schedule for the dtype and device of x and for `rows`."""
-    mine = device_class(kernels, x.device), x.element_size()
-    for key, entries in kernels.SCHEDULES[kernel].items():
-        if key[:2] == mine and x.device.type == "cuda" and divided(kernels, key[2]):
-            return next((config is not None for most, config in entries if most is None or rows <= most), False)
+    for most, config in _schedules_alone(kernels, kernel, x.device, x.element_size()):
+        if most is None or rows <= most:
+            return config is not None
     return False
+
+
+@functools.cache
+def _schedules_alone(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where it does not run."""
+    for key, entries in kernels.SCHEDULES[kernel].items():
+        if key[:2] == (device_class(kernels, device), elem_bytes) and device.type == "cuda" and divided(kernels, key[2]):
+            return entries
+    return ()
 
 
 def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
@@ -790,6 +838,40 @@ class Launch:
             self.most_programs = file.STAYING.get(self.name, 0) * processors(device)
         self.described = Described(described, gluon=divided) if described else None
         self.parts: tuple[Any, ...] | None = None
+
+    def start(
+        self,
+        device: int,
+        programs: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        args: list[Any],
+        more: tuple[Any, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides once more."""
+        parts = None if hooks_look_on() else self.parts
+        if self.most_programs:
+            counter: Any = counter_of(device)
+            more = (*more, counter if parts is None else _address(counter), programs)
+            programs = min(programs, self.most_programs)
+        if parts is None:
+            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
+            if self.described:
+                self.described.put(args, tensors)
+            self.first(programs, args, more)
+            return
+        stream, run, before, packed, encode, device, constants = parts
+        args += more + constants
+        passed = args
+        if self.described:
+            if encode:
+                passed = self.described.encoded(args, tensors, strides, encode)
+            else:
+                self.described.put(args, tensors)
+        if packed:
+            run(programs, 1, 1, stream(device), *before, tuple(passed))
+        else:
+            run(programs, 1, 1, stream(device), *before, *passed)
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
         """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
@@ -859,30 +941,10 @@ class Kernel:
                 break
         if launch.block:
             programs *= -(-rows // launch.block)
-        parts = None if hooks_look_on() else launch.parts
         more = numbers + strides
-        if launch.most_programs:
-            counter: Any = counter_of(x.get_device())
-            more = (*more, counter if parts is None else _address(counter), programs)
-            programs = min(programs, launch.most_programs)
-        if parts is None:
-            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
-            if launch.described:
-                launch.described.put(args, tensors)
-            launch.first(programs, args, more)
-            return
-        stream, run, before, packed, encode, device, constants = parts
-        args += more + constants
-        passed = args
-        if launch.described:
-            if encode:
-                passed = launch.described.encoded(args, tensors, strides, encode)
-            else:
-                launch.described.put(args, tensors)
-        if packed:
-            run(programs, 1, 1, stream(device), *before, tuple(passed))
-        else:
-            run(programs, 1, 1, stream(device), *before, *passed)
+        if NOTES.on:
+            NOTES.launches.append((launch, programs, more, strides, tensors) if aligned else None)
+        launch.start(x.get_device(), programs, tensors, args, more, strides)
 
     def _find(
         self,
@@ -911,6 +973,87 @@ class Kernel:
             found = homes(self.kernels, self.name, x)
             launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found]
         return launches
+
+
+# -------------------- Host programs that are remembered: what one does is noted once for each form of its arguments, and done again.
+
+_MOST = 1024  # forms of arguments that are remembered; with one more all are forgotten
+_shape: Callable[[Any], torch.Size] = torch.Tensor.size
+_strides: Callable[[Any], tuple[int, ...]] = torch.Tensor.stride
+
+
+class Steps(NamedTuple):
+    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then those it makes."""
+
+    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]  # shape, strides, dtype; whether it is filled with 0
+    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors from all of them.
+    launches: list[tuple[Launch, int, tuple[Any, ...], tuple[int, ...], Callable[[list[Any]], tuple[Any, ...]]]]
+    results: Callable[[list[Any]], tuple[Any, ...]]
+
+    def repeat(self, given: Iterable[Any]) -> tuple[torch.Tensor, ...] | None:
+        """The results for the tensors that the program is given; None if an address is no multiple of 16."""
+        tensors = list(given)
+        x = tensors[0]
+        for shape, strides, dtype, zero in self.made:
+            made = empty(x, shape, strides, dtype)
+            tensors.append(made.zero_() if zero else made)
+        addresses = [t if t is None else t.data_ptr() for t in tensors]
+        if gcd(16, *filter(None, addresses)) != 16:
+            return None
+        device = x.get_device()
+        for launch, programs, more, strides, taken in self.launches:
+            launch.start(device, programs, taken(tensors), list(taken(addresses)), more, strides)
+        return self.results(tensors)
+
+
+def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]) -> Steps | None:
+    """The steps of a program; None if they are not those of other arguments of this form: one was given twice, or an address is odd."""
+    tensors = list(given)
+    numbers = {id(x): at for at, x in enumerate(tensors)}
+    if len(numbers) < len(tensors) or not all(launched):
+        return None
+
+    def number(x: torch.Tensor | None) -> int:
+        if id(x) not in numbers:
+            numbers[id(x)] = len(tensors)
+            tensors.append(x)
+        return numbers[id(x)]
+
+    count = len(tensors)
+    launches = [(*launch, itemgetter(*map(number, taken))) for *launch, taken in launched]
+    returned = itemgetter(*map(number, results))
+    zeros = set(map(id, filled))
+    return Steps([(tuple(x.shape), x.stride(), x.dtype, id(x) in zeros) for x in tensors[count:]], launches, returned)
+
+
+def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be None.
+
+    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the sizes, strides and dtypes
+    of its tensors, and from its numbers.
+    """
+
+    def of(program: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(program)
+        def run(*args: Any) -> Any:
+            dense = args[: count if args[count - 1] is not None else count - 1]
+            rest = args[len(dense) :]
+            form = program, args[0].get_device(), *[t.dtype for t in dense], *map(_shape, dense), *map(_strides, dense), *rest
+            steps = STEPS.get(form)
+            if steps is not None:
+                found = steps.repeat(args[:count])
+                return program(*args) if found is None else found
+            with NOTES.taken() as (launches, zeros):
+                results = program(*args)
+            if steps := _noted(args[:count], results, launches, zeros):
+                if len(STEPS) >= _MOST:
+                    STEPS.clear()
+                STEPS[form] = steps
+            return results
+
+        return run
+
+    return of
 
 
 # -------------------- Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other.
@@ -1021,7 +1164,7 @@ def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, numbers.Real):
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, numbers.Real)):  # an abstract class is slow to ask
         raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
@@ -1066,6 +1209,7 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
 
 # -------------------- The host's part of the backward: a divisor, by which groups of heads are split, and sums for learned inputs.
 
+@functools.lru_cache(maxsize=1024)
 def divisor(a: int, b: int) -> int:
     """The greatest divisor of a that is not above b; 1 if b is 0."""
     return next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1)
@@ -1238,8 +1382,17 @@ class Operators:
     def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
 
-    def _backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
-        q, k, v, out, lse, *operands = args
+    def _backward(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *operands: Any,
+    ) -> Results:
         signature = self.signature
         if signature.unordered and operands[-1] and _wants_order():
             raise RuntimeError(
@@ -1307,23 +1460,23 @@ class Operators:
         ctx.save_for_backward(out, lse, *args[: self.numbers_at])
         ctx.numbers = args[self.numbers_at :]
 
-    def gradients(self, ctx: Any, needed: Sequence[bool], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> list[Any]:
-        """The gradients of q, k, v and what follows them in a call, as many as `needed` says; None for those that are not."""
-        found: list[Any] = [None] * len(needed)
+    def gradients(self, ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients of q, k, v and of each argument after them in a call; None for those that are not needed."""
+        need_q, need_k, need_v, *need = ctx.needs_input_grad
+        rest: list[Any] = [None] * len(need)
         if grad_out is None and grad_lse is None:
-            return found
+            return None, None, None, *rest
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        need_q, need_k, need_v, *need = needed
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         learned = self.signature.learned
-        needs = [need_q, need_k or need_v, *([any(need)] if learned else [])]
-        direct = is_plain(q, k, v) and not torch.is_grad_enabled()
+        needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
+        direct = is_plain(q, k, v) and not torch.is_grad_enabled()  # then the operator would do nothing else
         call = self.run_backward if direct else self.backward
-        gradients = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
-        for at, gradient in zip((0, 1, 2, *(3 + i for i in learned)), gradients):
-            found[at] = gradient if needed[at] else None
-        return found
+        dq, dk, dv, *inputs = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
+        for at, gradient in zip(learned, inputs):
+            rest[at] = gradient if need[at] else None
+        return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
@@ -1353,7 +1506,7 @@ def _recorded_calls(operators: Operators, run: Callable[..., Results], with_lse:
 
         @staticmethod
         def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
-            return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
+            return operators.gradients(ctx, grad_out, grad_lse)
 
     return Attention
 
@@ -1368,7 +1521,7 @@ def _public_setup(operators: Operators) -> Callable[..., None]:
 
 def _public_backward(operators: Operators) -> Callable[..., Any]:
     def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
-        return tuple(operators.gradients(ctx, ctx.needs_input_grad, grad_out, grad_lse))
+        return operators.gradients(ctx, grad_out, grad_lse)
 
     return backward
 

@@ -118,6 +118,7 @@ def _forward(q, k, v, scale, shapes=None):
     return out, lse
 
 
+@runtime.remembered(7)
 def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
@@ -126,8 +127,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     processors = runtime.processors(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides = runtime.strides(
-        out, grad_out, lse, grad_lse, q,
+    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
+        out, grad_out, lse, grad_lse, q, k, v,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
@@ -156,23 +157,24 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads = runtime.room_for_splits(dk, splits)
-        dv_heads = runtime.room_for_splits(dv, splits)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
         BWD(
             q, Nk, B * splits,
             (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk_heads, dv_heads),
             (scale, group, splits, Nq, Nk),
             (
-                *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
-                Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, dk_heads.stride(0),
-                dk_heads.stride(2), dk_heads.stride(3), dv_heads.stride(0), dv_heads.stride(2), dv_heads.stride(3),
+                *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *grad_out_strides, Hq * Nq, Nq,
+                Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, dk_heads_strides[0],
+                dk_heads_strides[2], dk_heads_strides[3], dv_heads_strides[0], dv_heads_strides[2],
+                dv_heads_strides[3],
             ),
         )
         if splits > 1:
@@ -181,8 +183,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 (dk_heads, dv_heads, dk, dv),
                 (splits, Nk),
                 (
-                    dk_heads.stride(0), dk_heads.stride(2), dk_heads.stride(3), dv_heads.stride(0), dv_heads.stride(2),
-                    dv_heads.stride(3), dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                    dk_heads_strides[0], dk_heads_strides[2], dk_heads_strides[3], dv_heads_strides[0],
+                    dv_heads_strides[2], dv_heads_strides[3], dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
                 ),
             )
         DQ_END(
@@ -198,7 +200,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
                 (scale, Hq, Nq, Nk, Nlse),
                 (
-                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *out_strides, *grad_out_strides,
+                    *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *out_strides, *grad_out_strides,
                     *lse_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
                 ),
             )
@@ -210,16 +212,16 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
+            dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
+            dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
             DKDV(
                 q, Nk, B * splits,
                 (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
                 (scale, group, splits, Nq, Nk),
                 (
-                    *q_strides, k.stride(0), k.stride(2), v.stride(0), v.stride(2), *grad_out_strides, Hq * Nq, Nq,
-                    Hq * Nq, Nq, dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0),
-                    dv_parts.stride(2), dv_parts.stride(3),
+                    *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *grad_out_strides, Hq * Nq, Nq,
+                    Hq * Nq, Nq, dk_parts_strides[0], dk_parts_strides[2], dk_parts_strides[3], dv_parts_strides[0],
+                    dv_parts_strides[2], dv_parts_strides[3],
                 ),
             )
             if splits > 1:
@@ -228,8 +230,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                     (dk_parts, dv_parts, dk, dv),
                     (splits, Nk),
                     (
-                        dk_parts.stride(0), dk_parts.stride(2), dk_parts.stride(3), dv_parts.stride(0), dv_parts.stride(2),
-                        dv_parts.stride(3), dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                        dk_parts_strides[0], dk_parts_strides[2], dk_parts_strides[3], dv_parts_strides[0],
+                        dv_parts_strides[2], dv_parts_strides[3], dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
                     ),
                 )
     return dq, dk, dv

@@ -124,6 +124,7 @@ def _forward(q, k, v, bias, seed, dropout_threshold, keep_scale, scale, shapes=N
     return out, lse
 
 
+@runtime.remembered(9)
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, bias, seed, dropout_threshold, keep_scale, scale, need_q, need_kv,
     need_inputs,
@@ -138,12 +139,12 @@ def _backward(
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_inputs or need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-    dbias = runtime.empty(
+    dbias = runtime.zeros(
         q,
         (B, Hq, Nq, Nk),
         (Hq * Nq * Nk, Nq * Nk, Nk, 1),
         q.dtype,
-    ).zero_() if need_inputs else runtime.nothing(q, 4, q.dtype)
+    ) if need_inputs else runtime.nothing(q, 4, q.dtype)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if dq.numel():

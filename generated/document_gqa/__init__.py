@@ -177,6 +177,7 @@ def _forward(
     return out, lse
 
 
+@runtime.remembered(17)
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, document_q, document_kv, document_first, document_end,
     document_full_first, document_full_end, document_q_first, document_q_end, document_q_full_first,
@@ -219,15 +220,15 @@ def _backward(
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads = runtime.room_for_splits(dk, splits)
-        dv_heads = runtime.room_for_splits(dv, splits)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
         BWD(
             q, Nk, B * Hkv * splits,
             (
@@ -239,7 +240,7 @@ def _backward(
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
                 document_q.stride(0), document_kv.stride(0), document_q_first.stride(0), document_q_end.stride(0),
                 document_q_full_first.stride(0), document_q_full_end.stride(0), Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK,
-                Nq * HEAD_DIM_QK, *dk_heads.stride()[:4], *dv_heads.stride()[:4],
+                Nq * HEAD_DIM_QK, *dk_heads_strides, *dv_heads_strides,
             ),
         )
         if splits > 1:
@@ -247,7 +248,7 @@ def _backward(
                 q, Nk, B * Hkv,
                 (dk_heads, dv_heads, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_heads.stride()[:4], *dv_heads.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_heads_strides, *dv_heads_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
         DQ_END(
             q, Nq, B * Hq,
@@ -279,8 +280,8 @@ def _backward(
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
+            dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
+            dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
             DKDV(
                 q, Nk, B * Hkv * splits,
                 (
@@ -291,8 +292,8 @@ def _backward(
                 (
                     *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
                     document_q.stride(0), document_kv.stride(0), document_q_first.stride(0), document_q_end.stride(0),
-                    document_q_full_first.stride(0), document_q_full_end.stride(0), *dk_parts.stride()[:4],
-                    *dv_parts.stride()[:4],
+                    document_q_full_first.stride(0), document_q_full_end.stride(0), *dk_parts_strides,
+                    *dv_parts_strides,
                 ),
             )
             if splits > 1:
@@ -300,7 +301,7 @@ def _backward(
                     q, Nk, B * Hkv,
                     (dk_parts, dv_parts, dk, dv),
                     (Hkv, splits, Nk),
-                    (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                    (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
                 )
     return dq, dk, dv
 

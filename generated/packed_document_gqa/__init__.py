@@ -156,6 +156,7 @@ def _forward(q, k, v, document_first, document_end, document_q_first, document_q
     return out, lse
 
 
+@runtime.remembered(11)
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, document_first, document_end, document_q_first, document_q_end, scale,
     need_q, need_kv,
@@ -197,15 +198,15 @@ def _backward(
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads = runtime.room_for_splits(dk, splits)
-        dv_heads = runtime.room_for_splits(dv, splits)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
         BWD(
             q, Nk, B * Hkv * splits,
             (
@@ -215,7 +216,7 @@ def _backward(
             (scale, Hkv, group, splits, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
-                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk_heads.stride()[:4], *dv_heads.stride()[:4],
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk_heads_strides, *dv_heads_strides,
             ),
         )
         if splits > 1:
@@ -223,7 +224,7 @@ def _backward(
                 q, Nk, B * Hkv,
                 (dk_heads, dv_heads, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_heads.stride()[:4], *dv_heads.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_heads_strides, *dv_heads_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
         DQ_END(
             q, Nq, B * Hq,
@@ -250,15 +251,15 @@ def _backward(
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
+            dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
+            dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
             DKDV(
                 q, Nk, B * Hkv * splits,
                 (q, k, v, grad_out, lse2, delta, document_q_first, document_q_end, dk_parts, dv_parts),
                 (scale, Hkv, group, splits, Nq, Nk),
                 (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                    *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk_parts_strides,
+                    *dv_parts_strides,
                 ),
             )
             if splits > 1:
@@ -266,7 +267,7 @@ def _backward(
                     q, Nk, B * Hkv,
                     (dk_parts, dv_parts, dk, dv),
                     (Hkv, splits, Nk),
-                    (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                    (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
                 )
     return dq, dk, dv
 

@@ -138,6 +138,7 @@ def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_paddi
     return out, lse
 
 
+@runtime.remembered(11)
 def _backward(
     grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
     need_q, need_kv,
@@ -171,7 +172,7 @@ def _backward(
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),

@@ -145,23 +145,22 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_acc = runtime.empty(
+        dq_acc = runtime.zeros(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
-        ).zero_()
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
-        dk_heads = runtime.room_for_splits(dk, splits)
-        dv_heads = runtime.room_for_splits(dv, splits)
+        )
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
         BWD(
             q, Nk, B * Hkv * splits,
             (q, k, v, grad_out, lse2, delta, dq_acc, dq_turns, dk_heads, dv_heads),
             (scale, Hkv, group, splits, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nq, Nq, *dk_heads.stride()[:4],
-                *dv_heads.stride()[:4],
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nq, Nq, *dk_heads_strides, *dv_heads_strides,
             ),
         )
         if splits > 1:
@@ -169,7 +168,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
                 q, Nk, B * Hkv,
                 (dk_heads, dv_heads, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_heads.stride()[:4], *dv_heads.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_heads_strides, *dv_heads_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
         DQ_END(
             q, Nq, B * Hq,
@@ -196,15 +195,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
+            dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
+            dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
             DKDV(
                 q, Nk, B * Hkv * splits,
                 (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
                 (scale, Hkv, group, splits, Nq, Nk),
                 (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                    *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk_parts_strides,
+                    *dv_parts_strides,
                 ),
             )
             if splits > 1:
@@ -212,7 +211,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
                     q, Nk, B * Hkv,
                     (dk_parts, dv_parts, dk, dv),
                     (Hkv, splits, Nk),
-                    (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                    (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
                 )
     if need_inputs:
         sink_rows = -torch.exp(sink[:, None] - lse) * delta

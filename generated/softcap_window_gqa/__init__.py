@@ -117,6 +117,7 @@ def _forward(q, k, v, scale, shapes=None):
     return out, lse
 
 
+@runtime.remembered(7)
 def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
@@ -155,22 +156,22 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32).zero_()
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads = runtime.room_for_splits(dk, splits)
-        dv_heads = runtime.room_for_splits(dv, splits)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
         BWD(
             q, Nk, B * Hkv * splits,
             (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk_heads, dv_heads),
             (scale, Hkv, group, splits, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
-                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk_heads.stride()[:4], *dv_heads.stride()[:4],
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk_heads_strides, *dv_heads_strides,
             ),
         )
         if splits > 1:
@@ -178,7 +179,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 q, Nk, B * Hkv,
                 (dk_heads, dv_heads, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_heads.stride()[:4], *dv_heads.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_heads_strides, *dv_heads_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
         DQ_END(
             q, Nq, B * Hq,
@@ -205,15 +206,15 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            dk_parts = runtime.room_for_splits(dk, splits)
-            dv_parts = runtime.room_for_splits(dv, splits)
+            dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
+            dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
             DKDV(
                 q, Nk, B * Hkv * splits,
                 (q, k, v, grad_out, lse2, delta, dk_parts, dv_parts),
                 (scale, Hkv, group, splits, Nq, Nk),
                 (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                    *dk_parts.stride()[:4], *dv_parts.stride()[:4],
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk_parts_strides,
+                    *dv_parts_strides,
                 ),
             )
             if splits > 1:
@@ -221,7 +222,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
                     q, Nk, B * Hkv,
                     (dk_parts, dv_parts, dk, dv),
                     (Hkv, splits, Nk),
-                    (*dk_parts.stride()[:4], *dv_parts.stride()[:4], *dk.stride()[:3], *dv.stride()[:3]),
+                    (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
                 )
     return dq, dk, dv
 
