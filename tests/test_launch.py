@@ -485,7 +485,7 @@ def test_ten_thousand_forms_take_no_more_memory_than_a_thousand(device: str, mon
     program = runtime.remembered(1)(lambda x, number: (x,))
     x = torch.zeros(1, device=device)
     for n in range(10_000):
-        assert program(x, n)[0] is x
+        assert program(x, n)[0] is program(x, n)[0] is x
     assert 0 < len(runtime.STEPS) <= 1024
 
 
@@ -495,7 +495,8 @@ def test_what_was_saved_may_come_back_in_another_form(change: Any, device: str) 
     module, leaves = built(NAME), [x.requires_grad_() for x in inputs(device)]
     expected = torch.autograd.grad(module.attention(*leaves).sum(), leaves)
     places = [x.data_ptr() for x in leaves]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: change(x) if x.data_ptr() in places else x):
+    every = change(torch.ones(1, 1)).is_neg()  # out and lse come back so, too
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: change(x) if every or x.data_ptr() in places else x):
         found = torch.autograd.grad(module.attention(*leaves).sum(), leaves)
     assert all(a.equal(b) for a, b in zip(found, expected))
 

@@ -229,7 +229,7 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
 
 
 def fuses(spec: Spec) -> bool:
-    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else.
+    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else but what follows from dQ.
 
     Not where data lists the blocks: full ones and others have lists of their own, so that no list is in the order of turns.
     """

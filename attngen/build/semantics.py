@@ -108,9 +108,16 @@ def derivative(e: Expr, by: Expr) -> Expr:
 
 
 def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:
-    """(factors that are the same for all scores of a head, the other ones): of (1 - tanh(s/t)**2) / t it is 1/t, with t of each head."""
+    """(factors that are the same for all scores of a head, the other ones): of (1 - tanh(s/t)**2) / t it is 1/t, with t of each head.
+
+    The first is 1 if no real input is in these factors: then they may be an integer.
+    """
     common, rest = whole_numbers(e).as_independent(*_per_score(spec), as_Add=False)
-    return common, rest
+    real = {i.name for i in spec.inputs() if i.dtype in ("f32", "T")}
+    named = {str(s) for s in common.free_symbols}
+    if named & real or any(r.name in named and r.tensor in real for r in spec.reads()):
+        return common, rest
+    return sympy.Integer(1), e
 
 
 def of_sums(spec: Spec, slope: Expr, steep: Expr) -> Expr | None:

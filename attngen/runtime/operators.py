@@ -162,7 +162,10 @@ class Operators:
             )
         grad_lse = no_rows(lse.device) if grad_lse is None else grad_lse.resolve_neg().contiguous()
         q, k, v = addressable(q), addressable(k), addressable(v)
-        return self.host_backward(addressable(grad_out), grad_lse, q, k, v, out, lse, *operands)
+        saved: Sequence[Any] = (out, lse, *operands)
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may give such back
+            saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
+        return self.host_backward(addressable(grad_out), grad_lse, q, k, v, *saved)
 
     def _fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         return _rows(q, self.signature.widths[1], self.signature.results), q.new_empty(q.shape[:3], dtype=torch.float32)

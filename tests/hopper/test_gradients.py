@@ -635,6 +635,17 @@ STAYING_REFUSED = {
         "%Work_ring = ring slots(2)",
         "`fits`: .*@writer takes from %Work_ring, and meets at no named barrier; expected counted",
     ),
+    "three places": (
+        "%Work_ring = ring slots(2)",
+        "%Work_ring = ring slots(3)",
+        "`fits`: .*%Work_ring has 3 slots and is counted; expected 2",
+    ),
+    "K of two slots": ("%K_ring = ring slots(1)", "%K_ring = ring slots(2)", "`fits`: .*%K_ring has 2 slots and is counted; expected 1"),
+    "Q that is counted": (
+        "%Q_ring = ring slots(num_stages)",
+        "%Q_ring = ring slots(num_stages) counted(yes)",
+        "`fits`: .*%Q_ring is counted, and is taken in @step; expected it once for each tile of the grid",
+    ),
     "no give of K": ("    give %k_all\n", "", "`protocol`: .*producer 0 can wait for ever"),
     "V given back while outputs leave through it": (
         "    flush %V_ring\n    give %v\n",
@@ -644,7 +655,7 @@ STAYING_REFUSED = {
     "K given back before its products": (
         "    %total = pipeline",
         "    give %k_all\n    %total = pipeline",
-        "`.*`: .*",
+        "`protocol`: .*reads a tile of %K_ring that it has given back or never taken",
     ),
     "a writer of one tile": (
         "    %written = work %Work_ring of(@tile) body(@deliver)\n",

@@ -196,7 +196,7 @@ def test_an_edited_program_is_what_is_printed() -> None:
     """Room for the statistics that nobody filled is filled, as the edit says."""
     text = edit(print_module(target("causal_mha")), ("%DELTA = alloc :", "%DELTA = alloc fill(0) :"))
     source = render(verify(parse_module(text)))["__init__.py"]
-    assert re.search(r"delta = runtime\.empty\(.*\)\.zero_\(\)\n", source)
+    assert re.search(r"delta = runtime\.zeros\(.*\)\n", source)
 
 
 def test_a_refusal_names_the_program() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attngen.backends.hopper.choice import NARROW, PAIR, STEADY, is_shared, work
 from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
-from attngen.bounds.turns import differs, last_first, visited_range
+from attngen.bounds.turns import differs, visited_range
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Gather, Load
@@ -49,8 +49,6 @@ def declined(module: Module) -> str:
     """Why the kernel in one pass is not divided, and so dropped, as the end of a sentence; empty text if it is divided."""
     if why := obstacle(module):
         return why
-    if last_first(module, module.kernel(FUSED)) is None:
-        return "its loops over queries have a gap, or may start or end earlier for later keys, so that it is not known whose turn comes"
     if is_wide(module) and (why := _spills_if_wide(module, module.kernel(FUSED))):
         return f"with heads of {WIDE[0]} and {WIDE[1]} columns and {why} registers spill"
     signed = is_signed(module, module.kernel(FUSED))

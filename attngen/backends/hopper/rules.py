@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import barriers_of, handed_over, room_of, sharers, takes_from, turns
+from attngen.backends.hopper.choice import PLACE_SLOTS, barriers_of, handed_over, room_of, sharers, takes_from, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
 from attngen.bounds.sizes import tile_width
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM
-from attngen.ir.roles import Ring
+from attngen.ir.roles import Ring, Take, Work
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -21,6 +21,7 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
         if row.device != DEVICE or row.elem_bytes != 2:
             yield f"a row is for {row.device} at {row.elem_bytes} bytes; expected {DEVICE} at 2"
             continue
+        yield from _counted_wrongly(kernel, row)
         need, has = ring_bytes(module, kernel, row), room_of(kernel.resident)
         if need > has:
             given = f"{AXIS_DIM[kernel.loop_axis]}={row.rows_of(kernel.loop_axis)} and num_stages={row.num_stages}"
@@ -40,6 +41,17 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
 def _meets_nowhere(kernel: Kernel, ring: str) -> str:
     """A role that takes from a ring, and has no part of the program's rows: consumers and the producer alone meet at named barriers."""
     return next((b.name for b in kernel.roles if b.role and not b.role.rows and takes_from(kernel, b, ring)), "")
+
+
+def _counted_wrongly(kernel: Kernel, row: Row) -> Iterator[str]:
+    """Counted rings have the phase of the tile of the grid: places two slots, and each ring that is taken once for a tile one."""
+    bodies = {op.body for op in kernel.ops() if isinstance(op, Work)}
+    for ring in (op for op in rings(kernel) if op.counted):
+        homes = {kernel.graph.nodes[op.name]["block"] for op in kernel.ops() if isinstance(op, Take) and op.ring == ring.name}
+        if homes - bodies:
+            yield f"%{ring.name} is counted, and is taken in @{min(homes - bodies)}; expected it once for each tile of the grid"
+        elif (slots := slots_of(ring, row)) != (most := 1 if ring.type.dims else PLACE_SLOTS):
+            yield f"%{ring.name} has {slots} slots and is counted; expected {most}"
 
 
 def _who(kernel: Kernel) -> str:
