@@ -993,21 +993,31 @@ class Steps(NamedTuple):
     def repeat(self, given: Iterable[Any]) -> tuple[torch.Tensor, ...] | None:
         """The results for the tensors that the program is given; None if an address is no multiple of 16."""
         tensors = list(given)
+        addresses = [t if t is None else t.data_ptr() for t in tensors]
+        if gcd(16, *filter(None, addresses)) != 16:
+            return None
         x = tensors[0]
         for shape, strides, dtype, zero in self.made:
             made = empty(x, shape, strides, dtype)
             tensors.append(made.zero_() if zero else made)
-        addresses = [t if t is None else t.data_ptr() for t in tensors]
-        if gcd(16, *filter(None, addresses)) != 16:
-            return None
+            addresses.append(made.data_ptr())
         device = x.get_device()
         for launch, programs, more, strides, taken in self.launches:
             launch.start(device, programs, taken(tensors), list(taken(addresses)), more, strides)
         return self.results(tensors)
 
 
+def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What takes the items of these numbers from a list."""
+    at = tuple(numbers)
+    return itemgetter(*at) if len(at) > 1 else lambda items: tuple(items[i] for i in at)
+
+
 def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]) -> Steps | None:
-    """The steps of a program; None if they are not those of other arguments of this form: one was given twice, or an address is odd."""
+    """The steps of a program; None if they are not those of other arguments of this form.
+
+    So it is if a tensor was given twice, if an address is no multiple of 16, and on AMD.
+    """
     tensors = list(given)
     numbers = {id(x): at for at, x in enumerate(tensors)}
     if len(numbers) < len(tensors) or not all(launched):
@@ -1020,8 +1030,8 @@ def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: li
         return numbers[id(x)]
 
     count = len(tensors)
-    launches = [(*launch, itemgetter(*map(number, taken))) for *launch, taken in launched]
-    returned = itemgetter(*map(number, results))
+    launches = [(*launch, _taking(map(number, taken))) for *launch, taken in launched]
+    returned = _taking(map(number, results))
     zeros = set(map(id, filled))
     return Steps([(tuple(x.shape), x.stride(), x.dtype, id(x) in zeros) for x in tensors[count:]], launches, returned)
 
@@ -1029,8 +1039,8 @@ def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: li
 def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be None.
 
-    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the sizes, strides and dtypes
-    of its tensors, and from its numbers.
+    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the device, from the sizes,
+    strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
     """
 
     def of(program: Callable[..., Any]) -> Callable[..., Any]:
@@ -1401,7 +1411,10 @@ class Operators:
             )
         grad_lse = no_rows(lse.device) if grad_lse is None else grad_lse.resolve_neg().contiguous()
         q, k, v = addressable(q), addressable(k), addressable(v)
-        return self.host_backward(addressable(grad_out), grad_lse, q, k, v, out, lse, *operands)
+        saved: Sequence[Any] = (out, lse, *operands)
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may give such back
+            saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
+        return self.host_backward(addressable(grad_out), grad_lse, q, k, v, *saved)
 
     def _fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         return _rows(q, self.signature.widths[1], self.signature.results), q.new_empty(q.shape[:3], dtype=torch.float32)
