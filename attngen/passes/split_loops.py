@@ -43,7 +43,7 @@ class SplitLoops(Pass):
 
     def run(self, module: Module) -> Module:
         made = module.map_kernels(lambda kernel: _with_turns(module, _split(kernel)))
-        return without(replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _is_unordered(kernel)})
+        return without(replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _lacks_turns(kernel)})
 
 
 def _with_turns(module: Module, kernel: Kernel) -> Kernel:
@@ -56,7 +56,7 @@ def _with_turns(module: Module, kernel: Kernel) -> Kernel:
     return kernel.rewrite(lambda _, op: [*makers, replace(add, turn=expr)] if op is add else [] if op in before else [op])
 
 
-def _is_unordered(kernel: Kernel) -> bool:
+def _lacks_turns(kernel: Kernel) -> bool:
     """Whether it is not known when the turns of its programs come."""
     return any(isinstance(op, Add) and op.turn is None for op in kernel.ops())
 

@@ -379,10 +379,15 @@ def known_numbers(kernel: Kernel) -> list[str]:
     return [op.name for op in ops if not op.results()[""].dims and op.results()[""].dtype == "i32"]
 
 
-def told_numbers(kernel: Kernel) -> list[str]:
-    """What is passed of a tile: where it is, the first of that never negative; whether its head is mirrored; and what is known of it."""
+def place_names(kernel: Kernel) -> list[str]:
+    """The variables that say where a program's tile is, the first of them never negative, and whether its head is mirrored."""
     axes = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
-    return [*axes, *([MIRRORED] if kernel.grid[0].mirrored else []), *known_numbers(kernel)]
+    return [*axes, *([MIRRORED] if kernel.grid[0].mirrored else [])]
+
+
+def told_numbers(kernel: Kernel) -> list[str]:
+    """What is passed of a tile: where it is, and what is known of it."""
+    return [*place_names(kernel), *known_numbers(kernel)]
 
 
 def turns(kernel: Kernel) -> int:

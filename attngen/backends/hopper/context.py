@@ -9,7 +9,7 @@ import re
 from functools import cached_property
 from typing import Any
 
-from attngen.backends.hopper.choice import PAIR, barriers_of, copies_of, counted, handed_over, is_reused, told_numbers, turns
+from attngen.backends.hopper.choice import PAIR, barriers_of, copies_of, counted, handed_over, is_reused, place_names, told_numbers, turns
 from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS, ROWS, THREADS, TURNED
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
@@ -264,9 +264,8 @@ class DividedContext(PipelineContext):
             for ring in map(self._ring, self.rings.values())
             for what in ("ring", *["full"] * (ring.filled or ring.emptied), *["free"] * (ring.emptied or ring.counted > 0))
         ]
-        places = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in self.kernel.grid]
-        places += [MIRRORED] if self.mirrored else []
-        given = [*params, *entry, *([] if self.kernel.stays else places), *shared, *(["COUNTER", "TILES"] if self.kernel.stays else [])]
+        stays = self.kernel.stays
+        given = [*params, *entry, *([] if stays else place_names(self.kernel)), *shared, *(["COUNTER", "TILES"] if stays else [])]
         return RoleView(
             f"{self.kernel.name}_{block.name}",
             block.role.copies,
@@ -463,9 +462,8 @@ class DividedContext(PipelineContext):
         return self._short(places.name if places and (once or self._alternates(name)) else self.leaders.get(name, name))
 
     def _alternates(self, name: str) -> bool:
-        """Whether a taken ring's one slot is filled once for each of the program's tiles: its phase is the slot of the place, 0 or 1."""
-        ring = self.rings[name]
-        return ring.counted and bool(ring.type.dims) and self._slots(ring) == "1"
+        """Whether a taken ring is filled once for each of the program's tiles: it has one slot, in the phase of the place's, 0 or 1."""
+        return self.rings[name].counted and bool(self.rings[name].type.dims)
 
     @cached_property
     def leaders(self) -> dict[str, str]:
