@@ -84,23 +84,33 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
 
 def may_mirror(module: Module, kernel: Kernel) -> bool:
     """Whether programs may also start with the first own tiles, and go through theirs backwards: loops of later own tiles start later, and
-    all end alike. Then programs of all earlier own tiles come to a tile that a program comes to; not so with lists of blocks.
+    it is known how many of the earlier ones come to a tile. Not so with lists of blocks.
     """
     visited = visited_range(kernel)
-    if module.blocks or visited is None or not differs(kernel, visited[0]) or differs(kernel, visited[1]):
+    if module.blocks or visited is None or not differs(kernel, visited[0]) or last_first(module, kernel) is None:
         return False
-    return last_first(module, kernel) is not None
+    return first_first(module, kernel) is not None
 
 
-def first_first(kernel: Kernel) -> Expr:
-    """The turn of a program in a mirrored head: how many tiles there are before its own."""
-    return floordiv(symbol(f"{kernel.own_axis}_start"), symbol(AXIS_DIM[kernel.own_axis]))
+def first_first(module: Module, kernel: Kernel) -> Turn | None:
+    """The turn of a program where those of the first tiles come first: how many of earlier tiles come to the tile that its loop is at.
+
+    Loops of earlier own tiles start earlier or alike, and end earlier or alike. So it is the number of the own tile, less those that have
+    ended. None where that is not known.
+    """
+    visited = visited_range(kernel)
+    if visited is None:
+        return None
+    own = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
+    (_, _), (end, _) = map(_unconditional, visited)
+    passed = own.passed(end) if own.rises(end) else None
+    return None if passed is None else Turn(floordiv(own.start, own.rows) - passed, tuple(own.counted))
 
 
-def either_way(kernel: Kernel, turn: Expr) -> Expr:
+def either_way(module: Module, kernel: Kernel, turn: Expr) -> Expr:
     """The turn of a program, which differs in mirrored heads if the grid has such."""
-    way = any(axis.mirrored for axis in kernel.grid)
-    return select(symbol(MIRRORED) > 0, first_first(kernel), turn) if way else turn
+    mirrored = first_first(module, kernel) if any(axis.mirrored for axis in kernel.grid) else None
+    return select(symbol(MIRRORED) > 0, mirrored.expr, turn) if mirrored else turn
 
 
 def visited_range(kernel: Kernel) -> tuple[Expr, Expr] | None:
@@ -238,6 +248,38 @@ class _Own:
         most = symbol(f"{loop}_start") - (sums[0] - behind)  # the end of own tiles that have such an end, at most
         solved = not self._depends(most) and prove_le(with_rows(most + 1, loop, frozenset()), self.extent)
         return floordiv(sympy.Max(0, most), self.rows) if solved else None
+
+    def passed(self, end: Expr) -> Expr | None:
+        """How many own tiles, from the first on, have an end at the loop's tile or before, if some other own tile has not; None if it is
+        not solved. `end` rises.
+        """
+        if not self._depends(end):
+            return sympy.Integer(0)
+        loop = self.kernel.loop_axis
+        if not isinstance(end, cdiv) or end.args[1] != symbol(AXIS_DIM[loop]):
+            return None
+        rows = end.args[0]
+        if isinstance(rows, sympy.Max) and 0 in rows.args and len(rows.args) == 2:
+            (rows,) = (e for e in rows.args if e != 0)
+        parts = [e for e in (rows.args if isinstance(rows, sympy.Min) else (rows,)) if self._depends(e)]
+        found = [self._ended_by(e, symbol(f"{loop}_start")) for e in parts]
+        known = [tiles for tiles in found if tiles is not None]
+        return sympy.Max(0, *known) if len(known) == len(found) else None
+
+    def _ended_by(self, e: Expr, at: Expr) -> Expr | None:
+        """How many own tiles, from the first on, have an expression of at most `at`. It rises with the last row of a tile."""
+        last = last_row(self.kernel.own_axis)
+        rest = e - last
+        if not self._depends(rest):
+            return floordiv(sympy.Max(0, at - rest + 1), self.rows)
+        steps = [f for f in e.atoms(floordiv) if self._depends(f)]
+        if len(steps) == 1 and not self._depends(steps[0].args[1]):
+            (step,) = steps
+            factor, of = e.coeff(step), step.args[1]
+            rest = e - factor * step
+            if factor == of and not self._depends(rest) and of.is_positive:
+                return self._ended_by(step.args[0], of * floordiv(sympy.Max(0, at - rest + of), of) - 1)
+        return None
 
     def _at_most(self, e: Expr, most: Expr) -> Expr | None:
         """The bound that an expression is at most `most`, which is not negative."""

@@ -34,7 +34,7 @@ def turns(module: Module, kernel: Kernel) -> Iterator[str]:
     if expected is None:
         yield "it is not known how many programs come to each tile of its loops; expected one range, whose start and end rise"
         return
-    wanted = either_way(kernel, expected.expr)
+    wanted = either_way(module, kernel, expected.expr)
     for op in adds:
         if op.turn != wanted:
             yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(wanted)}`, as many as come there before"
