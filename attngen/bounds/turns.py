@@ -87,30 +87,31 @@ def may_mirror(module: Module, kernel: Kernel) -> bool:
     it is known how many of the earlier ones come to a tile. Not so with lists of blocks.
     """
     visited = visited_range(kernel)
-    if module.blocks or visited is None or not differs(kernel, visited[0]) or last_first(module, kernel) is None:
+    if module.blocks or visited is None or not differs(kernel, visited[0]):
         return False
     return first_first(module, kernel) is not None
 
 
-def first_first(module: Module, kernel: Kernel) -> Turn | None:
+def first_first(module: Module, kernel: Kernel) -> Expr | None:
     """The turn of a program where those of the first tiles come first: how many of earlier tiles come to the tile that its loop is at.
 
-    Loops of earlier own tiles start earlier or alike, and end earlier or alike. So it is the number of the own tile, less those that have
-    ended. None where that is not known.
+    Loops of earlier own tiles start earlier or alike, and end earlier or alike. So it is the number of the own tile, less those of the
+    first ones that have ended, or have no turn. None where that is not known, and where `last_first` is None.
     """
     visited = visited_range(kernel)
-    if visited is None:
+    if visited is None or last_first(module, kernel) is None:
         return None
     own = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
-    (_, _), (end, _) = map(_unconditional, visited)
-    passed = own.passed(end) if own.rises(end) else None
-    return None if passed is None else Turn(floordiv(own.start, own.rows) - passed, tuple(own.counted))
+    end, conditions = _unconditional(visited[1])
+    gone = [own.passed(end), *(own.lacking(condition) for condition in sorted(conditions, key=str))]
+    known = [tiles for tiles in gone if tiles is not None]
+    return floordiv(own.start, own.rows) - sympy.Max(*known) if len(known) == len(gone) else None
 
 
 def either_way(module: Module, kernel: Kernel, turn: Expr) -> Expr:
     """The turn of a program, which differs in mirrored heads if the grid has such."""
     mirrored = first_first(module, kernel) if any(axis.mirrored for axis in kernel.grid) else None
-    return select(symbol(MIRRORED) > 0, mirrored.expr, turn) if mirrored else turn
+    return turn if mirrored is None else select(symbol(MIRRORED) > 0, mirrored, turn)
 
 
 def visited_range(kernel: Kernel) -> tuple[Expr, Expr] | None:
@@ -250,11 +251,13 @@ class _Own:
         return floordiv(sympy.Max(0, most), self.rows) if solved else None
 
     def passed(self, end: Expr) -> Expr | None:
-        """How many own tiles, from the first on, have an end at the loop's tile or before, if some other own tile has not; None if it is
-        not solved. `end` rises.
+        """How many own tiles, from the first on, have an end at the loop's tile or before, where some other own tile has not; None if it
+        is not solved, or if ends do not rise.
         """
         if not self._depends(end):
             return sympy.Integer(0)
+        if not self.rises(end):
+            return None
         loop = self.kernel.loop_axis
         if not isinstance(end, cdiv) or end.args[1] != symbol(AXIS_DIM[loop]):
             return None
@@ -265,6 +268,17 @@ class _Own:
         found = [self._ended_by(e, symbol(f"{loop}_start")) for e in parts]
         known = [tiles for tiles in found if tiles is not None]
         return sympy.Max(0, *known) if len(known) == len(found) else None
+
+    def lacking(self, condition: Bool) -> Expr | None:
+        """For how many own tiles, from the first on, a condition does not hold, where it holds for some other; None if it is not solved."""
+        if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
+            return None
+        if not self._depends(condition.gts) and self.rises(condition.lts):
+            return sympy.Integer(0)  # it holds for the first ones
+        if self._depends(condition.lts) or not self.rises(condition.gts):
+            return None
+        strict = isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan))
+        return self._ended_by(condition.gts, condition.lts - (0 if strict else 1))
 
     def _ended_by(self, e: Expr, at: Expr) -> Expr | None:
         """How many own tiles, from the first on, have an expression of at most `at`. It rises with the last row of a tile."""

@@ -13,7 +13,7 @@ from attngen.build.common import KernelBuilder, in_bounds, kv_head, named_by, sc
 from attngen.build.semantics import S, derivative, listed_blocks, modified, of_sums, singular, varies, without_common
 from attngen.build.signature import Signature
 from attngen.errors import BuildError
-from attngen.ir.expr import cdiv, exp2, select, symbol, to_text
+from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
 from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import MEMBER, Access, Gather, Store, Type, Yield
@@ -63,6 +63,8 @@ FUSED = Signature(
     adds=("DQ_TURNS",),
     about="Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.",
 )
+# The same, of programs that each have some of the query heads that share a K/V head. Two of them store their sum of dK and dV.
+PAIRED = FUSED._replace(shares="split", merges=True, adds=(*FUSED.adds, "DKDV_TURNS"))
 DQ_END = Signature("dq_end", "q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type.")
 # Of programs that each have some of the query heads that share a K/V head.
 DKDV_END = Signature(
@@ -334,8 +336,10 @@ def _fused(spec: Spec) -> Signature:
     """The first program at a tile of queries writes. Where the LSE does not tell which rows see no key, sums start from 0 all the same."""
     signature = FUSED
     if SHARINGS[spec.heads.sharing].is_shared:
-        signature = FUSED._replace(apart=True) if _differs_by_head(spec) else FUSED._replace(shares="split")
-    return signature._replace(adds=("DQ_ACC", *FUSED.adds)) if _has_sink(spec) else signature._replace(writes=("DQ_ACC", *FUSED.writes))
+        signature = FUSED._replace(apart=True) if _differs_by_head(spec) else PAIRED
+    if _has_sink(spec):
+        return signature._replace(adds=("DQ_ACC", *signature.adds))
+    return signature._replace(writes=("DQ_ACC", *signature.writes))
 
 
 def _differs_by_head(spec: Spec) -> bool:
@@ -377,11 +381,15 @@ def _left_to_the_end(b: KernelBuilder, common: Any) -> list[str]:
 
 def _store_key_gradients(b: KernelBuilder, head: Any, home: str, *of_ds: str) -> None:
     """dK and dV, with the factors left to the end, of the program's head, and of its split of the group."""
-    own = ("b", head, *([b.shares.var] if b.shares else []), "kv")
-    _scaled(b, "dk_out", "total.dk", "scale", "keep_scale", *of_ds, block=home)
-    b.store("dK", (*own, "d_qk"), "dk_out", home)
-    _scaled(b, "dv_out", "total.dv", "keep_scale", block=home)
-    b.store("dV", (*own, "d_v"), "dv_out", home)
+    part = [symbol(b.shares.var)] if b.shares else []
+    own = ("b", head, *(floordiv(x, sympy.Integer(2)) if b.signature.merges else x for x in part), "kv")
+    for name, width, factors in (("dK", "d_qk", ("scale", "keep_scale", *of_ds)), ("dV", "d_v", ("keep_scale",))):
+        field = name.lower()
+        _scaled(b, f"{field}_out", f"total.{field}", *factors, block=home)
+        if b.signature.merges:
+            b.merge(name, (*own, width), f"{field}_out", ends=name == "dV")
+        else:
+            b.store(name, (*own, width), f"{field}_out", home)
 
 
 def build_dq_end(spec: Spec) -> Kernel:

@@ -14,7 +14,7 @@ from attngen.errors import BuildError
 from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import DROPOUT_SCALARS, SCALARS
+from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SCALARS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -33,6 +33,7 @@ from attngen.ir.ops import (
     Loop,
     Map,
     Mask,
+    Merge,
     Op,
     Reduce,
     Scatter,
@@ -104,6 +105,7 @@ class KernelBuilder:
         if shared or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs):
             names.append("group")
         names += [str(self.shares.extent)] if self.shares else []
+        names += [PAIRS] if self.signature.merges else []
         places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
         bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv"}
         by_keys = self.signature.masks or symbol("Nk") in named | _symbols(places)
@@ -125,6 +127,14 @@ class KernelBuilder:
         own = self.own_axis
         check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ("q", "kv"))
         self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
+
+    def merge(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
+        """Store the program's tile of `tensor`, or add it to that of the other program of its pair: programs of shares are paired."""
+        (axis,) = sharing(self.grid)
+        access, number = _access(tensor, index), symbol(axis.var)
+        turns = _access("DKDV_TURNS", (*(i for i in index[:-1] if i != self.own_axis), f"{self.own_axis}_start"))
+        turn = mod(number, sympy.Integer(2))
+        self.add(Merge(f"merge_{value}", access, value, ((self.own_axis, "always"),), "", turns, turn, ends), "entry")
 
     def accumulate(self, tensor: str, index: tuple[Any, ...], value: str, turns: str) -> None:
         """Add a tile to what other programs add to, in turns: from the last of the tiles that they own on."""

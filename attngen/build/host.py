@@ -12,7 +12,7 @@ from attngen.build.signature import parts_of
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import DROPOUT_SCALARS, SHAPES, block_lists, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
 from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
@@ -216,11 +216,13 @@ def _many_keys(module: Module) -> Bool:
 def _launch_fused(b: HostBuilder, fused: Kernel) -> None:
     """One kernel for all gradients, whose sums of dQ a last one turns into the element type."""
     b.launch("delta", "one_pass")
+    if sharing(fused.grid):
+        b.add(Map(PAIRS, floordiv(symbol("splits") + 1, sympy.Integer(2)), (), Type("i32", (), "reg")), "one_pass")
     for arg in fused.args:
         if arg.name not in ("dK", "dV") and arg.role in ("out", "sum"):
             b.alloc(arg.name, "one_pass", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)
     if sharing(fused.grid):
-        _launch_sharing(b, [fused], "one_pass", "heads")
+        _launch_sharing(b, [fused], "one_pass", "heads", PAIRS)
     else:
         _launch_apart(b, fused)
     b.launch("dq_end", "one_pass")
@@ -241,21 +243,22 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
             b.launch(kernel.name, "keys")
 
 
-def _launch_sharing(b: HostBuilder, owners: Sequence[Kernel], block: str, what: str) -> None:
-    """Kernels of which several programs share the query heads of a group; if there are several, @dkdv_end sums what each has of dK and dV.
+def _launch_sharing(b: HostBuilder, owners: Sequence[Kernel], block: str, what: str, of: str = "splits") -> None:
+    """Kernels of which several programs share the query heads of a group. @dkdv_end sums what they write of dK and dV, if these are several
+    parts.
 
-    what: the name of what they write, which is different for each block.
+    what: the name of what they write, which is different for each block; of: the number of parts.
     """
-    parts = {}
+    parts, several = {}, sympy.Gt(symbol(of), 1)
     for name in ("dK", "dV"):
         batch, heads, *rest = known_type(name).dims
-        type_ = Type("T", (batch, heads, "splits", *rest), "hbm")
-        parts[name] = b.alloc(f"{name}_{what}", block, type_, where=sympy.Gt(symbol("splits"), 1), otherwise=name)
+        parts[name] = b.alloc(f"{name}_{what}", block, Type("T", (batch, heads, of, *rest), "hbm"), where=several, otherwise=name)
     for kernel in owners:
         written = {a.name for a in kernel.args if a.role == "out"}
         b.launch(kernel.name, block, tuple((name, ref) for name, ref in parts.items() if name in written))
-    b.branch(f"Summed_{what}", f"sum_{what}", block, where=sympy.Gt(symbol("splits"), 1))
-    b.launch("dkdv_end", f"sum_{what}", tuple((f"{name.upper()}_PARTS", ref) for name, ref in parts.items()))
+    b.branch(f"Summed_{what}", f"sum_{what}", block, where=several)
+    sizes = {"splits": symbol(of)} if of != "splits" else {}
+    b.launch("dkdv_end", f"sum_{what}", tuple((f"{name.upper()}_PARTS", ref) for name, ref in parts.items()), **sizes)
 
 
 def _launch_apart(b: HostBuilder, fused: Kernel) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import BLOCK_LISTS, GRADIENTS, SHAPES, SHARES, block_lists, tensor_dtype
+from attngen.ir.names import BLOCK_LISTS, GRADIENTS, PAIRS, SHAPES, SHARES, block_lists, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
 
@@ -17,8 +17,9 @@ class Signature(NamedTuple):
 
     What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one tile.
     One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
-    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part. To what it `adds` to, other
-    programs add, too. If its heads are `apart`, a program has one of the query heads that share a K/V head, and writes gradients for that.
+    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part; if it `merges`, two of them
+    write the sum of theirs. To what it `adds` to, other programs add, too. If its heads are `apart`, a program has one of the query heads
+    that share a K/V head, and writes gradients for that.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Signature(NamedTuple):
     shares: str = ""
     adds: tuple[str, ...] = ()
     apart: bool = False
+    merges: bool = False
     about: str = ""
 
     @property
@@ -57,7 +59,7 @@ def tensor_type(name: str, signature: Signature) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes."""
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS
-    parts = [SHARES[signature.shares]] if signature.shares and written else []
+    parts = [PAIRS if signature.merges else SHARES[signature.shares]] if signature.shares and written else []
     heads = "Hkv" if signature.packs else "Hq" if written and signature.apart else heads
     return Type(tensor_dtype(name), (batch, heads, *parts, *rest))
 

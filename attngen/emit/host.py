@@ -233,7 +233,8 @@ class HostContext:
         var, dims = variable(op.name), op.type.dims
         if op.otherwise:
             self._python(symbol("Hkv"))
-            return {"var": f"{var}, {var}_strides", "expr": f"runtime.room_for_splits({variable(op.otherwise)}, splits)"}
+            parts = self._python(symbol(dims[2]))
+            return {"var": f"{var}, {var}_strides", "expr": f"runtime.room_for_splits({variable(op.otherwise)}, {parts})"}
         dtype = TORCH[op.type.dtype]
         like = variable(op.like) if op.like else self.first
         nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing({like}, {len(dims)}, {dtype})"

@@ -49,6 +49,7 @@ from attngen.ir.ops import (
     Loop,
     Map,
     Mask,
+    Merge,
     Op,
     Position,
     Reduce,
@@ -200,7 +201,7 @@ class Launch:
                     yield  # all threads of the program are one here: it only pauses
                 case Loop():
                     yield from self.loop(op, values)
-                case Add():
+                case Add() | Merge():
                     yield from self.add(op, values, cls)
                 case Yield():
                     return {field: values[ref] for field, ref in op.values}
@@ -351,27 +352,36 @@ class Launch:
         values[op.dst.tensor][places] = spread(written, dims, self._axes(op.dst, dims))
         return None
 
-    def add(self, op: Add, values: Values, cls: str) -> Program:
+    def add(self, op: Add | Merge, values: Values, cls: str) -> Program:
         """In its turn: until then the program pauses."""
         assert op.turns is not None and op.turn is not None
-        turns, place = values[op.turns.tensor], self.turn_at(op.turns, values)
-        turn = int(self.expression(op.turn, values))
-        while turns[place] != turn:
-            if turns[place] > turn:
-                raise AttngenError(f"@{self.kernel.name}: {turns[place]} programs have added to %{op.dst.tensor}, and turn {turn} comes")
-            yield
+        turn = yield from self.await_turn(op.turns, op.turn, values)
         self._add(op, values, cls, turn == 0)
-        self.passed(op.turns, values)
+        if isinstance(op, Add) or op.ends:
+            self.passed(op.turns, values)
         return values
 
-    def turn_at(self, turns: Access, values: Values) -> tuple[int, ...]:
-        return tuple(int(self.expression(e, values)) for e in turns.index)
+    def await_turn(self, of: Access, expr: Expr, values: Values) -> Generator[None, None, int]:
+        """Pause until it is the program's turn, which is returned."""
+        turns, place = self.turns_at(of, values)
+        turn = int(self.expression(expr, values))
+        while turns[place] != turn:
+            if turns[place] > turn:
+                raise AttngenError(f"@{self.kernel.name}: {turns[place]} programs have had turns in %{of.tensor}, and turn {turn} comes")
+            yield
+        return turn
+
+    def turns_at(self, access: Access, values: Values) -> tuple[Any, tuple[int, ...]]:
+        """The tensor that counts turns, and the place of those of a tile."""
+        tensor, index = self.kernel.through(access)
+        return values[tensor.name], tuple(int(self.expression(e, values)) for e in index)
 
     def passed(self, turns: Access, values: Values) -> None:
         """The next program's turn comes."""
-        values[turns.tensor][self.turn_at(turns, values)] += 1
+        counted, place = self.turns_at(turns, values)
+        counted[place] += 1
 
-    def _add(self, op: Add, values: Values, cls: str, first: bool) -> None:
+    def _add(self, op: Add | Merge, values: Values, cls: str, first: bool) -> None:
         dims = self.dims[op.value]
         places, part = self.window(op, op.dst, op.check, dims, values, cls)
         written = spread(values[op.value][part], dims, self._axes(op.dst, dims))

@@ -135,7 +135,7 @@ class _Run:
     def _alloc(self, op: Alloc, values: Values) -> np.ndarray:
         if not value(op.where, values):
             if op.otherwise:  # one split: the tensor itself is the part
-                return np.expand_dims(values[op.otherwise], op.type.dims.index("splits"))
+                return np.expand_dims(values[op.otherwise], 2)
             return np.empty((0,) * len(op.type.dims), self.dtypes[op.type.dtype])
         if "*" in op.type.dims:  # parts of a gradient, one for each element of an input
             source = next(x.input.upper() for x in self.module.learned if x.parts == op.name)

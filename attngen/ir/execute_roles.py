@@ -21,7 +21,7 @@ from attngen.ir.execute import Launch, Program, Values, applies, spread
 from attngen.ir.expr import Expr
 from attngen.ir.graph import MIRRORED
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Block, Loop, Op, Role
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Block, Loop, Merge, Op, Role
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -35,6 +35,7 @@ from attngen.ir.roles import (
     Drain,
     Fill,
     Flush,
+    Follow,
     Give,
     Halve,
     Hold,
@@ -195,7 +196,7 @@ class DividedLaunch(Launch):
             yield from getattr(self, f"_{ROLE_KIND[type(op)]}")(op, values)
         return {}
 
-    def add(self, op: Add, values: Values, cls: str) -> Any:
+    def add(self, op: Add | Merge, values: Values, cls: str) -> Any:
         """The same, and it says that it waits."""
         for _ in super().add(op, values, cls):
             yield True
@@ -205,9 +206,21 @@ class DividedLaunch(Launch):
         if not any(isinstance(op, Raise) for op in self.kernel.ops()):
             super().passed(turns, values)
 
-    def _raise(self, op: Raise, values: Values) -> Any:
-        super().passed(op.turns, values)
+    def _follow(self, op: Follow, values: Values) -> Any:
+        if self._takes_turns(values):
+            for _ in self.await_turn(op.turns, op.turn, values):
+                yield True
         yield False
+
+    def _raise(self, op: Raise, values: Values) -> Any:
+        if self._takes_turns(values):
+            super().passed(op.turns, values)
+        yield False
+
+    def _takes_turns(self, values: Values) -> bool:
+        """Whether the copy has rows of the program's tile."""
+        own = self.kernel.own_axis
+        return bool(values[f"{own}_start"] < values[AXIS_EXTENT[own]])
 
     def _work(self, op: Work, values: Values) -> Any:
         """The body for the program's own tile, and for those that are drawn. The place of each, here its number, is told to the others."""
@@ -449,8 +462,11 @@ class DividedLaunch(Launch):
         places, part = self.inside(op.dst, values, first, columns)
         buffers = self.mine(op.through, values)
 
+        joins = op.turn is not None and int(self.expression(op.turn, values)) > 0
+
         def store() -> None:
-            values[op.dst.tensor][places] = tile[part]
+            target = values[op.dst.tensor]
+            target[places] = target[places] + tile[part] if joins else tile[part]
             buffers.storing = False
 
         buffers.storing = True

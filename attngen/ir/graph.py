@@ -20,6 +20,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     MEMBER,
+    Access,
     Add,
     Arg,
     Base,
@@ -163,7 +164,10 @@ class Kernel:
 
     def accessed(self, op: Base | Count | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
         """The argument that an access reads or writes, and all indices: first those of its `base`, if it goes through one."""
-        access = op.dst if isinstance(op, Store) else op.src
+        return self.through(op.dst if isinstance(op, Store) else op.src)
+
+    def through(self, access: Access) -> tuple[Op, tuple[Expr, ...]]:
+        """The argument at which an access is, and all indices: first those of its `base`, if it goes through one."""
         source = self.op(access.tensor)
         if isinstance(source, Base):
             return self.op(source.src.tensor), source.src.index + access.index

@@ -24,7 +24,7 @@ class Alloc(Op):
     """A new tensor, not initialised or filled with the number `fill`. With `like`, it is laid out in memory as that tensor is.
 
     where: if the condition is false, nothing is allocated. The value is then a tensor without elements, or, with `otherwise`, that tensor
-    with a dimension of length 1 for `splits`.
+    with a dimension of length 1, for parts, after that of heads.
     """
 
     type: Type

@@ -46,6 +46,7 @@ INTEGERS = {
     "Hkv": Name("K/V heads", ("H", "kv"), 1, None, "h", "k.shape[1]", uses="scalar few dim"),
     "group": Name("query heads that share a K/V head", ("group", ""), 1, _MOST_HEADS, "", "Hq // max(Hkv, 1)", uses="scalar few"),
     "splits": Name("programs among which the query heads of a group are split", ("splits", ""), 1, _MOST_HEADS, "s", uses="scalar few dim"),
+    "split_pairs": Name("pairs of these programs, which sum gradients in place", ("pairs", ""), 1, _MOST_HEADS, "s", uses="scalar few dim"),
     "queries": Name("queries of each head, of which a tile packs those of a group", ("queries", ""), 1, _LONGEST, uses="scalar few"),
     "split": Name("number of such a program", ("split", ""), 0, _MOST_HEADS, counts="splits"),
     "Nq": Name("queries of a sequence", ("N", "q"), 0, _LONGEST, "n", "q.shape[2]", uses="scalar dim", word="q_len"),
@@ -105,9 +106,11 @@ SHAPES = {
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
     "DQ_TURNS": ("B", "Hq", "Nq"),
+    "DKDV_TURNS": ("B", "Hkv", "split_pairs", "Nk"),
     "DK_PARTS": ("B", "Hkv", "splits", "Nk", "D_QK"),
     "DV_PARTS": ("B", "Hkv", "splits", "Nk", "D_V"),
 }
+PAIRS = "split_pairs"  # of programs that share the query heads of a group
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
 # How generated Python calls tensors that it does not name by their small letters.
@@ -147,7 +150,7 @@ WRAPPER |= {
     "n_kv",
 }
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
-WRAPPER |= {"dq_acc", "dq_turns", "dk_heads", "dv_heads", "fused"}
+WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 ORDERS = ("q_outer", "kv_outer")  # of loops
 DIRECTIONS = ("forward", "backward")
@@ -161,7 +164,7 @@ def stride_names(tensor: str, dims: Sequence[str]) -> list[str]:
 
 def tensor_dtype(name: str) -> str:
     """The element type of a tensor that has one in every module."""
-    return "f32" if name in FP32 else "i32" if name == "DQ_TURNS" else "T"
+    return "f32" if name in FP32 else "i32" if name.endswith("_TURNS") else "T"
 
 
 def block_lists(own: str, from_data: bool) -> dict[str, tuple[str, ...]]:

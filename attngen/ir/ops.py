@@ -400,6 +400,19 @@ class Add(Store):
 
 
 @dataclass(frozen=True)
+class Merge(Store):
+    """Store a tile where another program has stored one, as the sum of both.
+
+    Programs come in a fixed order, by `turns`, as those of Add do: the one whose `turn` is 0 replaces what is there. One that stores
+    several tiles in one turn names it at each of them, and ends it at the last, where `ends` is set.
+    """
+
+    turns: Access | None = field(default=None, metadata=OPERAND)
+    turn: Expr | None = None
+    ends: bool = False
+
+
+@dataclass(frozen=True)
 class Barrier(Op):
     """The program's threads wait for each other. Loads after it see what stores before it wrote, and no load after it starts earlier."""
 
@@ -453,6 +466,7 @@ OPS: dict[str, type[Op]] = {
     "store": Store,
     "scatter": Scatter,
     "add": Add,
+    "merge": Merge,
     "barrier": Barrier,
 }
 KIND = {cls: kind for kind, cls in OPS.items()}

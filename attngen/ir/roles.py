@@ -264,8 +264,22 @@ class Turn(Op):
 
 
 @dataclass(frozen=True)
+class Follow(Op):
+    """Wait for the program's turn to store tiles (see Merge): until so many programs have had theirs.
+
+    Each copy of the role takes turns for its own rows. One whose rows all lie past the end takes none, here and in Raise.
+    """
+
+    turns: Access = field(metadata=OPERAND)
+    turn: Expr
+
+
+@dataclass(frozen=True)
 class Raise(Op):
-    """Say that this program has added to a tile in its turn (see Add): the next one's comes. In a divided kernel no add does so itself."""
+    """Say that this program has had its turn (see Add and Merge): the next one's comes. In a divided kernel no add does so itself.
+
+    In a role of several copies each takes turns for its own rows (see Follow).
+    """
 
     turns: Access = field(metadata=OPERAND)
 
@@ -276,11 +290,14 @@ class Put(Op):
 
     It first waits until the copy engine has read what the last put wrote. Rows and columns out of bounds are left out. Through a slot of
     half the columns, such as `T[BLOCK_Q, 64]`, the halves go one after the other.
+
+    turn: it is stored in the program's turn (see Merge). Where that is not 0, the copy engine adds it to what is there.
     """
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
     through: str = field(metadata=OPERAND)
+    turn: Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -387,6 +404,7 @@ ROLE_OPS: dict[str, type[Op]] = {
     "halve": Halve,
     "join": Join,
     "turn": Turn,
+    "follow": Follow,
     "raise": Raise,
     "put": Put,
     "flush": Flush,

@@ -39,6 +39,7 @@ _POSITIONAL = {
     "store": ("dst", "value"),
     "scatter": ("dst", "value"),
     "add": ("dst", "value"),
+    "merge": ("dst", "value"),
     "view": ("src",),
     "copy": ("src",),
     "launch": ("kernel",),
@@ -69,6 +70,7 @@ _POSITIONAL = {
     "halve": ("value",),
     "join": ("a", "b"),
     "turn": ("do",),
+    "follow": ("turns",),
     "raise": ("turns",),
     "put": ("dst", "value"),
     "flush": ("through",),
@@ -83,6 +85,7 @@ _UNNAMED = (
     "store",
     "scatter",
     "add",
+    "merge",
     "barrier",
     "launch",
     "copy",
@@ -95,6 +98,7 @@ _UNNAMED = (
     "tell",
     "recall",
     "turn",
+    "follow",
     "raise",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 

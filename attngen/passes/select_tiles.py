@@ -177,7 +177,11 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
     row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
     first = replace(kernel.grid[0], descending=True, together=TOGETHER // row, mirrored=may_mirror(module, kernel))
     made = replace(kernel, grid=(first, *kernel.grid[1:]))
-    return made.rewrite(lambda _, op: [replace(op, turn=either_way(module, made, op.turn)) if isinstance(op, Add) and op.turn is not None else op])
+
+    def turned(_: str, op: Op) -> list[Op]:
+        return [replace(op, turn=either_way(module, made, op.turn)) if isinstance(op, Add) and op.turn is not None else op]
+
+    return made.rewrite(turned)
 
 
 def _is_uneven(kernel: Kernel) -> bool:

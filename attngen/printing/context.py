@@ -35,6 +35,7 @@ from attngen.ir.ops import (
     Loop,
     Map,
     Mask,
+    Merge,
     Op,
     Position,
     Reduce,
@@ -420,11 +421,13 @@ class KernelContext:
         check = self._check(op.check, op.dst, cls, tile)
         return {"learned": learned, "distances": (), "ptr": self._pointer(op.dst, tile), "value": self.var(op.value), "check": check}
 
-    def _add(self, op: Add, cls: str) -> dict[str, Any]:
+    def _add(self, op: Add | Merge, cls: str) -> dict[str, Any]:
         assert op.turns is not None
         turns = self.kernel.op(op.turns.tensor)
         assert isinstance(turns, Arg)
         return {"turns": self._start(Access(turns.name, op.turns.index[:-1]), turns)}
+
+    _merge = _add
 
     def _count(self, op: Count, cls: str) -> dict[str, Any]:
         """Where the numbers are, of which so many are at most `most`."""

@@ -23,7 +23,7 @@ from attngen.verify.protocol import protocol
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.structure import header, in_place, live, loops, order, ordered, references, rewrites, shares, signature
 from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists
-from attngen.verify.turns import turns
+from attngen.verify.turns import merges, turns
 from attngen.verify.types import types
 
 _STRUCTURE: dict[str, Rule] = {
@@ -38,6 +38,7 @@ _STRUCTURE: dict[str, Rule] = {
     "names": names,
     "bounds-checked": bounds_checked,
     "rewrites": rewrites,
+    "merges": merges,
 }
 _SCHEDULED: dict[str, Rule] = {
     "classified": classified,

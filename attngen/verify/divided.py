@@ -15,7 +15,7 @@ from attngen.bounds.turns import makers_of, whole_range
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Op, Store, Yield
+from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Merge, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -29,6 +29,7 @@ from attngen.ir.roles import (
     Drain,
     Fill,
     Flush,
+    Follow,
     Give,
     Halve,
     Hold,
@@ -54,7 +55,7 @@ from attngen.ir.roles import (
     Work,
     bodies_of,
 )
-from attngen.verify.types import types
+from attngen.verify.types import turn_errors, types
 
 _ROWS: set[tuple[str, tuple[str, ...]]] = {("f32", ("BLOCK_Q",))}
 _HELD = {Defer: _ROWS, Hold: _ROWS | {("f32", ("BLOCK_Q", CHAINS)), ("f32", ("BLOCK_KV", "BLOCK_Q"))}}
@@ -216,6 +217,7 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     turns, expected = ([(op.turns, op.turn, makers_of(k, op)) for op in k.ops() if isinstance(op, Add)] for k in (kernel, portable))
     if turns != expected:
         yield f"its programs add in other turns than those of @{portable.name} as it is portable"
+    yield from _merged(kernel, portable)
     wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed, loop.heads) for loop in portable.loops}
     scalars = dict(portable.named)
     for name, expr in kernel.named:
@@ -234,6 +236,45 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"{' and '.join(f'@{name}' for name in orders)} run over tiles in different orders"
 
 
+def _merged(kernel: Kernel, portable: Kernel) -> Iterator[str]:
+    """Each copy stores what programs merge in one turn: it follows the program before it, puts all tiles, flushes, and raises.
+
+    Before they are put, tiles are merged as in the portable kernel.
+    """
+    merges, own = ([op for op in k.ops() if isinstance(op, Merge)] for k in (portable, kernel))
+    wanted = [(*_target(portable, op), op.turn) for op in merges]
+    if own:
+        if [(*_target(kernel, op), op.turn, op.turns, op.ends) for op in own] != [(*w, op.turns, op.ends) for w, op in zip(wanted, merges)]:
+            yield f"it merges other tiles than @{portable.name} as it is portable"
+        return
+    of_turns = {portable.through(op.turns) for op in merges if op.turns}
+
+    def in_turn(op: Op) -> bool:
+        ends = isinstance(op, Raise) and kernel.through(op.turns) in of_turns
+        return ends or isinstance(op, (Follow, Flush)) or (isinstance(op, Put) and op.turn is not None)
+
+    steps = [op for op in kernel.ops() if in_turn(op)]
+    if [(*_target(kernel, op), op.turn) for op in steps if isinstance(op, Put)] != wanted:
+        yield f"it puts other tiles in turn than those that @{portable.name} merges as it is portable"
+    if not merges:
+        yield from (f"%{op.name} waits for a turn, and nothing is merged" for op in steps if isinstance(op, Follow))
+        return
+    kinds = [type(op) for op in steps]
+    blocks = {kernel.graph.nodes[op.name]["block"] for op in steps}
+    expected = [Follow, *[Put] * len(merges), *[Flush] * kinds.count(Flush), Raise]
+    following = [(kernel.through(op.turns), op.turn) for op in steps if isinstance(op, Follow)]
+    if kinds != expected or not kinds.count(Flush) or len(blocks) > 1 or following != [(*of_turns, merges[0].turn)]:
+        yield "its copies merge tiles; expected one follow, all puts, their flush and then one raise, in one block"
+
+
+def _target(kernel: Kernel, op: Merge | Put) -> tuple[str, tuple[Any, ...]]:
+    """The tensor and the indices at which an op stores."""
+    if isinstance(op, Put):
+        return op.dst.tensor, op.dst.index
+    tensor, index = kernel.accessed(op)
+    return tensor.name, index
+
+
 def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, Ranges, tuple[bool, bool]]]:
     """What an op runs over: a class of tiles, where they are, the heads, and whether tiles come from last to first, or by their numbers."""
     if isinstance(op, Loop):
@@ -247,7 +288,7 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read, but for what acts by itself."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
-        acts = isinstance(op, (Drain, Fill, Flush, Give, Put, Raise, Recall, Share, Store, Tell, Turn, Work, Yield))
+        acts = isinstance(op, (Drain, Fill, Flush, Follow, Give, Put, Raise, Recall, Share, Store, Tell, Turn, Work, Yield))
         acts |= isinstance(op, Arg) and op.role != "carry"
         acts |= any(isinstance(o, (Add, Fill)) for body in bodies_of(op) for o in kernel.block(body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
@@ -511,6 +552,10 @@ def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
         yield "is in a role of one copy; expected several, which share the rows of a tile"
 
 
+def _follow_errors(kernel: Kernel, op: Follow) -> Iterator[str]:
+    yield from turn_errors(kernel, op.turns, op.turn)
+
+
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     target, ring, value = kernel.op(op.dst.tensor), kernel.op(op.through), kernel.type_of(op.value)
     if not isinstance(target, Arg) or target.role != "out" or tuple(AXIS_DIM[a] for a in op.dst.axes()) != value.unpadded:
@@ -546,6 +591,7 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Join: _halve_errors,
     Turn: _turn_errors,
     Add: _add_errors,
+    Follow: _follow_errors,
     Put: _put_errors,
     Work: _work_errors,
     Recall: _recall_errors,

@@ -12,7 +12,7 @@ from attngen.bounds.intervals import last_row
 from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
 from attngen.ir.graph import MIRRORED, GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import AXES
+from attngen.ir.names import AXES, PAIRS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -26,6 +26,7 @@ from attngen.ir.ops import (
     Load,
     Map,
     Mask,
+    Merge,
     Position,
     Reduce,
     Scatter,
@@ -34,6 +35,7 @@ from attngen.ir.ops import (
     dimension,
 )
 from attngen.ir.prove import prove_le
+from attngen.ir.shares import sharing as sharing_axes
 from attngen.policy import STRIP
 from attngen.verify.types import POSITIONS, dimensions
 
@@ -68,6 +70,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in heads}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
+    for axis in sharing_axes(kernel.grid):
+        letters[PAIRS] = floordiv(symbol(axis.var), sympy.Integer(2))
     if module.blocks:
         size = sympy.Integer(module.blocks.size)
         letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
@@ -88,7 +92,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
             if op.by:  # it writes rows of the own tile
                 named.add(kernel.own_axis)
             for axis in kernel.grid:
-                if not {axis.var, f"{axis.var}_start"} & named:
+                alone = not isinstance(op, Merge) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
+                if alone or not {axis.var, f"{axis.var}_start"} & named:
                     yield f"%{op.name} writes rows of %{tensor.name} that the other programs along {axis.var} write, too"
     for op in kernel.ops():
         if isinstance(op, Scatter) and op.op == "put":

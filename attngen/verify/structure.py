@@ -32,6 +32,7 @@ from attngen.ir.ops import (
     Load,
     Loop,
     Mask,
+    Merge,
     Op,
     Scatter,
     Store,
@@ -137,7 +138,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     result = result_type(module.dtypes)
     known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result)))
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
-    stores += [op.turns.tensor for op in kernel.ops() if isinstance(op, Add) and op.turns]
+    stores += [op.turns.tensor for op in kernel.ops() if isinstance(op, (Add, Merge)) and op.turns]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):

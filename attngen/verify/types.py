@@ -9,11 +9,12 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import REAL, TO_INTEGER, cdiv, floordiv, mod, select, symbol, symbol_names, to_text
+from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, floordiv, mod, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
     AXIS_DIM,
+    Access,
     Add,
     Arg,
     Base,
@@ -27,6 +28,7 @@ from attngen.ir.ops import (
     Loop,
     Map,
     Mask,
+    Merge,
     Op,
     Position,
     Reduce,
@@ -237,16 +239,21 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
-def _add_errors(kernel: Kernel, op: Add) -> Iterator[str]:
+def _add_errors(kernel: Kernel, op: Add | Merge) -> Iterator[str]:
     yield from _access_errors(kernel, op)
     if op.turns is None or op.turn is None:
         yield "adds as it comes; expected turns, and a turn"
         return
-    declared = kernel.op(op.turns.tensor)
-    of = kernel.type_of(op.turns.tensor)
-    if not isinstance(declared, Arg) or declared.role != "sum" or of.dtype != "i32" or len(op.turns.index) != len(of.dims):
-        yield f"takes turns by %{op.turns.tensor}; expected one element of a tensor of i32 of role sum"
-    if not all(is_integral(kernel, e, {}) for e in (*op.turns.index, op.turn)):
+    yield from turn_errors(kernel, op.turns, op.turn)
+
+
+def turn_errors(kernel: Kernel, turns: Access, turn: Expr) -> Iterator[str]:
+    """What is wrong with the place where programs count their turns, or with the turn of a program."""
+    declared, index = kernel.through(turns)
+    of = kernel.type_of(declared.name)
+    if not isinstance(declared, Arg) or declared.role != "sum" or of.dtype != "i32" or len(index) != len(of.dims):
+        yield f"takes turns by %{turns.tensor}; expected one element of a tensor of i32 of role sum"
+    if not all(is_integral(kernel, e, {}) for e in (*turns.index, turn)):
         yield "has a turn, or a place of turns, that is no integer"
 
 
@@ -315,4 +322,5 @@ _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Load: _access_errors,
     Store: _access_errors,
     Add: _add_errors,
+    Merge: _add_errors,
 }

@@ -60,7 +60,7 @@ BWD = runtime.Kernel(
     "bwd",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    heads=(3, 4),
+    heads=(3, 4, 5),
     flags=("DROPOUT",),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
@@ -165,32 +165,34 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
+        # pairs of these programs, which sum gradients in place
+        split_pairs = (splits + 1) // 2
         dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
-        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, split_pairs)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * splits,
-            (q, k, v, grad_out, lse2, delta, seed, dq_turns, dq_acc, dk_heads, dv_heads),
-            (scale, dropout_threshold, keep_scale, group, splits, Nq, Nk),
+            (q, k, v, grad_out, lse2, delta, seed, dq_turns, dkdv_turns, dq_acc, dk_heads, dv_heads),
+            (scale, dropout_threshold, keep_scale, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *grad_out_strides, Hq * Nq, Nq,
-                Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, dk_heads_strides[0],
-                dk_heads_strides[2], dk_heads_strides[3], dv_heads_strides[0], dv_heads_strides[2],
-                dv_heads_strides[3],
+                Hq * Nq, Nq, Hq * Nq, Nq, Hkv * split_pairs * Nk, Nk, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK,
+                dk_heads_strides[0], dk_heads_strides[2], dv_heads_strides[0], dv_heads_strides[2],
             ),
             (seed is not None,),
         )
-        if splits > 1:
+        if split_pairs > 1:
             DKDV_END(
                 q, Nk, B,
                 (dk_heads, dv_heads, dk, dv),
-                (splits, Nk),
+                (split_pairs, Nk),
                 (
                     dk_heads_strides[0], dk_heads_strides[2], dk_heads_strides[3], dv_heads_strides[0],
                     dv_heads_strides[2], dv_heads_strides[3], dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
@@ -250,5 +252,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_5cc666e502ed", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_790ad87426fd", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

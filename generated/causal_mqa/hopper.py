@@ -337,7 +337,7 @@ def told(slot, WARPS: gl.constexpr = 4):
 DESCRIBED = {
     "fwd": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, 64)),
     "fwd_long": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, 64)),
-    "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (7, 64, 64), (8, 64), (9, 64)),
+    "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (8, 64, 64), (9, 64), (10, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
 STAYING = {"fwd": 2, "fwd_long": 1}
@@ -995,9 +995,9 @@ def bwd_producer(
 
 @gluon.jit
 def bwd_consumer(
-    dK, dV, scale, Nq, Nk, g_first, g_end, q_end, q_first, q_full_first, q_full_end, kv_start,
-    split, b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
-    delta_ring, ds_ring, dq_ring, dq_full, dq_free,
+    dK, dV, scale, Nq, Nk, g_first, g_end, q_end, q_first, q_full_first, q_full_end,
+    DKDV_TURNS_pair, kv_start, split, b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full,
+    do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -1098,17 +1098,27 @@ def bwd_consumer(
             mbarrier.arrive(dq_full.index(dq_slot), count=1)
             dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
     dk_out = (dk * scale).to(dtype)
+    if kv_start < Nk:
+        await_turn(DKDV_TURNS_pair + kv_start, 0, 4 * (split % 2))
     v_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
     fence_async_shared()
-    copy_out(dK, [b, split, kv_start, 0], v_ring.index(COPY))
+    if split % 2 == 0:
+        copy_out(dK, [b, split // 2, kv_start, 0], v_ring.index(COPY))
+    else:
+        add_out(dK, [b, split // 2, kv_start, 0], v_ring.index(COPY))
     dv_out = dv.to(dtype)
     tma.store_wait(0)  # the output before has left
     v_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
     fence_async_shared()
-    copy_out(dV, [b, split, kv_start, 0], v_ring.index(COPY))
+    if split % 2 == 0:
+        copy_out(dV, [b, split // 2, kv_start, 0], v_ring.index(COPY))
+    else:
+        add_out(dV, [b, split // 2, kv_start, 0], v_ring.index(COPY))
     if COPY == 0:
         meet(14, 256)  # the last pass
     tma.store_wait(0)
+    if kv_start < Nk:
+        pass_turn(DKDV_TURNS_pair + kv_start)
 
 
 @gluon.jit
@@ -1164,11 +1174,11 @@ def bwd_writer(
 
 @gluon.jit(do_not_specialize=["Nq", "Nk"])
 def bwd(
-    Q, K, V, dO, LSE2, DELTA, DQ_TURNS, DQ_ACC, dK, dV, scale, group, splits, Nq, Nk, stride_q_b,
-    stride_q_h, stride_q_n, stride_k_b, stride_k_n, stride_v_b, stride_v_n, stride_do_b,
-    stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_dq_turns_b, stride_dq_turns_h, stride_dq_acc_b, stride_dq_acc_h, stride_dk_b,
-    stride_dk_s, stride_dk_n, stride_dv_b, stride_dv_s, stride_dv_n,
+    Q, K, V, dO, LSE2, DELTA, DQ_TURNS, DKDV_TURNS, DQ_ACC, dK, dV, scale, group, splits,
+    split_pairs, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_n, stride_v_b,
+    stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b,
+    stride_delta_h, stride_dq_turns_b, stride_dq_turns_h, stride_dkdv_turns_b, stride_dkdv_turns_s,
+    stride_dq_acc_b, stride_dq_acc_h, stride_dk_b, stride_dk_s, stride_dv_b, stride_dv_s,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -1191,6 +1201,9 @@ def bwd(
     q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
     q_full_first = gl.minimum(q_end, gl.cdiv(gl.maximum(0, Nq + kv_start + BLOCK_KV - 1 - Nk), BLOCK_Q))
     q_full_end = gl.maximum(q_full_first, gl.where(kv_start + BLOCK_KV <= Nk, Nq // BLOCK_Q, 0))
+    DKDV_TURNS_pair = (
+        DKDV_TURNS + gl.cast(b, gl.int64) * stride_dkdv_turns_b + gl.cast(split // 2, gl.int64) * stride_dkdv_turns_s
+    )
     k_ring = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     v_ring = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
@@ -1224,18 +1237,18 @@ def bwd(
                 bwd_consumer,
                 (
                     dK, dV, scale, Nq, Nk, g_first, g_end, q_end, q_first, q_full_first, q_full_end,
-                    kv_start, split, b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full,
-                    do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
-                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
+                    DKDV_TURNS_pair, kv_start, split, b, mirrored, k_ring, k_full, v_ring, v_full,
+                    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring,
+                    dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
                     dK, dV, scale, Nq, Nk, g_first, g_end, q_end, q_first, q_full_first, q_full_end,
-                    kv_start, split, b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full,
-                    do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
-                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
+                    DKDV_TURNS_pair, kv_start, split, b, mirrored, k_ring, k_full, v_ring, v_full,
+                    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring,
+                    dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
             (

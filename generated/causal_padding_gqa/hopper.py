@@ -313,7 +313,7 @@ def told(slot, WARPS: gl.constexpr = 4):
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles, columns where only a part of a tile is copied at once)
 DESCRIBED = {
     "fwd": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, 64)),
-    "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (8, "BLOCK_Q", 64), (9, 64), (10, 64)),
+    "bwd": ((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, 64), (3, "BLOCK_Q"), (9, "BLOCK_Q", 64), (10, 64), (11, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
 STAYING = {"fwd": 1}
@@ -644,8 +644,8 @@ def fwd(
 @gluon.jit
 def bwd_producer(
     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
-    stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv, b, k_ring, k_full, v_ring,
-    v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+    stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv, b, mirrored, k_ring, k_full,
+    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -660,8 +660,9 @@ def bwd_producer(
         copy_in(V, [b, hkv, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
     # the program's query heads, one after another
     for g in range(g_first, g_end):
-        # tiles in their order
-        for q_tile in range(q_first, q_end):
+        # tiles in their order; in mirrored heads backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
             if q_fills >= SLOTS:
                 meet(5 + q_slot, THREADS)  # the slot is free
@@ -700,9 +701,9 @@ def bwd_producer(
 
 @gluon.jit
 def bwd_consumer(
-    dK, dV, scale, splits, Nq, Nk, kv_lengths, g_first, g_end, q_end, q_first, q_full_first,
-    q_full_end, kv_start, split, hkv, b, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring,
-    do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
+    dK, dV, scale, split_pairs, Nq, Nk, kv_lengths, g_first, g_end, q_end, q_first, q_full_first,
+    q_full_end, DKDV_TURNS_pair, kv_start, split, hkv, b, mirrored, k_ring, k_full, v_ring, v_full,
+    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring, dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -729,8 +730,10 @@ def bwd_consumer(
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
     # the program's query heads, one after another
     for _ in range(g_first, g_end):
-        # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones
-        for q_tile in range(q_first, q_end):
+        # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; in mirrored heads
+        # backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
             k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
             k = k_all_near.slice(COPY * ROWS, ROWS, 0)
             v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
@@ -802,23 +805,33 @@ def bwd_consumer(
             mbarrier.arrive(dq_full.index(dq_slot), count=1)
             dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
     dk_out = (dk * scale).to(dtype)
+    if kv_start < Nk:
+        await_turn(DKDV_TURNS_pair + kv_start, 0, 4 * (split % 2))
     v_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
     fence_async_shared()
-    copy_out(dK, [b, split + hkv * splits, kv_start, 0], v_ring.index(COPY))
+    if split % 2 == 0:
+        copy_out(dK, [b, hkv * split_pairs + split // 2, kv_start, 0], v_ring.index(COPY))
+    else:
+        add_out(dK, [b, hkv * split_pairs + split // 2, kv_start, 0], v_ring.index(COPY))
     dv_out = dv.to(dtype)
     tma.store_wait(0)  # the output before has left
     v_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
     fence_async_shared()
-    copy_out(dV, [b, split + hkv * splits, kv_start, 0], v_ring.index(COPY))
+    if split % 2 == 0:
+        copy_out(dV, [b, hkv * split_pairs + split // 2, kv_start, 0], v_ring.index(COPY))
+    else:
+        add_out(dV, [b, hkv * split_pairs + split // 2, kv_start, 0], v_ring.index(COPY))
     if COPY == 0:
         meet(14, 256)  # the last pass
     tma.store_wait(0)
+    if kv_start < Nk:
+        pass_turn(DKDV_TURNS_pair + kv_start)
 
 
 @gluon.jit
 def bwd_writer(
     DQ_TURNS, DQ_ACC, group, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, kv_lengths, g_first,
-    g_end, q_end, q_first, kv_start, hkv, b, dq_ring, dq_full, dq_free,
+    g_end, q_end, q_first, kv_start, hkv, b, mirrored, dq_ring, dq_full, dq_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -828,14 +841,19 @@ def bwd_writer(
     q_ahead, turn_seen = -1, 0
     # the program's query heads, one after another
     for g in range(g_first, g_end):
-        # tiles in their order
-        for q_tile in range(q_first, q_end):
+        # tiles in their order; in mirrored heads backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
             mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-            turn = gl.minimum(
-                gl.minimum(1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV, gl.cdiv(Nk, BLOCK_KV)),
-                gl.cdiv(gl.minimum(Nk, kv_lengths), BLOCK_KV),
-            ) - 1 - kv_start // BLOCK_KV
+            turn = gl.where(
+                mirrored > 0,
+                kv_start // BLOCK_KV,
+                gl.minimum(
+                    gl.minimum(1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV, gl.cdiv(Nk, BLOCK_KV)),
+                    gl.cdiv(gl.minimum(Nk, kv_lengths), BLOCK_KV),
+                ) - 1 - kv_start // BLOCK_KV,
+            )
             await_turn(
                 DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
                 gl.where(q_start == q_ahead, turn_seen, -1),
@@ -854,12 +872,12 @@ def bwd_writer(
                         [b, g + hkv * group, q_start, piece * 64],
                         dq_ring.index(2 * dq_slot + piece),
                     )
-            q_ahead = q_start + BLOCK_Q
+            q_ahead = q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q)
             turn_seen = turns_passed(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(
-                    g + hkv * group,
-                    gl.int64,
-                ) * stride_dq_turns_h + gl.minimum(q_ahead, Nq - 1),
+                DQ_TURNS
+                + gl.cast(b, gl.int64) * stride_dq_turns_b
+                + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h
+                + gl.minimum(gl.maximum(q_ahead, 0), Nq - 1),
             )
             sent()
             mbarrier.arrive(dq_free.index(dq_slot), count=1)
@@ -871,12 +889,13 @@ def bwd_writer(
 
 @gluon.jit(do_not_specialize=["Nq", "Nk"])
 def bwd(
-    Q, K, V, dO, LSE2, DELTA, KV_LENGTHS, DQ_TURNS, DQ_ACC, dK, dV, scale, Hkv, group, splits, Nq,
-    Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b,
-    stride_v_h, stride_v_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h,
-    stride_delta_b, stride_delta_h, stride_dq_turns_b, stride_dq_turns_h, stride_dq_acc_b,
-    stride_dq_acc_h, stride_dk_b, stride_dk_h, stride_dk_s, stride_dk_n, stride_dv_b, stride_dv_h,
-    stride_dv_s, stride_dv_n,
+    Q, K, V, dO, LSE2, DELTA, KV_LENGTHS, DQ_TURNS, DKDV_TURNS, DQ_ACC, dK, dV, scale, Hkv, group,
+    splits, split_pairs, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h,
+    stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b, stride_do_h, stride_do_n,
+    stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h, stride_dq_turns_b,
+    stride_dq_turns_h, stride_dkdv_turns_b, stride_dkdv_turns_h, stride_dkdv_turns_s,
+    stride_dq_acc_b, stride_dq_acc_h, stride_dk_b, stride_dk_h, stride_dk_s, stride_dv_b,
+    stride_dv_h, stride_dv_s,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -889,7 +908,8 @@ def bwd(
     heads_abreast = gl.minimum(abreast, gl.num_programs(0) // kv_tiles - first_head)  # which take turns
     turn = pid - first_head * kv_tiles
     own_head = first_head + turn % heads_abreast
-    kv_start = (kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
+    mirrored = gl.where(first_head + abreast >= gl.num_programs(0) // kv_tiles, 1, 0)  # the last heads
+    kv_start = gl.where(mirrored > 0, turn // heads_abreast, kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
     split = own_head % splits
     hkv = own_head // splits % Hkv
     b = own_head // splits // Hkv
@@ -910,6 +930,12 @@ def bwd(
     q_full_end = gl.maximum(
         q_full_first,
         gl.where(kv_start + BLOCK_KV <= Nk, gl.where(kv_start + BLOCK_KV <= kv_lengths, Nq // BLOCK_Q, 0), 0),
+    )
+    DKDV_TURNS_pair = (
+        DKDV_TURNS
+        + gl.cast(b, gl.int64) * stride_dkdv_turns_b
+        + gl.cast(hkv, gl.int64) * stride_dkdv_turns_h
+        + gl.cast(split // 2, gl.int64) * stride_dkdv_turns_s
     )
     k_ring = gl.allocate_shared_memory(K.dtype, [1, 1, 1, BLOCK_KV, D_QK], K.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -943,19 +969,21 @@ def bwd(
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, splits, Nq, Nk, kv_lengths, g_first, g_end, q_end, q_first,
-                    q_full_first, q_full_end, kv_start, split, hkv, b, k_ring, k_full, v_ring,
-                    v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring,
-                    dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
+                    dK, dV, scale, split_pairs, Nq, Nk, kv_lengths, g_first, g_end, q_end, q_first,
+                    q_full_first, q_full_end, DKDV_TURNS_pair, kv_start, split, hkv, b, mirrored,
+                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+                    delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
+                    THREADS, 0,
                 ),
             ),
             (
                 bwd_consumer,
                 (
-                    dK, dV, scale, splits, Nq, Nk, kv_lengths, g_first, g_end, q_end, q_first,
-                    q_full_first, q_full_end, kv_start, split, hkv, b, k_ring, k_full, v_ring,
-                    v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, ds_ring,
-                    dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
+                    dK, dV, scale, split_pairs, Nq, Nk, kv_lengths, g_first, g_end, q_end, q_first,
+                    q_full_first, q_full_end, DKDV_TURNS_pair, kv_start, split, hkv, b, mirrored,
+                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+                    delta_ring, ds_ring, dq_ring, dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS,
+                    THREADS, 1,
                 ),
             ),
             (
@@ -963,16 +991,16 @@ def bwd(
                 (
                     Q, K, V, dO, LSE2, DELTA, group, Nq, stride_lse2_b, stride_lse2_h,
                     stride_delta_b, stride_delta_h, g_first, g_end, q_end, q_first, kv_start, hkv,
-                    b, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
-                    delta_ring, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    b, mirrored, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full,
+                    lse2_ring, delta_ring, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
             (
                 bwd_writer,
                 (
                     DQ_TURNS, DQ_ACC, group, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h,
-                    kv_lengths, g_first, g_end, q_end, q_first, kv_start, hkv, b, dq_ring, dq_full,
-                    dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    kv_lengths, g_first, g_end, q_end, q_first, kv_start, hkv, b, mirrored, dq_ring,
+                    dq_full, dq_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
         ],

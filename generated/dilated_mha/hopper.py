@@ -577,17 +577,19 @@ def bwd_producer(
         heads_abreast = gl.minimum(abreast, TILES // kv_tiles - first_head)  # which take turns
         turn = pid - first_head * kv_tiles
         own_head = first_head + turn % heads_abreast
-        kv_start = (kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
+        mirrored = gl.where(first_head + abreast >= TILES // kv_tiles, 1, 0)  # the last heads
+        kv_start = gl.where(mirrored > 0, turn // heads_abreast, kv_tiles - 1 - turn // heads_abreast) * BLOCK_KV
         h = own_head % Hq
         b = own_head // Hq
         q_end = gl.cdiv(gl.maximum(0, gl.minimum(Nq, 2048 + Nq + gl.minimum(Nk, kv_start + BLOCK_KV) - Nk)), BLOCK_Q)
         q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
         mbarrier.wait(work_free.index(work_slot), work_phase)
-        tell(kv_start, work_ring.index(5 * work_slot))
-        tell(h, work_ring.index(5 * work_slot + 1))
-        tell(b, work_ring.index(5 * work_slot + 2))
-        tell(q_end, work_ring.index(5 * work_slot + 3))
-        tell(q_first, work_ring.index(5 * work_slot + 4))
+        tell(kv_start, work_ring.index(6 * work_slot))
+        tell(h, work_ring.index(6 * work_slot + 1))
+        tell(b, work_ring.index(6 * work_slot + 2))
+        tell(mirrored, work_ring.index(6 * work_slot + 3))
+        tell(q_end, work_ring.index(6 * work_slot + 4))
+        tell(q_first, work_ring.index(6 * work_slot + 5))
         mbarrier.arrive(work_full.index(work_slot), count=1)
         work_slot, work_phase = following(work_slot, work_phase, 2)
         mbarrier.wait(k_free.index(0), k_phase)
@@ -599,8 +601,9 @@ def bwd_producer(
             mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
             copy_in(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
         v_phase ^= 1
-        # tiles in their order
-        for q_tile in range(q_first, q_end):
+        # tiles in their order; in mirrored heads backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
             if q_fills >= SLOTS:
                 meet(5 + q_slot, THREADS)  # the slot is free
@@ -626,7 +629,7 @@ def bwd_producer(
             do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
         pid = drawn(draw(COUNTER))
     mbarrier.wait(work_free.index(work_slot), work_phase)
-    tell(-1, work_ring.index(5 * work_slot))
+    tell(-1, work_ring.index(6 * work_slot))
     mbarrier.arrive(work_full.index(work_slot), count=1)
     work_slot, work_phase = following(work_slot, work_phase, 2)
     reset(COUNTER)
@@ -670,12 +673,13 @@ def bwd_consumer(
     Nq = anew(Nq)
     Nk = anew(Nk)
     mbarrier.wait(work_full.index(work_slot), work_phase)
-    kv_start = told(work_ring.index(5 * work_slot))
+    kv_start = told(work_ring.index(6 * work_slot))
     while kv_start >= 0:
         Nq = anew(Nq)
         Nk = anew(Nk)
-        q_end = told(work_ring.index(5 * work_slot + 3))
-        q_first = told(work_ring.index(5 * work_slot + 4))
+        mirrored = told(work_ring.index(6 * work_slot + 3))
+        q_end = told(work_ring.index(6 * work_slot + 4))
+        q_first = told(work_ring.index(6 * work_slot + 5))
         kv_start = kv_start + COPY * ROWS
         kv_idx = kv_start + kv_off
         qk_scale = LOG2E * scale
@@ -683,8 +687,9 @@ def bwd_consumer(
         mbarrier.wait(v_full.index(COPY), work_slot)  # whose phase changes with each tile, as this slot does
         dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
         dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-        # tiles in their order
-        for q_tile in range(q_first, q_end):
+        # tiles in their order; in mirrored heads backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
             q_idx = q_start + q_off
             k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
@@ -759,9 +764,9 @@ def bwd_consumer(
             dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
         mbarrier.arrive(k_free.index(0), count=1)
         # where the tile is, read again: no registers held it
-        kv_start = told(work_ring.index(5 * work_slot))
-        h = told(work_ring.index(5 * work_slot + 1))
-        b = told(work_ring.index(5 * work_slot + 2))
+        kv_start = told(work_ring.index(6 * work_slot))
+        h = told(work_ring.index(6 * work_slot + 1))
+        b = told(work_ring.index(6 * work_slot + 2))
         kv_start = kv_start + COPY * ROWS
         dk_out = (dk * scale).to(dtype)
         v_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
@@ -777,7 +782,7 @@ def bwd_consumer(
         mbarrier.arrive(work_free.index(work_slot), count=1)
         work_slot, work_phase = following(work_slot, work_phase, 2)
         mbarrier.wait(work_full.index(work_slot), work_phase)
-        kv_start = told(work_ring.index(5 * work_slot))
+        kv_start = told(work_ring.index(6 * work_slot))
     mbarrier.arrive(work_free.index(work_slot), count=1)
     work_slot, work_phase = following(work_slot, work_phase, 2)
     if COPY == 0:
@@ -800,25 +805,31 @@ def bwd_writer(
     stride_dq_turns_b = anew(stride_dq_turns_b)
     stride_dq_turns_h = anew(stride_dq_turns_h)
     mbarrier.wait(work_full.index(work_slot), work_phase)
-    kv_start = told(work_ring.index(5 * work_slot), 1)
+    kv_start = told(work_ring.index(6 * work_slot), 1)
     while kv_start >= 0:
         Nq = anew(Nq)
         Nk = anew(Nk)
         stride_dq_turns_b = anew(stride_dq_turns_b)
         stride_dq_turns_h = anew(stride_dq_turns_h)
-        h = told(work_ring.index(5 * work_slot + 1), 1)
-        b = told(work_ring.index(5 * work_slot + 2), 1)
-        q_end = told(work_ring.index(5 * work_slot + 3), 1)
-        q_first = told(work_ring.index(5 * work_slot + 4), 1)
+        h = told(work_ring.index(6 * work_slot + 1), 1)
+        b = told(work_ring.index(6 * work_slot + 2), 1)
+        mirrored = told(work_ring.index(6 * work_slot + 3), 1)
+        q_end = told(work_ring.index(6 * work_slot + 4), 1)
+        q_first = told(work_ring.index(6 * work_slot + 5), 1)
         q_ahead, turn_seen = -1, 0
-        # tiles in their order
-        for q_tile in range(q_first, q_end):
+        # tiles in their order; in mirrored heads backwards
+        for at in range(q_first, q_end):
+            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
             q_start = q_tile * BLOCK_Q
             mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-            turn = gl.minimum(
-                1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
-                gl.cdiv(Nk, BLOCK_KV),
-            ) - 1 - kv_start // BLOCK_KV
+            turn = gl.where(
+                mirrored > 0,
+                kv_start // BLOCK_KV - gl.maximum(0, Nk + q_start - 2048 - Nq) // BLOCK_KV,
+                gl.minimum(
+                    1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
+                    gl.cdiv(Nk, BLOCK_KV),
+                ) - 1 - kv_start // BLOCK_KV,
+            )
             await_turn(
                 DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
                 gl.where(q_start == q_ahead, turn_seen, -1),
@@ -829,10 +840,10 @@ def bwd_writer(
                     copy_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
                 else:
                     add_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
-            q_ahead = q_start + BLOCK_Q
+            q_ahead = q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q)
             turn_seen = turns_passed(
                 DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                    q_ahead,
+                    gl.maximum(q_ahead, 0),
                     Nq - 1,
                 ),
             )
@@ -845,7 +856,7 @@ def bwd_writer(
         mbarrier.arrive(work_free.index(work_slot), count=1)
         work_slot, work_phase = following(work_slot, work_phase, 2)
         mbarrier.wait(work_full.index(work_slot), work_phase)
-        kv_start = told(work_ring.index(5 * work_slot), 1)
+        kv_start = told(work_ring.index(6 * work_slot), 1)
     mbarrier.arrive(work_free.index(work_slot), count=1)
     work_slot, work_phase = following(work_slot, work_phase, 2)
 
@@ -880,7 +891,7 @@ def bwd(
     dq_ring = gl.allocate_shared_memory(DQ_ACC.dtype, [2 * 2, 1, 1, BLOCK_Q, 32], DQ_ACC.layout)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    work_ring = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_ring = gl.allocate_shared_memory(gl.int32, [6 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     work_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(1):

@@ -47,7 +47,7 @@ BWD = runtime.Kernel(
     "bwd",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    heads=(1, 2, 3),
+    heads=(1, 2, 3, 4),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 DOCUMENT_SPANS = runtime.Kernel(kernels, "document_spans")
@@ -220,34 +220,39 @@ def _backward(
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
+        # pairs of these programs, which sum gradients in place
+        split_pairs = (splits + 1) // 2
         dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
-        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, split_pairs)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * Hkv * splits,
             (
                 q, k, v, grad_out, lse2, delta, document_q, document_kv, document_q_first, document_q_end,
-                document_q_full_first, document_q_full_end, dq_turns, dq_acc, dk_heads, dv_heads,
+                document_q_full_first, document_q_full_end, dq_turns, dkdv_turns, dq_acc, dk_heads, dv_heads,
             ),
-            (scale, Hkv, group, splits, Nq, Nk),
+            (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
                 document_q.stride(0), document_kv.stride(0), document_q_first.stride(0), document_q_end.stride(0),
-                document_q_full_first.stride(0), document_q_full_end.stride(0), Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK,
-                Nq * HEAD_DIM_QK, *dk_heads_strides, *dv_heads_strides,
+                document_q_full_first.stride(0), document_q_full_end.stride(0), Hq * Nq, Nq, Hkv * split_pairs * Nk,
+                split_pairs * Nk, Nk, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, dk_heads_strides[0],
+                dk_heads_strides[1], dk_heads_strides[2], dv_heads_strides[0], dv_heads_strides[1],
+                dv_heads_strides[2],
             ),
         )
-        if splits > 1:
+        if split_pairs > 1:
             DKDV_END(
                 q, Nk, B * Hkv,
                 (dk_heads, dv_heads, dk, dv),
-                (Hkv, splits, Nk),
+                (Hkv, split_pairs, Nk),
                 (*dk_heads_strides, *dv_heads_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
         DQ_END(
@@ -351,7 +356,7 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_88d364b69843", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_51173ec5f0d4", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

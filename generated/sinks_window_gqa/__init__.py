@@ -47,7 +47,7 @@ BWD = runtime.Kernel(
     "bwd",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    heads=(1, 2, 3),
+    heads=(1, 2, 3, 4),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 
@@ -145,6 +145,8 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
+        # pairs of these programs, which sum gradients in place
+        split_pairs = (splits + 1) // 2
         dq_acc = runtime.zeros(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -152,22 +154,25 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
             torch.float32,
         )
         dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
-        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
+        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, split_pairs)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, dq_acc, dq_turns, dk_heads, dv_heads),
-            (scale, Hkv, group, splits, Nq, Nk),
+            (q, k, v, grad_out, lse2, delta, dq_acc, dq_turns, dkdv_turns, dk_heads, dv_heads),
+            (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nq, Nq, *dk_heads_strides, *dv_heads_strides,
+                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, Hq * Nq, Nq, Hkv * split_pairs * Nk, split_pairs * Nk, Nk,
+                dk_heads_strides[0], dk_heads_strides[1], dk_heads_strides[2], dv_heads_strides[0],
+                dv_heads_strides[1], dv_heads_strides[2],
             ),
         )
-        if splits > 1:
+        if split_pairs > 1:
             DKDV_END(
                 q, Nk, B * Hkv,
                 (dk_heads, dv_heads, dk, dv),
-                (Hkv, splits, Nk),
+                (Hkv, split_pairs, Nk),
                 (*dk_heads_strides, *dv_heads_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
         DQ_END(
@@ -225,5 +230,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("sinks_window_gqa_b3f3e3aefe73", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("sinks_window_gqa_560a4d1cbbd0", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -45,7 +45,7 @@ BWD = runtime.Kernel(
     "bwd",
     "BLOCK_KV",
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
-    heads=(1, 2, 3),
+    heads=(1, 2, 3, 4),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
@@ -154,29 +154,34 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
+        # pairs of these programs, which sum gradients in place
+        split_pairs = (splits + 1) // 2
         dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, splits)
-        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, splits)
+        dk_heads, dk_heads_strides = runtime.room_for_splits(dk, split_pairs)
+        dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk_heads, dv_heads),
-            (scale, Hkv, group, splits, Nq, Nk),
+            (q, k, v, grad_out, lse2, delta, dq_turns, dkdv_turns, dq_acc, dk_heads, dv_heads),
+            (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
-                Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk_heads_strides, *dv_heads_strides,
+                Hkv * split_pairs * Nk, split_pairs * Nk, Nk, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK,
+                dk_heads_strides[0], dk_heads_strides[1], dk_heads_strides[2], dv_heads_strides[0],
+                dv_heads_strides[1], dv_heads_strides[2],
             ),
         )
-        if splits > 1:
+        if split_pairs > 1:
             DKDV_END(
                 q, Nk, B * Hkv,
                 (dk_heads, dv_heads, dk, dv),
-                (Hkv, splits, Nk),
+                (Hkv, split_pairs, Nk),
                 (*dk_heads_strides, *dv_heads_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
         DQ_END(
@@ -227,5 +232,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("window_gqa_81bf375fb178", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("window_gqa_28535119a56b", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

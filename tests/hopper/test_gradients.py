@@ -227,7 +227,15 @@ def test_select_tiles_mirrors_the_last_heads_where_earlier_keys_see_more() -> No
         "kernel @bwd own(kv) grid(kv in cdiv(Nk, BLOCK_KV) descending together(16384) mirrored, h in Hq, b in B)",
         f"{add} turn(select(mirrored > 0, (kv_start // BLOCK_KV), {turn}))",
     ]
-    assert not [name for name in ("wide", "window", "lengths", "packed") if backward(whole(name)).grid[0].mirrored]
+    assert not [name for name in ("wide", "streaming", "packed") if backward(whole(name)).grid[0].mirrored]
+
+
+def test_windows_and_padded_sequences_are_mirrored_too() -> None:
+    """There a program's turn is how many of the earlier tiles come: those that neither have ended there nor see padding alone."""
+    turns = {"window": "(max(0, Nk - Nq + q_start - 40) // BLOCK_KV)", "dropping": "(max(0, key_padding_first) // BLOCK_KV)"}
+    for name, gone in turns.items():
+        text = print_kernel(backward(whole(name)))
+        assert f"turn(select(mirrored > 0, (kv_start // BLOCK_KV) - {gone}, " in text, name
 
 
 def test_hide_queries_hides_those_past_the_end() -> None:
@@ -780,7 +788,7 @@ def test_mirrored_heads_go_through_their_tiles_backwards() -> None:
     text = render(whole("wide_causal"))["hopper.py"]
     assert "    mirrored = gl.where(first_head + abreast >= TILES // kv_tiles, 1, 0)  # the last heads\n" in text
     turned = "q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)\n"
-    assert text.count(turned) == 3 and turned not in render(whole("window"))["hopper.py"]  # once in each role
+    assert text.count(turned) == 3 and turned not in render(whole("wide"))["hopper.py"]  # once in each role
 
 
 def test_signs_of_weights_say_what_dropout_keeps_where_registers_would_not_do() -> None:
@@ -852,21 +860,23 @@ def test_programs_of_one_head_draw_their_tiles() -> None:
 
 
 def test_programs_share_the_query_heads_of_a_group() -> None:
-    """A program has some of them, one after another; a kernel adds up what the programs of a group have."""
-    assert host_lines("shared", "_heads", "@dkdv_end") == [
-        "%dK_heads = alloc where(splits > 1) otherwise(%dK) : T[B, Hkv, splits, Nk, D_QK] @hbm",
-        "%dV_heads = alloc where(splits > 1) otherwise(%dV) : T[B, Hkv, splits, Nk, D_V] @hbm",
+    """A program has some of them, one after another. Two store the sum of what they have, and a kernel adds up these sums."""
+    assert host_lines("shared", "_heads", "@dkdv_end", "DKDV_TURNS", "%split_pairs") == [
+        "%split_pairs = map expr((splits + 1) // 2) : i32[] @reg",
+        "%DKDV_TURNS = alloc fill(0) : i32[B, Hkv, split_pairs, Nk] @hbm",
+        "%dK_heads = alloc where(split_pairs > 1) otherwise(%dK) : T[B, Hkv, split_pairs, Nk, D_QK] @hbm",
+        "%dV_heads = alloc where(split_pairs > 1) otherwise(%dV) : T[B, Hkv, split_pairs, Nk, D_V] @hbm",
         "launch @bwd args(dK=%dK_heads, dV=%dV_heads)",
-        "%Summed_heads = if then(@sum_heads) where(splits > 1)",
+        "%Summed_heads = if then(@sum_heads) where(split_pairs > 1)",
         "block @sum_heads",
-        "launch @dkdv_end args(DK_PARTS=%dK_heads, DV_PARTS=%dV_heads)",
+        "launch @dkdv_end args(DK_PARTS=%dK_heads, DV_PARTS=%dV_heads) sizes(splits=split_pairs)",
         "launch @dkdv_end args(DK_PARTS=%dK_parts, DV_PARTS=%dV_parts)",
     ]
     assert "select(in_one_pass > 0, 2, group)" in host_lines("shared", "%splits = ")[0]
     text = print_kernel(backward(whole("shared")))
     assert text.splitlines()[0].endswith("mirrored, split in splits, hkv in Hkv, b in B)")
     assert text.count(" heads(g_first .. g_end)") == 3 and "%g_first = map expr((group*split) // splits) " in text
-    assert "fill %Q_ring %Q[b, g + group*hkv, q, d_qk]" in text and "put %dK[b, hkv, split, kv, d_qk]" in text
+    assert "fill %Q_ring %Q[b, g + group*hkv, q, d_qk]" in text and "put %dK[b, hkv, split // 2, kv, d_qk]" in text
 
 
 def test_a_program_has_one_query_head_where_their_numbers_differ() -> None:

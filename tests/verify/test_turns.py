@@ -128,7 +128,7 @@ def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None
     kernel, generator = fused(mask), torch.Generator().manual_seed(0)
     (turn,) = (op.turn for op in kernel.ops() if isinstance(op, Add))
     found = last_first(made(mask, "dce"), kernel)
-    assert found is not None and turn == either_way(kernel, found.expr)
+    assert found is not None and turn == either_way(made(mask, "dce"), kernel, found.expr)
     ways = (0, 1) if kernel.grid[0].mirrored else (0,)
     for n_q, n_kv, block_q, block_kv in SIZES * (RANDOM if spec_of(mask).mask.inputs() or spec_of(mask).mask.blocks() else 1):
         sizes = {"Nq": n_q, "Nk": n_kv, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
@@ -244,8 +244,9 @@ def test_a_wrong_mirror_is_refused(mistake: str) -> None:
         verify(parse_module(head + at + edit(kernels, (old, new))))
 
 
-def test_a_grid_is_mirrored_only_where_all_loops_end_alike() -> None:
-    text = print_module(made("window", "dce"))
+@pytest.mark.parametrize("mask", ["none", "streaming"])
+def test_a_grid_is_mirrored_only_where_loops_start_later_and_it_is_known_how_many_have_ended(mask: str) -> None:
+    text = print_module(made(mask, "dce"))
     head, at, kernels = text.partition("\nkernel @bwd own")
     turn = kernels.partition(" turn(")[2].partition(")\n")[0]
     mirrored = edit(

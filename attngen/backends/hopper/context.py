@@ -16,7 +16,7 @@ from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, piece_of, pieces
 from attngen.ir.expr import symbol
 from attngen.ir.graph import MIRRORED, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Block, Init, Loop, Map, Mask, Op, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Base, Block, Init, Loop, Map, Mask, Merge, Op, Type, Yield
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
@@ -27,6 +27,7 @@ from attngen.ir.roles import (
     Drain,
     Fill,
     Flush,
+    Follow,
     Give,
     Hold,
     Issue,
@@ -533,10 +534,11 @@ class DividedContext(PipelineContext):
     def _own(self, op: Own, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}
 
-    def _add(self, op: Add, cls: str) -> dict[str, Any]:
+    def _add(self, op: Add | Merge, cls: str) -> dict[str, Any]:
         """The parts of a tile that the copy engine adds, and where; and the program's turn."""
         take = self.kernel.op(op.value)
         assert isinstance(take, Take)
+        assert isinstance(op, Add)  # of merges are made puts
         rows, columns = self._part(op)
         moved, column = (f" + piece * {ROWS}", "0") if rows == str(ROWS) else ("", f"piece * {columns}")
         text = self._shared_slot(take.ring)
@@ -558,11 +560,23 @@ class DividedContext(PipelineContext):
     def _counter_of(self, turns: Access, at: str = "") -> str:
         """The address of the number of programs that have added to a tile, or to the one whose first row is `at`."""
         tensor, (*head, row) = self.kernel.op(turns.tensor), turns.index
+        if isinstance(tensor, Base):
+            return f"{self.var(tensor.name)} + {self.scalar(row)}"
         assert isinstance(tensor, Arg)
         return f"{self._start(Access(turns.tensor, tuple(head)), tensor)} + {at or self.scalar(row)}"
 
     def _raise(self, op: Raise, cls: str) -> dict[str, Any]:
-        return {"counter": self._counter_of(op.turns)}
+        return {"counter": self._counter_of(op.turns), "where": self._has_rows(op)}
+
+    def _follow(self, op: Follow, cls: str) -> dict[str, Any]:
+        """The program's turn, in warps: each warp of a copy raises the number by one."""
+        warps = next(block.role.warps for block in self.kernel.roles if block.role and block.role.rows)
+        return {"counter": self._counter_of(op.turns), "turn": self.scalar(warps * op.turn), "where": self._has_rows(op)}
+
+    def _has_rows(self, op: Follow | Raise) -> str:
+        """The condition that a copy has rows of the program's tile; empty text where turns are those of another tile."""
+        start = f"{self.own}_start"
+        return f"{start} < {AXIS_EXTENT[self.own]}" if symbol(start) in op.turns.index else ""
 
     def _take(self, op: Take, cls: str) -> dict[str, Any]:
         if op.ring in self.shared:
@@ -675,6 +689,7 @@ class DividedContext(PipelineContext):
         halves = [(f"{value}_left", place), (f"{value}_right", self._place(op.dst, column=half))] if half.isdigit() else []
         widths, slot = self._widths(self.kernel.type_of(op.value)), f"{self._short(op.through)}_ring.index(COPY)"
         text = {"ring": self._short(op.through), "tensor": op.dst.tensor, "again": self._before(op), "value": value}
+        text["turn"] = self.scalar(op.turn) if op.turn is not None else ""
         if widths:
             return {**text, "split": "", **self._put_pieces(op, slot, f"{rows}, {widths[0]}")}
         groups = [[(part, at, slot)] for part, at in halves or [(value, place)]]

@@ -19,6 +19,7 @@ after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
 - The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries, or of V in the backward; or a ring
   of their own, where widths differ, queries lie in pieces, or the program has more tiles. Where half a tile has room alone,
   T[BLOCK_Q, 64], halves leave in turn. A slot is given back when the copy engine has read what left through it.
+- What two programs merge is put in turn: a copy follows the program before, puts all, flushes, and raises the turn.
 - The address of a head is computed once, in 64 bits.
 """
 
@@ -33,8 +34,8 @@ import sympy
 from attngen.backends.hopper.choice import output_columns, overlaps, shares_slot
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Access, Add, Base, Block, Load, Map, Op, Reduce, Store, Type
-from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Give, Hold, Issue, Put, Ring, Take, Weigh
+from attngen.ir.ops import AXIS_DIM, Access, Add, Base, Block, Load, Map, Merge, Op, Reduce, Store, Type
+from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Follow, Give, Hold, Issue, Put, Raise, Ring, Take, Weigh
 from attngen.passes.base import Pass
 
 
@@ -105,11 +106,23 @@ def _put(kernel: Kernel, module: Module) -> Kernel:
     rings = tuple(Ring(names[op.name], _slot_of(kernel, module, op), sympy.Integer(1), "consumer") for op in made)
     taken = {op.name: op.ring for op in kernel.ops() if isinstance(op, Take) and op.ring in own.values()}
     given = {taken[op.value]: op.name for op in kernel.ops() if isinstance(op, Give) and op.value in taken}
-    kernel = kernel.rewrite(
-        lambda _, op: [Put(f"put_{op.value}", op.dst, op.value, names[op.name]) if isinstance(op, Store) and op.name in names else op]
-    )
+    merges = [op for op in kernel.ops() if isinstance(op, Merge)]
+    ends = [op.turns for op in merges if op.ends and op.turns]  # of the turn in which a program merges
+    pairs = [Base(f"{turns.tensor}_pair", Access(turns.tensor, turns.index[:-1]), Type("ptr", (), "reg")) for turns in ends]
+    turns = [Access(base.name, of.index[-1:]) for base, of in zip(pairs, ends)]
+
+    def put(_: str, op: Op) -> Iterator[Op]:
+        if not isinstance(op, Store) or op.name not in names:
+            yield op
+            return
+        if isinstance(op, Merge) and op is merges[0] and op.turn is not None:
+            yield from (Follow("follow_pair", of, op.turn) for of in turns)
+        yield Put(f"put_{op.value}", op.dst, op.value, names[op.name], op.turn if isinstance(op, Merge) else None)
+
+    kernel = kernel.rewrite(put)
     flushes = [Flush(f"flush_{ring}", ring) for ring in dict.fromkeys(names.values())]
-    last = {"entry": rings, "consumer": tuple(op for op in flushes if op.through not in given)}
+    raised = [Raise("raise_pair", of) for of in turns]
+    last = {"entry": (*pairs, *rings), "consumer": (*(op for op in flushes if op.through not in given), *raised)}
     before = {given[op.through]: op for op in flushes if op.through in given}
     kernel = kernel.rewrite(lambda _, op: [before[op.name], op] if op.name in before else [op])
     return replace(kernel, blocks=tuple(replace(b, ops=(*b.ops, *last.get(b.name, ()))) for b in kernel.blocks))
