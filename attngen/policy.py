@@ -26,6 +26,8 @@ ABREAST = 8
 # Bytes of what programs stream that add to dQ in turns, of the heads that run together: each program starts when the one before it has a
 # lead, and finds its tiles in the L2 (docs/perf-log.md, section 31).
 TOGETHER = 16 * 2**20
+# Where a program has several query heads of more than so many columns, so many of these heads run together at most (the same section).
+FEW_ABREAST, OF_COLUMNS = 4, 64
 
 # Rows of a tile of kernels without scores: usually, and where they add up tiles of several heads, of which a program has each in turn
 # (docs/perf-log.md, section 31).

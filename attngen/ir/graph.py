@@ -53,7 +53,7 @@ class GridAxis:
 
     abreast: heads, counted over all sequences, are taken in groups of this many. In a group, programs run tile by tile: first one tile of
     every head, then the next tile of every head. So long tiles start early, and the last to run are short.
-    together: in place of a number of heads, as many as have so many rows together, one at least.
+    together: as many heads as have so many rows together, one at least; with `abreast`, of more than one, no more than these.
     mirrored: the last of these groups of heads, which may be all of them, goes the other way round: it starts with the other end's tile,
     and loops over tiles in their order go backwards. Programs know it by `mirrored`, which is 1 in that group and 0 elsewhere.
     """
@@ -68,8 +68,11 @@ class GridAxis:
     @property
     def heads(self) -> Expr:
         """How many heads are taken together."""
-        rows = sympy.Integer(self.together)
-        return sympy.Max(1, floordiv(rows, symbol(AXIS_EXTENT[self.var]))) if rows else sympy.Integer(self.abreast)
+        most = sympy.Integer(self.abreast)
+        if not self.together:
+            return most
+        fits = floordiv(sympy.Integer(self.together), symbol(AXIS_EXTENT[self.var]))
+        return sympy.Max(1, fits if most == 1 else sympy.Min(most, fits))
 
 
 @cache

@@ -158,7 +158,7 @@ def print_kernel(kernel: Kernel) -> str:
 
 
 def _print_abreast(axis: GridAxis) -> str:
-    many = f" together({axis.together})" if axis.together else f" abreast({axis.abreast})" if axis.abreast > 1 else ""
+    many = (f" abreast({axis.abreast})" if axis.abreast > 1 else "") + (f" together({axis.together})" if axis.together else "")
     return f"{many} mirrored" if axis.mirrored else many
 
 

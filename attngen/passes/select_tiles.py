@@ -32,10 +32,12 @@ from attngen.ir.ops import Add, Load, Map, Op
 from attngen.passes.base import Pass
 from attngen.policy import (
     ABREAST,
+    FEW_ABREAST,
     FEW_QUERIES,
     MANY_ROWS,
     MODELLED,
     MOST_THREADS,
+    OF_COLUMNS,
     PACKED,
     PLAIN,
     RANGES,
@@ -175,7 +177,8 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
     Where earlier tiles visit more, the last of these heads start with the first tiles, so that the last programs to end are short.
     """
     row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
-    first = replace(kernel.grid[0], descending=True, together=TOGETHER // row, mirrored=may_mirror(module, kernel))
+    few = FEW_ABREAST if kernel.takes_heads and module.head_dim_qk > OF_COLUMNS else 1
+    first = replace(kernel.grid[0], descending=True, abreast=few, together=TOGETHER // row, mirrored=may_mirror(module, kernel))
     made = replace(kernel, grid=(first, *kernel.grid[1:]))
 
     def turned(_: str, op: Op) -> list[Op]:

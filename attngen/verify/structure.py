@@ -122,8 +122,6 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     if len({axis.var for axis in kernel.grid}) < len(kernel.grid):
         yield f"an axis stands twice in the grid, {', '.join(axis.var for axis in kernel.grid)}"
     for at, axis in enumerate(kernel.grid):
-        if axis.abreast > 1 and axis.together:
-            yield f"abreast({axis.abreast}) and together({axis.together}) of the grid axis {axis.var}; expected one of them"
         if axis.abreast < 1 or ((axis.abreast > 1 or axis.together) and (at or axis.var not in AXIS_EXTENT)):
             yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
         if axis.mirrored and not (axis.together and kernel.adds):

@@ -928,7 +928,7 @@ def bwd(
     # Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.
     pid = gl.program_id(0)
     kv_tiles = gl.cdiv(Nk, BLOCK_KV)
-    abreast = gl.maximum(1, 16384 // Nk)
+    abreast = gl.maximum(1, gl.minimum(4, 16384 // Nk))
     first_head = pid // (abreast * kv_tiles) * abreast
     heads_abreast = gl.minimum(abreast, gl.num_programs(0) // kv_tiles - first_head)  # which take turns
     turn = pid - first_head * kv_tiles

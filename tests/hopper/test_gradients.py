@@ -238,6 +238,32 @@ def test_windows_and_padded_sequences_are_mirrored_too() -> None:
         assert f"turn(select(mirrored > 0, (kv_start // BLOCK_KV) - {gone}, " in text, name
 
 
+def test_select_tiles_takes_few_heads_together_where_programs_have_two_wide_ones() -> None:
+    grids = {name: print_kernel(backward(whole(name))).splitlines()[0] for name in ("shared", "wide_causal", "one_head", "dropping_wide")}
+    few = {name: "descending abreast(4) together(16384)" in grid for name, grid in grids.items()}
+    assert few == {"shared": True, "wide_causal": False, "one_head": False, "dropping_wide": True}
+    text = render(whole("shared"))["hopper.py"].partition("\ndef bwd(")[2]
+    assert "    abreast = gl.maximum(1, gl.minimum(4, 16384 // Nk))\n" in text
+
+
+def test_legalize_gluon_has_the_second_program_of_a_pair_add_in_its_turn() -> None:
+    assert changed("shared", "take-turns", "legalize-gluon", "consumer") == (
+        [
+            f"merge %{name}[b, hkv, split // 2, kv, {width}] %{name.lower()}_out check(kv) "
+            f"turns(%DKDV_TURNS[b, hkv, split // 2, kv_start]) turn(split % 2){ends}"
+            for name, width, ends in (("dK", "d_qk", ""), ("dV", "d_v", " ends(yes)"))
+        ],
+        [
+            "follow %DKDV_TURNS_pair[kv_start] turn(split % 2)",
+            "put %dK[b, hkv, split // 2, kv, d_qk] %dk_out through(%V_ring) turn(split % 2)",
+            "put %dV[b, hkv, split // 2, kv, d_v] %dv_out through(%V_ring) turn(split % 2)",
+            "flush %V_ring",
+            "raise %DKDV_TURNS_pair[kv_start]",
+        ],
+    )
+    assert "%DKDV_TURNS_pair = base %DKDV_TURNS[b, hkv, split // 2] : ptr[] @reg" in lines("legalize-gluon", "entry", "shared")
+
+
 def test_hide_queries_hides_those_past_the_end() -> None:
     assert changed("wide", "assign-roles", "hide-queries", "step") == (
         [
@@ -618,6 +644,75 @@ PIECES_REFUSED = {
         "`bodies`: .*with sums",
     ),
 }
+_FOLLOW = "    follow %DKDV_TURNS_pair[kv_start] turn(split % 2)\n"
+_RAISE = "    raise %DKDV_TURNS_pair[kv_start]\n"
+PAIRS_REFUSED = {
+    "one that does not wait": (_FOLLOW, "", "`walks`: .*expected one follow, all puts, their flush and then one raise"),
+    "one that waits for itself": (_FOLLOW, _FOLLOW.replace("split % 2", "split"), "`walks`: .*expected one follow"),
+    "one that waits late": (
+        f"{_FOLLOW}    put %dK[b, hkv, split // 2, kv, d_qk] %dk_out through(%V_ring) turn(split % 2)\n",
+        f"    put %dK[b, hkv, split // 2, kv, d_qk] %dk_out through(%V_ring) turn(split % 2)\n{_FOLLOW}",
+        "`walks`: .*expected one follow",
+    ),
+    "a turn that is not passed": (_RAISE, "", "`walks`: .*expected one follow"),
+    "a turn that is passed early": (f"    flush %V_ring\n{_RAISE}", f"{_RAISE}    flush %V_ring\n", "`walks`: .*expected one follow"),
+    "turns of another pair": (
+        "base %DKDV_TURNS[b, hkv, split // 2]",
+        "base %DKDV_TURNS[b, hkv, 0]",
+        "`(indexing|walks)`: .*",
+    ),
+    "an output that replaces": (
+        "%dv_out through(%V_ring) turn(split % 2)",
+        "%dv_out through(%V_ring)",
+        "`walks`: .*puts other tiles in turn than those that @bwd merges",
+    ),
+    "the tile of another pair": ("put %dK[b, hkv, split // 2,", "put %dK[b, hkv, 0,", "`walks`: .*puts other tiles in turn"),
+    "turns counted in an output": (
+        "follow %DKDV_TURNS_pair[kv_start]",
+        "follow %dK[b, hkv, 0, kv_start, 0]",
+        "`types`: .*takes turns by %dK; expected one element of a tensor of i32 of role sum",
+    ),
+    "a turn of half": (
+        "follow %DKDV_TURNS_pair[kv_start] turn(split % 2)",
+        "follow %DKDV_TURNS_pair[kv_start] turn(split/2)",
+        "`types`: .*",
+    ),
+}
+MERGES_REFUSED = {
+    "tiles of all pairs": ("base %dK[b, hkv, split // 2]", "base %dK[b, hkv, 0]", "`indexing`: .*expected `split // 2`"),
+    "no turns": (
+        " turns(%DKDV_TURNS[b, hkv, split // 2, kv_start]) turn(split % 2)\n",
+        "\n",
+        "`types`: .*adds as it comes; expected turns, and a turn",
+    ),
+    "a store": (
+        "merge %dK_head[kv, d_qk] %dk_out check(kv) turns(%DKDV_TURNS[b, hkv, split // 2, kv_start]) turn(split % 2)",
+        "store %dK_head[kv, d_qk] %dk_out check(kv)",
+        "`indexing`: .*writes rows of %dK that the other programs along split write, too",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", PAIRS_REFUSED)
+def test_wrong_pairs_are_refused(mistake: str) -> None:
+    old, new, reason = PAIRS_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("shared", (old, new)))
+
+
+@pytest.mark.parametrize("mistake", MERGES_REFUSED)
+def test_wrong_merges_are_refused(mistake: str) -> None:
+    old, new, reason = MERGES_REFUSED[mistake]
+    head, at, rest = print_module(whole("shared")).partition("kernel @bwd own")
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(parse_module(head + at + edit(rest, (old, new))))
+
+
+def test_a_pair_of_which_none_is_first_waits_for_ever() -> None:
+    with pytest.raises(RolesStuck, match="@bwd: programs wait for turns for ever"):
+        run("shared", 0, (40, 40), ((_FOLLOW, _FOLLOW.replace("split % 2", "1 + split % 2")),))
+
+
 HEADS_REFUSED = {
     "one role with other heads": (" step(@write) in_order(yes) heads(g_first .. g_end)", " step(@write) in_order(yes)", "`walks`: .*"),
     "all heads of the group": ("heads(g_first .. g_end)", "heads(0 .. group)", "`walks`: .*runs over other tiles of class"),
@@ -782,6 +877,14 @@ def test_what_waits_for_ever_is_named() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- as printed
+
+
+def test_a_copy_without_rows_takes_no_turn_in_a_pair() -> None:
+    """Beyond the last key, the place of its turns would be another pair's."""
+    text = render(whole("shared"))["hopper.py"].partition("\ndef bwd_consumer(")[2]
+    follow = "    if kv_start < Nk:\n        await_turn(DKDV_TURNS_pair + kv_start, 0, 4 * (split % 2))\n"
+    put = "    if split % 2 == 0:\n        copy_out(dK, [b, hkv * split_pairs + split // 2, kv_start, 0], v_ring.index(COPY))\n"
+    assert text.index(follow) < text.index(put) < text.index("    if kv_start < Nk:\n        pass_turn(DKDV_TURNS_pair + kv_start)\n")
 
 
 def test_mirrored_heads_go_through_their_tiles_backwards() -> None:

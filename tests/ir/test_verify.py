@@ -290,6 +290,17 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "%q in @entry does not check q in full tiles too",
         ),
     ],
+    "merges": [
+        ("causal_gqa", "turn(split % 2)", "turn(split)", "has the turn `split`; expected `split % 2`, the number in its pair"),
+        ("causal_gqa", "turn(split % 2) ends(yes)", "turn(split % 2)", "a program merges one tile of each tensor in its turn"),
+        ("causal_gqa", "turn(split % 2)\n", "turn(split % 2) ends(yes)\n", "and the last merge ends that"),
+        (
+            "causal_gqa",
+            "turns(%DKDV_TURNS[b, hkv, split // 2, kv_start])",
+            "turns(%DKDV_TURNS[b, hkv, 0, kv_start])",
+            "has not the place of its pair, [b, hkv, split // 2, kv_start], in one tensor of turns",
+        ),
+    ],
     "rewrites": [
         (
             "causal_fa1",
