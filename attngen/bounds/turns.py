@@ -66,7 +66,7 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
     visited = visited_range(kernel)
     if visited is None:
         return None
-    own = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
+    own = _Own(kernel, _rising(module))
     (first, if_first), (end, if_end) = map(_unconditional, visited)
     if not (if_first <= if_end and own.knows(first, end, *if_end)):
         return None
@@ -101,7 +101,7 @@ def first_first(module: Module, kernel: Kernel) -> Expr | None:
     visited = visited_range(kernel)
     if visited is None or last_first(module, kernel) is None:
         return None
-    own = _Own(kernel, {name.upper() for d in module.derived for name in d.rising})
+    own = _Own(kernel, _rising(module))
     end, conditions = _unconditional(visited[1])
     gone = [own.passed(end), *(own.lacking(condition) for condition in sorted(conditions, key=str))]
     known = [tiles for tiles in gone if tiles is not None]
@@ -112,6 +112,18 @@ def either_way(module: Module, kernel: Kernel, turn: Expr) -> Expr:
     """The turn of a program, which differs in mirrored heads if the grid has such."""
     mirrored = first_first(module, kernel) if any(axis.mirrored for axis in kernel.grid) else None
     return turn if mirrored is None else select(symbol(MIRRORED) > 0, mirrored, turn)
+
+
+def leaps(module: Module, kernel: Kernel) -> bool:
+    """Whether loops may end at other than a number of rows behind their own tile, or all at one place: where documents end, say.
+
+    Then some own tiles visit more tiles than the one before. If programs of several heads came to all tiles for one head after another,
+    those that visit few would come to their second head early, and wait there for programs of more.
+    """
+    visited = visited_range(kernel)
+    own = _Own(kernel, _rising(module))
+    ends = own.ends(_unconditional(visited[1])[0]) if visited else None
+    return any(own.depends(e - last_row(kernel.own_axis)) for e in ends or ())
 
 
 def visited_range(kernel: Kernel) -> tuple[Expr, Expr] | None:
@@ -135,6 +147,11 @@ def differs(kernel: Kernel, e: Expr) -> bool:
     names = {*symbol_names(kernel.resolve(e))}
     loads = (op for op in kernel.ops() if isinstance(op, Load) and op.name in names)
     return start in names or any(start in symbol_names(index) for op in loads for index in op.src.index)
+
+
+def _rising(module: Module) -> set[str]:
+    """The tensors whose numbers never fall along their last dimension."""
+    return {name.upper() for d in module.derived for name in d.rising}
 
 
 def _unconditional(e: Expr) -> tuple[Expr, set[Bool]]:
@@ -173,15 +190,16 @@ class _Own:
         given = {symbol(arg.name) for arg in self.kernel.args if arg.role == "scalar"} | {symbol(dim) for dim in AXIS_DIM.values()}
         return all(e.free_symbols <= given | {self.start, *self.alike, *self.of_rows} for e in bounds)
 
-    def _depends(self, e: Expr) -> bool:
+    def depends(self, e: Expr) -> bool:
+        """Whether an expression differs by own tile: by where that starts, or by numbers of its rows."""
         return bool(e.free_symbols & {self.start, *self.of_rows})
 
     def rises(self, e: Expr) -> bool:
         """Whether an expression is seen never to fall from one own tile to the next."""
-        if e == self.start or e in self.of_rows or not self._depends(e):
+        if e == self.start or e in self.of_rows or not self.depends(e):
             return True
         if isinstance(e, (floordiv, cdiv)):
-            return not self._depends(e.args[1]) and self.rises(e.args[0])  # divided by the rows of a tile, or a number: more than 0
+            return not self.depends(e.args[1]) and self.rises(e.args[0])  # divided by the rows of a tile, or a number: more than 0
         if e.is_Mul:
             factor, rest = e.as_coeff_Mul()
             return bool(factor > 0) and self.rises(rest) and not rest.is_Mul
@@ -191,14 +209,14 @@ class _Own:
         """Bounds by a condition without which a loop has no turn: none if it stays true for later own tiles. None if that is not known."""
         if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
             return None
-        if not self._depends(condition.lts) and self.rises(condition.gts):
+        if not self.depends(condition.lts) and self.rises(condition.gts):
             return []
         until = self._until(condition)
         return None if until is None else [until]
 
     def _until(self, condition: Bool) -> Expr | None:
         """How many own tiles start before, or at, a number that all programs know; None for other conditions. It may be any integer."""
-        if condition.lts != self.start or self._depends(condition.gts):
+        if condition.lts != self.start or self.depends(condition.gts):
             return None
         end = sympy.Min(self.extent, condition.gts)
         strict = isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan))
@@ -206,7 +224,7 @@ class _Own:
 
     def started(self, first: Expr, end: Expr) -> list[Expr] | None:
         """Bounds by where loops start: own tiles of which that is at the loop's tile, or before. None if it is not solved."""
-        if not self._depends(first):
+        if not self.depends(first):
             return []
         if isinstance(first, select):  # the first own tiles start at once
             at_once, rest = self._until(first.args[0]), self.started(first.args[2], _later(first.args[0], end))
@@ -247,35 +265,38 @@ class _Own:
         if len(sums) != 1 or end != cdiv(sympy.Max(0, sympy.Min(symbol(AXIS_EXTENT[loop]), *sums)), symbol(AXIS_DIM[loop])):
             return None
         most = symbol(f"{loop}_start") - (sums[0] - behind)  # the end of own tiles that have such an end, at most
-        solved = not self._depends(most) and prove_le(with_rows(most + 1, loop, frozenset()), self.extent)
+        solved = not self.depends(most) and prove_le(with_rows(most + 1, loop, frozenset()), self.extent)
         return floordiv(sympy.Max(0, most), self.rows) if solved else None
 
     def passed(self, end: Expr) -> Expr | None:
         """How many own tiles, from the first on, have an end at the loop's tile or before, where some other own tile has not; None if it
         is not solved, or if ends do not rise.
         """
-        if not self._depends(end):
-            return sympy.Integer(0)
-        if not self.rises(end):
+        ends = self.ends(end) if self.rises(end) else None
+        if ends is None:
             return None
-        loop = self.kernel.loop_axis
-        if not isinstance(end, cdiv) or end.args[1] != symbol(AXIS_DIM[loop]):
-            return None
-        rows = end.args[0]
-        if isinstance(rows, sympy.Max) and 0 in rows.args and len(rows.args) == 2:
-            (rows,) = (e for e in rows.args if e != 0)
-        parts = [e for e in (rows.args if isinstance(rows, sympy.Min) else (rows,)) if self._depends(e)]
-        found = [self._ended_by(e, symbol(f"{loop}_start")) for e in parts]
+        found = [self._ended_by(e, symbol(f"{self.kernel.loop_axis}_start")) for e in ends]
         known = [tiles for tiles in found if tiles is not None]
         return sympy.Max(0, *known) if len(known) == len(found) else None
+
+    def ends(self, end: Expr) -> list[Expr] | None:
+        """Where loops end in rows, the least of these, as far as own tiles differ in them; None for ends of another form."""
+        rows, tile = end.args if isinstance(end, cdiv) else (end, None)
+        if not self.depends(end):
+            return []
+        if tile != symbol(AXIS_DIM[self.kernel.loop_axis]):
+            return None
+        if isinstance(rows, sympy.Max) and 0 in rows.args and len(rows.args) == 2:
+            (rows,) = (e for e in rows.args if e != 0)
+        return [e for e in (rows.args if isinstance(rows, sympy.Min) else (rows,)) if self.depends(e)]
 
     def lacking(self, condition: Bool) -> Expr | None:
         """For how many own tiles, from the first on, a condition does not hold, where it holds for some other; None if it is not solved."""
         if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
             return None
-        if not self._depends(condition.gts) and self.rises(condition.lts):
+        if not self.depends(condition.gts) and self.rises(condition.lts):
             return sympy.Integer(0)  # it holds for the first ones
-        if self._depends(condition.lts) or not self.rises(condition.gts):
+        if self.depends(condition.lts) or not self.rises(condition.gts):
             return None
         strict = isinstance(condition, (sympy.StrictLessThan, sympy.StrictGreaterThan))
         return self._ended_by(condition.gts, condition.lts - (0 if strict else 1))
@@ -284,14 +305,14 @@ class _Own:
         """How many own tiles, from the first on, have an expression of at most `at`. It rises with the last row of a tile."""
         last = last_row(self.kernel.own_axis)
         rest = e - last
-        if not self._depends(rest):
+        if not self.depends(rest):
             return floordiv(sympy.Max(0, at - rest + 1), self.rows)
-        steps = [f for f in e.atoms(floordiv) if self._depends(f)]
-        if len(steps) == 1 and not self._depends(steps[0].args[1]):
+        steps = [f for f in e.atoms(floordiv) if self.depends(f)]
+        if len(steps) == 1 and not self.depends(steps[0].args[1]):
             (step,) = steps
             factor, of = e.coeff(step), step.args[1]
             rest = e - factor * step
-            if factor == of and not self._depends(rest) and of.is_positive:
+            if factor == of and not self.depends(rest) and of.is_positive:
                 return self._ended_by(step.args[0], of * floordiv(sympy.Max(0, at - rest + of), of) - 1)
         return None
 
@@ -304,4 +325,4 @@ class _Own:
             self.counted.append(Count(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space)))
             return symbol(name)
         left = e - self.start
-        return None if self._depends(left) else 1 + floordiv(sympy.Max(0, most - left), self.rows)
+        return None if self.depends(left) else 1 + floordiv(sympy.Max(0, most - left), self.rows)

@@ -122,7 +122,7 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "cut", "other", "head", "tile", "slots", "turn", "most"), _EXPR),
     **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to", "do"), _WORD),
-    **dict.fromkeys(("score", "recompute", "draws", "backwards", "kept", "in_order", "counted", "ends"), _FLAG),
+    **dict.fromkeys(("score", "recompute", "draws", "backwards", "kept", "in_order", "counted", "ends", "by_tile"), _FLAG),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
     **dict.fromkeys(("body", "then", "orelse", "kernel", "first", "step", "last", "skip"), (lambda v: f"@{v}", parse_word)),
     "args": _USES,

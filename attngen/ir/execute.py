@@ -214,19 +214,19 @@ class Launch:
     def loop(self, op: Loop, values: Values) -> Program:
         """Run the body for each tile or number of the ranges, in order."""
         carried = {field: values[ref] for field, ref in op.carry}
-        for head in self.heads(op, values):
-            for number in self.numbers(op, values):
-                inside = {**values, **head, **carried, **self.turn(op.var, number, values)}
-                carried = yield from self.block(op.body, inside, op.cls)
+        for head, number in self.by_head(op, self.numbers(op, values), values):
+            inside = {**values, **head, **carried, **self.turn(op.var, number, values)}
+            carried = yield from self.block(op.body, inside, op.cls)
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}
         return values
 
-    def heads(self, op: Any, values: Values) -> list[Values]:
-        """The query heads for which a loop runs, one after another; one, of which nothing is said, where it runs for one."""
+    def by_head(self, op: Any, turns: Iterable[Any], values: Values) -> list[tuple[Values, Any]]:
+        """What a loop runs over, with the number of each query head for which it does; with nothing where it runs for one head."""
         if not op.heads:
-            return [{}]
+            return [({}, turn) for turn in turns]
         ((first, end),) = op.heads
-        return [{MEMBER: g} for g in range(int(self.expression(first, values)), int(self.expression(end, values)))]
+        heads = [{MEMBER: g} for g in range(int(self.expression(first, values)), int(self.expression(end, values)))]
+        return [(head, turn) for turn, head in product(turns, heads)] if op.by_tile else [*product(heads, turns)]
 
     def numbers(self, op: Loop, values: Values) -> Iterator[int]:
         """What the loop runs over: positions in its ranges stand for themselves, or for the listed tile there."""

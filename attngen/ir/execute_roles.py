@@ -257,8 +257,7 @@ class DividedLaunch(Launch):
         numbers = [*(reversed(partial) if op.backwards else partial), *full]
         turns = [("partial" if at < cut else "full", number) for at, number in enumerate(numbers)][hidden:]
         turns = sorted(turns, key=lambda turn: turn[1], reverse=bool(values.get(MIRRORED))) if op.in_order else turns
-        steps = [(head, *turn) for head in self.heads(op, values) for turn in turns]
-        for at, (head, cls, number) in enumerate(steps):
+        for at, (head, (cls, number)) in enumerate(self.by_head(op, turns, values)):
             body = op.step if at or not op.first else op.first
             inside = {**values, **head, **self.named(op, body, carried), **self.turn(op.var, number, values)}
             carried = yield from self.block(body, inside, "partial" if body == op.first else cls)

@@ -225,6 +225,7 @@ class Loop(Op):
     listed: a row of a list of blocks. Ranges are then positions in it (see Position). Each tile's number is read one turn ahead.
     recompute: values that do not change from turn to turn are computed again in each turn, not kept in registers.
     heads: the loop runs once for each of these query heads of a group, one after another; `g` is the number of the head in its group.
+    by_tile: the other way round: it comes to each tile once, for all of these heads, one after another.
     """
 
     var: str
@@ -236,6 +237,7 @@ class Loop(Op):
     listed: str | None = field(default=None, metadata=OPERAND)
     recompute: bool = False
     heads: tuple[tuple[Expr, Expr], ...] = ()
+    by_tile: bool = False
 
     @property
     def variables(self) -> frozenset[str]:

@@ -347,7 +347,7 @@ class Pipeline(Op):
 
     With `in_order`, tiles come by their numbers: full ones follow one another, and partial ones are before and behind them.
     With `recompute`, values that do not change from turn to turn are computed again in each turn, as in a loop (see ops.Loop).
-    With `heads`, all these turns come once for each of these query heads, as in a loop.
+    With `heads`, all these turns come once for each of these query heads, as in a loop; with `by_tile`, for all of them at each tile.
     """
 
     var: str
@@ -365,6 +365,7 @@ class Pipeline(Op):
     in_order: bool = False
     recompute: bool = False
     heads: Ranges = ()
+    by_tile: bool = False
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.bounds.turns import last_first, makers_of
+from attngen.bounds.turns import last_first, leaps, makers_of
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Add, Arg, Loop, Map, Op, Type
@@ -51,9 +51,15 @@ def _with_turns(module: Module, kernel: Kernel) -> Kernel:
     add = next((op for op in kernel.ops() if isinstance(op, Add)), None)
     if add is None:
         return kernel
-    turn, before = last_first(module, kernel), makers_of(kernel, add)
+    turn, before, by_tile = last_first(module, kernel), makers_of(kernel, add), leaps(module, kernel)
     expr, makers = turn or (None, ())
-    return kernel.rewrite(lambda _, op: [*makers, replace(add, turn=expr)] if op is add else [] if op in before else [op])
+
+    def change(_: str, op: Op) -> list[Op]:
+        if op is add:
+            return [*makers, replace(add, turn=expr)]
+        return [] if op in before else [replace(op, by_tile=by_tile) if isinstance(op, Loop) and op.heads else op]
+
+    return kernel.rewrite(change)
 
 
 def _lacks_turns(kernel: Kernel) -> bool:

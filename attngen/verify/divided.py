@@ -176,6 +176,8 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             alone = not (op.first or op.places or op.backwards)
             if op.in_order and not (alone and len(op.full) <= 1 and whole_range((*op.partial, *op.full))):
                 yield f"%{op.name} comes to tiles in their order; expected @step alone, one range of full ones, and others beside it"
+            if op.by_tile and not (op.in_order and op.heads and not op.listed):
+                yield f"%{op.name} comes to each tile for all heads; expected heads, and a loop over tiles in their order, of no list"
             if op.recompute and not (op.in_order and op.carry):
                 yield f"%{op.name} computes its numbers again in each turn; expected a loop over tiles in their order, with sums"
         elif isinstance(op, Loop):
@@ -218,7 +220,7 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     if turns != expected:
         yield f"its programs add in other turns than those of @{portable.name} as it is portable"
     yield from _merged(kernel, portable)
-    wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed, loop.heads) for loop in portable.loops}
+    wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed, (loop.heads, loop.by_tile)) for loop in portable.loops}
     scalars = dict(portable.named)
     for name, expr in kernel.named:
         if scalars.get(name) != expr:
@@ -275,13 +277,13 @@ def _target(kernel: Kernel, op: Merge | Put) -> tuple[str, tuple[Any, ...]]:
     return tensor.name, index
 
 
-def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, Ranges, tuple[bool, bool]]]:
+def _runs(op: Op) -> Iterator[tuple[str, Ranges, str | None, tuple[Ranges, bool], tuple[bool, bool]]]:
     """What an op runs over: a class of tiles, where they are, the heads, and whether tiles come from last to first, or by their numbers."""
     if isinstance(op, Loop):
-        yield op.cls, op.ranges, op.listed, op.heads, (False, False)
+        yield op.cls, op.ranges, op.listed, (op.heads, op.by_tile), (False, False)
     if isinstance(op, Pipeline):
-        yield "partial", op.partial, op.listed, op.heads, (op.backwards, op.in_order)
-        yield "full", op.full, op.listed, op.heads, (False, op.in_order)
+        yield "partial", op.partial, op.listed, (op.heads, op.by_tile), (op.backwards, op.in_order)
+        yield "full", op.full, op.listed, (op.heads, op.by_tile), (False, op.in_order)
 
 
 def used(module: Module, kernel: Kernel) -> Iterator[str]:

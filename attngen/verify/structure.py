@@ -216,6 +216,8 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
         in_group = len(loop.heads) == 1 and in_turn(kernel, loop)[1] == (0, dimension("group"))
         if loop.heads and not (in_group and kernel.adds and over_tiles):
             yield f"%{loop.name} takes heads in turn that are not the program's part of a group's, or in a kernel that adds nothing"
+        if loop.by_tile and not loop.heads:
+            yield f"%{loop.name} comes to each tile for all heads, and takes no heads in turn"
         counted = AXES.get(loop.var)
         if loop.var not in AXIS_EXTENT and (counted is None or ranges(kernel, loop) != [(0, dimension(counted))]):
             yield f"%{loop.name} does not run over 0 .. {counted or 'what its variable counts'}, or over the program's part of it"

@@ -245,6 +245,13 @@ def halves(x):
 
 
 @gluon.jit
+def next_head(tile, head, first, end):
+    # The next head at a tile; after the last one, the first at the next tile.
+    last = head + 1 == end
+    return gl.where(last, tile + 1, tile), gl.where(last, first, head + 1)
+
+
+@gluon.jit
 def following(slot, phase, SLOTS: gl.constexpr):
     # The slot after this one, and the phase of its barrier.
     last = slot + 1 == SLOTS
@@ -698,39 +705,39 @@ def bwd_producer(
     for copy in gl.static_range(2):
         mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
         copy_in(V, [b, hkv, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
-    # the program's query heads, one after another
-    for g in range(g_first, g_end):
-        # tiles in their order; in mirrored heads backwards
-        for at in range(q_first, q_end):
-            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
-            q_start = q_tile * BLOCK_Q
-            if q_fills >= SLOTS:
-                meet(5 + q_slot, THREADS)  # the slot is free
-            copy_row(
-                LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(g + hkv * group, gl.int64) * stride_lse2_h + q_start,
-                Nq - q_start,
-                lse2_ring.index(q_slot),
-                q_full.index(q_slot),
-            )
-            copy_row(
-                DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(g + hkv * group, gl.int64) * stride_delta_h + q_start,
-                Nq - q_start,
-                delta_ring.index(q_slot),
-                q_full.index(q_slot),
-            )
-            mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
-            copy_in(Q, [b, g + hkv * group, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
-            q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
-            if do_fills >= SLOTS:
-                meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
-            mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
-            copy_in(
-                dO,
-                [b, g + hkv * group, q_start, 0],
-                do_full.index(do_slot),
-                do_ring.index(do_slot),
-            )
-            do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+    at, g = q_first, g_first
+    # tiles in their order; in mirrored heads backwards; each for all heads of the program
+    for _ in range((q_end - q_first) * (g_end - g_first)):
+        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
+        q_start = q_tile * BLOCK_Q
+        if q_fills >= SLOTS:
+            meet(5 + q_slot, THREADS)  # the slot is free
+        copy_row(
+            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(g + hkv * group, gl.int64) * stride_lse2_h + q_start,
+            Nq - q_start,
+            lse2_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        copy_row(
+            DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(g + hkv * group, gl.int64) * stride_delta_h + q_start,
+            Nq - q_start,
+            delta_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+        copy_in(Q, [b, g + hkv * group, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+        if do_fills >= SLOTS:
+            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
+        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
+        copy_in(
+            dO,
+            [b, g + hkv * group, q_start, 0],
+            do_full.index(do_slot),
+            do_ring.index(do_slot),
+        )
+        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+        at, g = next_head(at, g, g_first, g_end)
     for _ in range(gl.minimum(q_fills, SLOTS)):
         q_slot = gl.where(q_slot == 0, SLOTS - 1, q_slot - 1)
         meet(5 + q_slot, THREADS)
@@ -768,83 +775,83 @@ def bwd_consumer(
     mbarrier.wait(v_full.index(COPY), 0)
     dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
     dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-    # the program's query heads, one after another
-    for _ in range(g_first, g_end):
-        # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; in mirrored heads
-        # backwards
-        for at in range(q_first, q_end):
-            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
-            k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
-            k = k_all_near.slice(COPY * ROWS, ROWS, 0)
-            v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
-            mbarrier.wait(q_full.index(q_slot), q_phase)
-            q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
-            meet(14 + COPY, 256)  # this copy's turn
-            s_flight = warpgroup_mma(
-                k,
-                q.permute((1, 0)),
-                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
-                use_acc=False,
-                is_async=True,
+    at, g = q_first, g_first
+    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones; in mirrored heads
+    # backwards; each for all heads of the program
+    for _ in range((q_end - q_first) * (g_end - g_first)):
+        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
+        k_all_near = k_ring.index(nothing()).reshape([BLOCK_KV, D_QK])
+        k = k_all_near.slice(COPY * ROWS, ROWS, 0)
+        v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
+        mbarrier.wait(q_full.index(q_slot), q_phase)
+        q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+        meet(14 + COPY, 256)  # this copy's turn
+        s_flight = warpgroup_mma(
+            k,
+            q.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        mbarrier.wait(do_full.index(q_slot), q_phase)
+        do = do_ring.index(q_slot).reshape([BLOCK_Q, D_V])
+        dp_flight = warpgroup_mma(
+            v_near,
+            do.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        s = warpgroup_mma_wait(1, deps=[s_flight])
+        if (q_tile < q_full_first) | (q_tile >= q_full_end):
+            q_start = q_tile * BLOCK_Q
+            q_idx = q_start + q_off
+            s = gl.where(
+                (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (
+                    (kv_idx // 8192)[:, None] >= floor_div(q_idx + Nk - Nq, 8192)[None, :]
+                ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
+                s,
+                float("-inf"),
             )
-            mbarrier.wait(do_full.index(q_slot), q_phase)
-            do = do_ring.index(q_slot).reshape([BLOCK_Q, D_V])
-            dp_flight = warpgroup_mma(
-                v_near,
-                do.permute((1, 0)),
-                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
-                use_acc=False,
-                is_async=True,
-            )
-            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
-            s = warpgroup_mma_wait(1, deps=[s_flight])
-            if (q_tile < q_full_first) | (q_tile >= q_full_end):
-                q_start = q_tile * BLOCK_Q
-                q_idx = q_start + q_off
-                s = gl.where(
-                    (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (
-                        (kv_idx // 8192)[:, None] >= floor_div(q_idx + Nk - Nq, 8192)[None, :]
-                    ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
-                    s,
-                    float("-inf"),
-                )
-            lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
-            p = gl.exp2(s * qk_scale - lse2[None, :])
-            dp = warpgroup_mma_wait(0, deps=[dp_flight])
-            p = hold_tile(p)
-            delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
-            ds = p * (dp - delta[None, :])
-            p_cast = pack(p, dtype)
-            ds_cast = pack(ds, dtype)
-            ds_ring.index(q_slot).slice(COPY * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
-            fence_async_shared()
-            arrive(5 + SLOTS + SLOTS + 2 * q_slot + COPY, 256)  # this copy's part is there
-            meet(14 + COPY, 256)  # this copy's turn
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
-            dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
-            ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
-            dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
-            meet(5 + SLOTS + SLOTS + 2 * q_slot + 1 - COPY, 256)  # the other copy's part is there
-            ds_all = ds_ring.index(q_slot)
-            dq_flight = warpgroup_mma(
-                ds_all.permute((1, 0)),
-                k_all_near.slice(COPY * 64, 64, 1),
-                gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
-                use_acc=False,
-                is_async=True,
-            )
-            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
-            dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
-            arrive_soon(5 + SLOTS + q_slot, THREADS)
-            dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
-            arrive_soon(5 + q_slot, THREADS)
-            q_slot, q_phase = following(q_slot, q_phase, SLOTS)
-            dq = warpgroup_mma_wait(0, deps=[dq_flight])
-            mbarrier.wait(dq_free.index(dq_slot), dq_phase)  # what was there has left
-            store_sums(dq_ring.index(COPY + 2 * dq_slot).reshape([BLOCK_Q, 64]), dq, PARTS)
-            fence_async_shared()
-            mbarrier.arrive(dq_full.index(dq_slot), count=1)
-            dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        p = gl.exp2(s * qk_scale - lse2[None, :])
+        dp = warpgroup_mma_wait(0, deps=[dp_flight])
+        p = hold_tile(p)
+        delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        ds = p * (dp - delta[None, :])
+        p_cast = pack(p, dtype)
+        ds_cast = pack(ds, dtype)
+        ds_ring.index(q_slot).slice(COPY * ROWS, ROWS, 0).store(unpack(ds_cast, dtype))
+        fence_async_shared()
+        arrive(5 + SLOTS + SLOTS + 2 * q_slot + COPY, 256)  # this copy's part is there
+        meet(14 + COPY, 256)  # this copy's turn
+        p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+        dv_flight = warpgroup_mma(p_cast_operand, do, dv, is_async=True)
+        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+        dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
+        meet(5 + SLOTS + SLOTS + 2 * q_slot + 1 - COPY, 256)  # the other copy's part is there
+        ds_all = ds_ring.index(q_slot)
+        dq_flight = warpgroup_mma(
+            ds_all.permute((1, 0)),
+            k_all_near.slice(COPY * 64, 64, 1),
+            gl.zeros([BLOCK_Q, 64], gl.float32, PARTS),
+            use_acc=False,
+            is_async=True,
+        )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        dv, p_cast_operand = warpgroup_mma_wait(2, deps=[dv_flight, p_cast_operand])
+        arrive_soon(5 + SLOTS + q_slot, THREADS)
+        dk, ds_cast_operand = warpgroup_mma_wait(1, deps=[dk_flight, ds_cast_operand])
+        arrive_soon(5 + q_slot, THREADS)
+        q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+        dq = warpgroup_mma_wait(0, deps=[dq_flight])
+        mbarrier.wait(dq_free.index(dq_slot), dq_phase)  # what was there has left
+        store_sums(dq_ring.index(COPY + 2 * dq_slot).reshape([BLOCK_Q, 64]), dq, PARTS)
+        fence_async_shared()
+        mbarrier.arrive(dq_full.index(dq_slot), count=1)
+        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+        at, g = next_head(at, g, g_first, g_end)
     dk_out = (dk * scale).to(dtype)
     if kv_start < Nk:
         await_turn(DKDV_TURNS_pair + kv_start, 0, 4 * (split % 2))
@@ -880,52 +887,52 @@ def bwd_writer(
 ):
     dq_slot, dq_phase = 0, 0
     q_ahead, turn_seen = -1, 0
-    # the program's query heads, one after another
-    for g in range(g_first, g_end):
-        # tiles in their order; in mirrored heads backwards
-        for at in range(q_first, q_end):
-            q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
-            q_start = q_tile * BLOCK_Q
-            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-            turn = gl.where(
-                mirrored > 0,
-                kv_start // BLOCK_KV - 8192 * (gl.maximum(0, Nk + q_start - Nq) // 8192) // BLOCK_KV,
-                gl.minimum(
-                    1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
-                    gl.cdiv(Nk, BLOCK_KV),
-                ) - 1 - kv_start // BLOCK_KV,
-            )
-            await_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
-                gl.where(q_start == q_ahead, turn_seen, -1),
-                turn,
-            )
-            for piece in gl.static_range(2):
-                if turn == 0:
-                    copy_out(
-                        DQ_ACC,
-                        [b, g + hkv * group, q_start, piece * 64],
-                        dq_ring.index(2 * dq_slot + piece),
-                    )
-                else:
-                    add_out(
-                        DQ_ACC,
-                        [b, g + hkv * group, q_start, piece * 64],
-                        dq_ring.index(2 * dq_slot + piece),
-                    )
-            q_ahead = q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q)
-            turn_seen = turns_passed(
-                DQ_TURNS
-                + gl.cast(b, gl.int64) * stride_dq_turns_b
-                + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h
-                + gl.minimum(gl.maximum(q_ahead, 0), Nq - 1),
-            )
-            sent()
-            mbarrier.arrive(dq_free.index(dq_slot), count=1)
-            dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-            pass_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
-            )
+    at, g = q_first, g_first
+    # tiles in their order; in mirrored heads backwards; each for all heads of the program
+    for _ in range((q_end - q_first) * (g_end - g_first)):
+        q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
+        q_start = q_tile * BLOCK_Q
+        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+        turn = gl.where(
+            mirrored > 0,
+            kv_start // BLOCK_KV - 8192 * (gl.maximum(0, Nk + q_start - Nq) // 8192) // BLOCK_KV,
+            gl.minimum(
+                1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
+                gl.cdiv(Nk, BLOCK_KV),
+            ) - 1 - kv_start // BLOCK_KV,
+        )
+        await_turn(
+            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
+            gl.where(q_start == q_ahead, turn_seen, -1),
+            turn,
+        )
+        for piece in gl.static_range(2):
+            if turn == 0:
+                copy_out(
+                    DQ_ACC,
+                    [b, g + hkv * group, q_start, piece * 64],
+                    dq_ring.index(2 * dq_slot + piece),
+                )
+            else:
+                add_out(
+                    DQ_ACC,
+                    [b, g + hkv * group, q_start, piece * 64],
+                    dq_ring.index(2 * dq_slot + piece),
+                )
+        q_ahead = gl.where(g + 1 < g_end, q_start, q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q))
+        turn_seen = turns_passed(
+            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(
+                hkv * group + gl.where(1 + g < g_end, 1 + g, g_first),
+                gl.int64,
+            ) * stride_dq_turns_h + gl.minimum(gl.maximum(q_ahead, 0), Nq - 1),
+        )
+        sent()
+        mbarrier.arrive(dq_free.index(dq_slot), count=1)
+        dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
+        pass_turn(
+            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
+        )
+        at, g = next_head(at, g, g_first, g_end)
 
 
 @gluon.jit(do_not_specialize=["Nq", "Nk"])

@@ -14,9 +14,9 @@ from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, piece_of, pieces
-from attngen.ir.expr import symbol
+from attngen.ir.expr import select, symbol
 from attngen.ir.graph import MIRRORED, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Arg, Base, Block, Init, Loop, Map, Mask, Merge, Op, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, MEMBER, Access, Add, Arg, Base, Block, Init, Loop, Map, Mask, Merge, Op, Type, Yield
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
@@ -547,10 +547,18 @@ class DividedContext(PipelineContext):
         assert op.turns is not None and op.turn is not None
         start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
         clamped = f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.mirrored else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
-        counter, following = self._counter_of(op.turns), self._counter_of(op.turns, clamped)
+        counter = self._counter_of(op.turns)
         further = f"{start} + gl.where({MIRRORED} > 0, -{rows}, {rows})" if self.mirrored else f"{start} + {rows}"
         further = f"{self.loop}_ahead * {rows}" if self.module.blocks else further
-        turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": following, "turn": self.scalar(op.turn)}
+        loop = next(o for o in self.kernel.ops() if isinstance(o, Pipeline) and op in self.kernel.block(o.step).ops)
+        member, following = symbol(MEMBER), op.turns
+        if loop.by_tile:  # the next head is at the same tile, or, after the last one, the first at the next tile
+            ((low, high),) = loop.heads
+            further = f"gl.where({MEMBER} + 1 < {self.scalar(high)}, {start}, {further})"
+            next_head = select(member + 1 < high, member + 1, low)
+            following = Access(following.tensor, tuple(e.xreplace({member: next_head}) for e in following.index))
+        seen = self._counter_of(following, clamped)
+        turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": seen, "turn": self.scalar(op.turn)}
         return {**text, **turns, "pieces": tiles, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
 
     def _next_start(self) -> str:

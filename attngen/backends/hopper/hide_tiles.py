@@ -77,7 +77,8 @@ def as_pipeline(loops: Sequence[Loop | Pipeline]) -> Pipeline:
     ranges = {loop.cls: loop.ranges for loop in loops if isinstance(loop, Loop)}
     name = first.name.rpartition("_")[0]
     tiles = ranges.get("partial", ()), ranges.get("full", ())
-    return Pipeline(name, first.var, *tiles, first.carry, step=first.body, listed=first.listed, heads=first.heads)
+    made = Pipeline(name, first.var, *tiles, first.carry, step=first.body, listed=first.listed)
+    return replace(made, heads=first.heads, by_tile=first.by_tile)
 
 
 def _skipped(ops: Sequence[Op]) -> Iterator[Op]:

@@ -43,6 +43,7 @@ def context(module: Module) -> dict[str, Any]:
         "adds": Add in kinds,
         "recomputes": any(isinstance(op, Pipeline) and op.recompute for op in ops),
         "counts": Count in kinds,
+        "heads_by_tile": any(isinstance(op, Pipeline) and op.by_tile for op in ops),
         "turned": any("store_sums" in view.words for view in views),
         "nears": Near in kinds,
         "holds_tiles": PAIR in held,

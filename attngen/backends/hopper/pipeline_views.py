@@ -155,7 +155,7 @@ class PipelineContext(SoftmaxContext):
             self._name_counter(loop, header, body)
             loops.append(Node("loop", gluon(header), body))
         last = self.block(op.last, "full") if op.last else []
-        loops = [self._of_heads(op, loops)] if op.heads else loops
+        loops = [self._of_heads(op, loops)] if op.heads and not op.by_tile else loops
         return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
 
     def _of_heads(self, op: Pipeline, loops: list[Node]) -> Node:
@@ -197,7 +197,22 @@ class PipelineContext(SoftmaxContext):
             last = f"{end} - 1" if first == "0" else f"{first} + {end} - 1"
             turned = f"{tile} = gl.where({MIRRORED} > 0, {last} - at, at)"
             text |= {"var": "at", "steps": [turned, *loop.text["steps"]], "comment": f"{comment}; in mirrored heads backwards"}
-        return Node("loop", {**loop.text, **text, "recompute": op.recompute}, loop.body)
+        made = Node("loop", {**loop.text, **text, "recompute": op.recompute}, loop.body)
+        return self._by_tile(op, made, first, end) if op.by_tile else made
+
+    def _by_tile(self, op: Pipeline, loop: Node, first: str, end: str) -> Node:
+        """The loop over tiles, as one over the tiles for each head: a loop of two turns inside would take longer."""
+        ((low, high),) = op.heads
+        at, begin, past = loop.text["var"], self.scalar(low), self.scalar(high)
+        tiles = end if first == "0" else f"({end} - {first})"
+        text = {
+            "var": "_",
+            "range": f"{tiles} * ({past} - {begin})",
+            "before": [*loop.text["before"], f"{at}, {MEMBER} = {first}, {begin}"],
+            "comment": f"{loop.text['comment']}; each for all heads of the program",
+        }
+        after = Node("lines", {"lines": [f"{at}, {MEMBER} = next_head({at}, {MEMBER}, {begin}, {past})"]})
+        return Node("loop", {**loop.text, **text}, [*loop.body, after])
 
     def _loop_of_both(
         self, op: Pipeline, parts: tuple[list[Node], list[Node], int], tile: list[str], condition: str, begin: str, always: bool = False
