@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attngen import __version__
-from attngen.build.backward import build_delta, build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, fuses, learned
+from attngen.build.backward import build_delta, build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, learned, unfused
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.build.host import build_hosts
@@ -42,7 +42,7 @@ def build_module(spec: Spec) -> Module:
     }[spec.schedule.order]
     if SHARINGS[spec.heads.sharing].is_shared and spec.schedule.order == "q_outer":
         backward += (build_dkdv_end,)
-    if fuses(spec):
+    if not unfused(spec):
         backward += (build_fused, build_dq_end)
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
     ways = [way for way in WAYS if way.applies(spec)]

@@ -230,16 +230,22 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
     b.map(name, sympy.Mul(*map(symbol, uses)), block, dtype, False, **uses)
 
 
-def fuses(spec: Spec) -> bool:
-    """Whether one kernel can compute dQ, dK and dV: its sums fit, and dQ's kernel would sum nothing else but what follows from dQ.
+def unfused(spec: Spec) -> str:
+    """Why no kernel computes dQ, dK and dV at once, as the end of a sentence; empty text if one can.
 
-    Not where data lists the blocks: full ones and others have lists of their own, so that no list is in the order of turns.
+    Where data lists the blocks, full ones and others have lists of their own, so that no list is in the order of turns.
     """
-    wide = spec.head_dim.qk + spec.head_dim.v > WIDEST_FUSED
     blocks = listed_blocks(spec)
-    from_data = blocks is not None and blocks.data
-    plain = not (wide or from_data or spec.schedule.order == "kv_outer")
-    return spec.trains and plain and all(x.by == "row" or _of_dq(spec, x) is not None for x in learned(spec))
+    if not spec.trains:
+        return "there is no backward"
+    if spec.schedule.order == "kv_outer":
+        return "keys are the outer loop"
+    if spec.head_dim.qk + spec.head_dim.v > WIDEST_FUSED:
+        return f"q, k and v have {spec.head_dim.qk} and {spec.head_dim.v} columns, and sums of dK and dV fit of {WIDEST_FUSED} together"
+    if blocks is not None and blocks.data:
+        return "data lists the blocks of the mask"
+    left = [x.input for x in learned(spec) if x.by != "row" and _of_dq(spec, x) is None]
+    return f"the gradient of `{left[0]}` needs sums of its own" if left else ""
 
 
 def _of_dq(spec: Spec, x: Learned) -> Any:

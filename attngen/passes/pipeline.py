@@ -8,6 +8,7 @@ from functools import partial
 from attngen.backends import DIVIDERS, backend_of
 from attngen.backends.base import Division
 from attngen.build import build_module
+from attngen.build.backward import unfused
 from attngen.errors import SpecError, suggest
 from attngen.ir.graph import Module, Row
 from attngen.passes.base import Pass
@@ -73,12 +74,19 @@ def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
 
 
 def undivided(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None) -> Iterator[str]:
-    """A sentence for each kernel of a spec's module that a backend could divide and does not, on why. `module` is as after the pass dce."""
+    """A sentence for each kernel that a backend could divide and does not, on why; one where no kernel computes all gradients in one pass.
+
+    `module` is the spec's, as after the pass dce.
+    """
     tables = committed() if tables is None else tables
     for divider in DIVIDERS.values():
         for division in (d for d in divider.divisions if any(kernel.name == d.kernel for kernel in module.kernels)):
             if isinstance(why := choose(divider, spec.schedule, tables, division, module), str):
                 yield f"On {divider.device} the kernel @{division.kernel} has no row for {divider.name}: {why}."
+    one_pass = any(kernel.adds for kernel in module.kernels)
+    if spec.trains and spec.schedule.order != "kv_outer" and not one_pass:
+        why = unfused(spec) or "it is not known how many tiles of keys come to each tile of queries"
+        yield f"No kernel computes all gradients in one pass: {why}."
 
 
 def divide(module: Module, kernel: str, row: Row) -> Module:

@@ -168,6 +168,23 @@ def test_split_loops_gives_a_program_its_turn() -> None:
     assert after == [f"-(kv_start // BLOCK_KV) + min((max(0, {last}) // BLOCK_KV) + 1, cdiv(Nk, BLOCK_KV)) - 1"] and before != after
 
 
+def test_split_loops_comes_to_tiles_for_all_heads_where_some_keys_visit_more_than_earlier_ones() -> None:
+    """Documents do, and chunks: where one ends, the next keys' loops end later by its length. In windows all are as long."""
+    chunks = {"heads": {"sharing": "gqa"}, "mask": {"chunked": {"size": 40}}}
+    by_data = {"heads": {"sharing": "gqa"}, "mask": {"all_of": ["causal", "document"]}}
+    made = {"chunks": lower(make_spec({"name": "one_pass", "head_dim": 128, **chunks}), "split-loops")}
+    made["documents"] = lower(make_spec({"name": "one_pass", "head_dim": 128, **by_data}), "split-loops")
+    made |= {name: steps(name)["split-loops"] for name in ("packed", "shared", "shared_in_a_window")}
+    loops = {name: [op for op in module.kernel("bwd").loops if op.heads] for name, module in made.items()}
+    assert {name: {op.by_tile for op in found} for name, found in loops.items()} == {
+        "chunks": {True},
+        "documents": {True},
+        "packed": {True},
+        "shared": {False},
+        "shared_in_a_window": {False},
+    }
+
+
 def test_split_loops_counts_what_data_says() -> None:
     before, after = (lines_of(steps("packed")[stage].kernel("bwd"), "step") for stage in ("classify-tiles", "split-loops"))
     head, turn = "b, g + group*hkv", "turn(-(kv_start // BLOCK_KV) + min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - 1)"
@@ -539,6 +556,20 @@ def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any],
     assert why in " ".join(undivided(made, module["dce"]))
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"head_dim": 256}, "q, k and v have 256 and 256 columns, and sums of dK and dV fit of 320 together"),
+        ({"score": learned("s + x[q_idx - kv_idx + q_len]", "*")}, "the gradient of `x` needs sums of its own"),
+        ({"mask": {"expr": "kv_idx + q_idx <= q_len"}}, "it is not known how many tiles of keys come to each tile of queries"),
+    ],
+)
+def test_explain_says_why_there_is_no_kernel_in_one_pass(asked: dict[str, Any], why: str) -> None:
+    made = make_spec({"name": "apart", "head_dim": 128, **asked})
+    said = [text for text in undivided(made, lower(made, "dce")) if "@fwd" not in text]
+    assert said == [f"No kernel computes all gradients in one pass: {why}."]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_numbers_of_queries_fit_beside_tiles(head_dim: int) -> None:
     for many in (1, 2, 3):
@@ -713,6 +744,32 @@ def test_a_pair_of_which_none_is_first_waits_for_ever() -> None:
         run("shared", 0, (40, 40), ((_FOLLOW, _FOLLOW.replace("split % 2", "1 + split % 2")),))
 
 
+BY_TILE_REFUSED = {
+    "one role by head": (
+        "step(@write) in_order(yes) heads(g_first .. g_end) by_tile(yes)",
+        "step(@write) in_order(yes) heads(g_first .. g_end)",
+        "`walks`: .*@writer runs over other tiles of class",
+    ),
+    "partial tiles first": (
+        "step(@write) in_order(yes) heads(g_first .. g_end) by_tile(yes)",
+        "step(@write) heads(g_first .. g_end) by_tile(yes)",
+        "`bodies`: .*expected heads, and a loop over tiles in their order, of no list",
+    ),
+    "no heads": (
+        "step(@write) in_order(yes) heads(g_first .. g_end) by_tile(yes)",
+        "step(@write) in_order(yes) by_tile(yes)",
+        "`(bodies|walks)`: .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BY_TILE_REFUSED)
+def test_wrong_heads_by_tile_are_refused(mistake: str) -> None:
+    old, new, reason = BY_TILE_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("packed", (old, new)))
+
+
 HEADS_REFUSED = {
     "one role with other heads": (" step(@write) in_order(yes) heads(g_first .. g_end)", " step(@write) in_order(yes)", "`walks`: .*"),
     "all heads of the group": ("heads(g_first .. g_end)", "heads(0 .. group)", "`walks`: .*runs over other tiles of class"),
@@ -885,6 +942,16 @@ def test_a_copy_without_rows_takes_no_turn_in_a_pair() -> None:
     follow = "    if kv_start < Nk:\n        await_turn(DKDV_TURNS_pair + kv_start, 0, 4 * (split % 2))\n"
     put = "    if split % 2 == 0:\n        copy_out(dK, [b, hkv * split_pairs + split // 2, kv_start, 0], v_ring.index(COPY))\n"
     assert text.index(follow) < text.index(put) < text.index("    if kv_start < Nk:\n        pass_turn(DKDV_TURNS_pair + kv_start)\n")
+
+
+def test_heads_by_tile_are_one_loop() -> None:
+    text = render(whole("packed"))["hopper.py"]
+    assert text.count("    q_tile, g = q_first, g_first\n") == 3  # once in each role
+    assert text.count("    for _ in range((q_end - q_first) * (g_end - g_first)):\n") == 3
+    assert text.count("        q_tile, g = next_head(q_tile, g, g_first, g_end)\n") == 3
+    writer = text.partition("\ndef bwd_writer(")[2]
+    assert "        q_ahead = gl.where(g + 1 < g_end, q_start, q_start + BLOCK_Q)\n" in writer  # the next turn is of the next head
+    assert "hkv * group + gl.where(1 + g < g_end, 1 + g, g_first)" in writer
 
 
 def test_mirrored_heads_go_through_their_tiles_backwards() -> None:

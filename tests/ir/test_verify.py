@@ -113,6 +113,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "    yield values(m=%soft.m, l=%l_next, acc=%acc_next)\n", "", "@step does not end with its one yield"),
         ("causal_gqa", "loop kv ranges(0 .. kv_full_end)", "loop q ranges(0 .. kv_full_end)", "%keys_full runs over q, of which the grid"),
         ("causal_gqa", "ranges((group*split) // splits .. ", "ranges(0 .. ", "%total does not run over 0 .. group, or over the"),
+        ("causal_gqa", " heads(g_first .. g_end)", " by_tile(yes)", "comes to each tile for all heads, and takes no heads in turn"),
         ("causal_gqa", "heads(g_first .. g_end)", "heads(g_first .. g_end + 1)", "%total_full takes heads in turn that are not the"),
         (
             "causal_gqa",
