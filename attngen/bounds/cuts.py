@@ -66,9 +66,11 @@ def _beyond(comparison: Bool, data: frozenset[str]) -> tuple[Expr, Expr] | None:
     if not isinstance(comparison, INEQUALITIES):
         return None
     solved = solve(comparison, scene)
-    if not isinstance(solved, Bound) or not solved.side:
+    if not isinstance(solved, Bound):
         return None
     over_rows = extremes(solved.rest, scene, (FIRST_ROW, FIRST_ROW + ROWS - 1))
     if over_rows is None:
         return None
+    if not solved.side:  # of rows alone
+        return (over_rows[1], sympy.Integer(0)) if comparison.has(symbol("q_idx")) else None
     return (FIRST_KEY + KEYS, 1 - over_rows[1]) if solved.side > 0 else (over_rows[1], FIRST_KEY)

@@ -716,15 +716,17 @@ def bwd_consumer(
             )
             arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
             s = warpgroup_mma_wait(1, deps=[s_flight])
-            s = gl.where(
-                (floor_mod(q_idx + Nk - Nq, 4)[None, :] == (kv_idx % 4)[:, None])
-                & (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None])
-                & (q_idx[None, :] <= (kv_idx + 2048 + Nq - Nk)[:, None])
-                & (kv_idx < Nk)[:, None]
-                & (q_idx < Nq)[None, :],
-                s,
-                float("-inf"),
-            )
+            s = gl.where(floor_mod(q_idx + Nk - Nq, 4)[None, :] == (kv_idx % 4)[:, None], s, float("-inf"))
+            if (kv_start + ROWS > Nk) | (kv_start + ROWS > 1 + Nk + q_start - Nq) | (q_start + BLOCK_Q - Nq > 0) | (
+                Nk + q_start + BLOCK_Q - 2049 - Nq > kv_start
+            ):
+                s = gl.where(
+                    (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (
+                        q_idx[None, :] <= (kv_idx + 2048 + Nq - Nk)[:, None]
+                    ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
+                    s,
+                    float("-inf"),
+                )
             lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])
             dp = warpgroup_mma_wait(0, deps=[dp_flight])

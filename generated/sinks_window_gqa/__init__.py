@@ -230,5 +230,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("sinks_window_gqa_560a4d1cbbd0", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("sinks_window_gqa_388b82bebe0d", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -783,13 +783,12 @@ def bwd_consumer(
             if (q_tile < q_full_first) | (q_tile >= q_full_end):
                 q_start = q_tile * BLOCK_Q
                 q_idx = q_start + q_off
-                score = gl.where(
-                    (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (
-                        q_idx[None, :] <= (kv_idx + 4095 + Nq - Nk)[:, None]
-                    ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
-                    score,
-                    float("-inf"),
-                )
+                if kv_start + ROWS > 1 + Nk + q_start - Nq:
+                    score = gl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], score, float("-inf"))
+                if Nk + q_start + BLOCK_Q - 4096 - Nq > kv_start:
+                    score = gl.where(q_idx[None, :] <= (kv_idx + 4095 + Nq - Nk)[:, None], score, float("-inf"))
+                if (kv_start + ROWS > Nk) | (q_start + BLOCK_Q - Nq > 0):
+                    score = gl.where((kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :], score, float("-inf"))
             lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(score - lse2[None, :])
             p_steep = p * (1.0 - t1 * t1 * 1.0)

@@ -800,13 +800,12 @@ def bwd_consumer(
             if (q_tile < q_full_first) | (q_tile >= q_full_end):
                 q_start = q_tile * BLOCK_Q
                 q_idx = q_start + q_off
-                s = gl.where(
-                    (q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (
-                        ((q_idx + Nk - Nq)[None, :] - kv_idx[:, None] <= 1023) | (kv_idx < 4)[:, None]
-                    ) & (kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :],
-                    s,
-                    float("-inf"),
-                )
+                if kv_start + ROWS > 1 + Nk + q_start - Nq:
+                    s = gl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], s, float("-inf"))
+                if Nk + q_start + BLOCK_Q - 1024 - Nq > kv_start:
+                    s = gl.where(((q_idx + Nk - Nq)[None, :] - kv_idx[:, None] <= 1023) | (kv_idx < 4)[:, None], s, float("-inf"))
+                if (kv_start + ROWS > Nk) | (q_start + BLOCK_Q - Nq > 0):
+                    s = gl.where((kv_idx < Nk)[:, None] & (q_idx < Nq)[None, :], s, float("-inf"))
             lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
             p = gl.exp2(s * qk_scale - lse2[None, :])
             dp = warpgroup_mma_wait(0, deps=[dp_flight])

@@ -50,6 +50,7 @@ MADE: dict[str, dict[str, Any]] = {
     },
     "one_head": {"head_dim": 32, "heads": {"sharing": "mqa"}},
     "window": {"mask": {"sliding_window": {"left": 40, "right": 0}}},
+    "dilated": {"head_dim": 64, "mask": {"dilated": {"step": 2, "reach": 30}}},
     "streaming": {
         "heads": {"sharing": "gqa"},
         "mask": {"all_of": ["causal", {"any_of": [{"sliding_window": {"left": 9}}, {"sink_tokens": {"count": 4}}]}]},
@@ -292,6 +293,44 @@ def test_hide_queries_hides_those_past_the_end() -> None:
             "%masked = mask %s where(kv_idx < Nk and q_idx < Nq) : f32[BLOCK_KV, BLOCK_Q] @reg",
         ],
     )
+
+
+def test_split_masks_asks_for_each_bound_of_a_window_and_for_the_ends() -> None:
+    gone, come = changed("window", "shift-rows", "split-masks", "step")
+    assert [line.partition(" : ")[0] for line in gone] == [
+        "%masked = mask %s where(q_idx >= -Nk + Nq + kv_idx and q_idx <= -Nk + Nq + kv_idx + 40 and kv_idx < Nk and q_idx < Nq)"
+    ]
+    assert [line.partition(" : ")[0] for line in come] == [
+        "%masked_1 = mask %s where(q_idx >= -Nk + Nq + kv_idx) cut(BLOCK_KV + kv_start > Nk - Nq + q_start + 1)",
+        "%masked_2 = mask %masked_1 where(q_idx <= -Nk + Nq + kv_idx + 40) cut(BLOCK_Q + Nk - Nq + q_start - 41 > kv_start)",
+        "%masked = mask %masked_2 where(kv_idx < Nk and q_idx < Nq) cut(BLOCK_KV + kv_start > Nk or BLOCK_Q - Nq + q_start > 0)",
+    ]
+
+
+def test_split_masks_asks_once_for_all_that_cuts_few_tiles_where_a_mask_applies_in_all() -> None:
+    gone, come = changed("dilated", "shift-rows", "split-masks", "step")
+    assert len(gone) == 1 and len(come) == 2
+    assert "where(((Nk - Nq + q_idx) % 2) == (kv_idx % 2)) when(always) :" in come[0]
+    assert "%masked = mask %masked_1 where(q_idx >= -Nk + Nq + kv_idx and " in come[1] and " when(always) cut(" in come[1]
+
+
+@pytest.mark.parametrize("name", ["wide_causal", "documents", "lengths", "padding"])
+def test_split_masks_leaves_others_whole(name: str) -> None:
+    assert changed(name, "shift-rows", "split-masks", "step") == ([], [])
+
+
+CUTS_REFUSED = {
+    "a row too few": ("q_start - 41 > kv_start", "q_start - 42 > kv_start"),
+    "a key too few": ("kv_start > Nk - Nq + q_start + 1", "kv_start > Nk - Nq + q_start + 2"),
+    "queries past the end": ("BLOCK_Q - Nq + q_start > 0", "BLOCK_Q - Nq + q_start > 1"),
+    "keys past the end": ("cut(BLOCK_KV + kv_start > Nk or ", "cut("),
+}
+
+
+@pytest.mark.parametrize("mistake", CUTS_REFUSED)
+def test_a_question_that_leaves_out_a_tile_is_refused(mistake: str) -> None:
+    with pytest.raises(VerifyError, match="rule `cuts`: .* is passed over in tiles that .* is not proven for"):
+        verify(edited("window", CUTS_REFUSED[mistake]))
 
 
 def test_make_rings_puts_numbers_of_queries_beside_their_tile() -> None:
@@ -560,7 +599,7 @@ def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any],
     ("asked", "why"),
     [
         ({"head_dim": 256}, "q, k and v have 256 and 256 columns, and sums of dK and dV fit of 320 together"),
-        ({"score": learned("s + x[q_idx - kv_idx + q_len]", "*")}, "the gradient of `x` needs sums of its own"),
+        (learned("s + t[q_idx, kv_idx]", "Nq", "Nk"), "the gradient of `t` needs sums of its own"),
         ({"mask": {"expr": "kv_idx + q_idx <= q_len"}}, "it is not known how many tiles of keys come to each tile of queries"),
     ],
 )

@@ -93,7 +93,7 @@ class PipelineContext(SoftmaxContext):
 
     def _of_copy(self, e: Expr) -> str:
         """An expression in a copy's own rows."""
-        return re.sub(r"\bBLOCK_Q\b", "ROWS", self.scalar(e))
+        return re.sub(rf"\b{AXIS_DIM[self.kernel.own_axis]}\b", "ROWS", self.scalar(e))
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
         return {**super()._mask(op, cls), "cut": "" if op.cut is None else self._of_copy(op.cut)}

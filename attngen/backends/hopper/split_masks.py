@@ -10,6 +10,10 @@ softmax, so the other parts are passed over. Whether a bound cuts a tile is one 
 
 Parts whose tiles are not known by their place, such as those that compare data, are one mask, the last. Some masks stay whole, as
 their parts would need more registers than there are (`choice.splits_mask`).
+
+In the backward, of a mask that applies in all tiles, such as every fourth key of a window, what is known to cut few of them comes last,
+under one question. One that applies in partial tiles alone has a question for each bound if there are two, as of a window, and one for
+the ends of the tensors; else it stays whole.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import splits_mask
-from attngen.backends.hopper.forward import with_forwards
+from attngen.backends.hopper.forward import with_backward, with_forwards
 from attngen.bounds.cuts import cut_by, data_of
 from attngen.ir.expr import Bool, symbol_names
 from attngen.ir.graph import Kernel, Module
@@ -34,7 +38,7 @@ class SplitMasks(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_forwards(module, lambda kernel: _split(module, kernel))
+        return with_backward(with_forwards(module, lambda kernel: _split(module, kernel)), _apart)
 
 
 def _split(module: Module, kernel: Kernel) -> Kernel:
@@ -61,6 +65,39 @@ def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
         uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
         value, known = made[-1].name if made else op.value, op.known if last else ()
         made.append(replace(op, name=name, value=value, where=where, uses=uses, known=known, cut=cut))
+    return made
+
+
+def _apart(kernel: Kernel) -> Kernel:
+    """The backward with several masks, one after the other, in place of one of which parts are known to cut few tiles."""
+
+    def change(_: str, op: Op) -> list[Op]:
+        if not isinstance(op, Mask):
+            return [op]
+        data = data_of(kernel, op)
+        parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
+        few = [part for part in parts if cut_by(part, data) is not None]
+        others = [part for part in parts if part not in few]
+        bounds = [part for part in few if {"q_idx", "kv_idx"} <= {*symbol_names(part)}]
+        ends = [part for part in few if part not in bounds]
+        if op.when == "partial":
+            groups = [*([bound] for bound in bounds), ends] if not others and len(bounds) > 1 else []
+        else:
+            groups = [others, few]
+        return _in_groups(op, groups, data) if len(groups) > 1 and all(groups) else [op]
+
+    return kernel.rewrite(change)
+
+
+def _in_groups(op: Mask, groups: list[list[Bool]], data: frozenset[str]) -> list[Op]:
+    """A mask for each group of parts, which is passed over where that is known to cut nothing."""
+    made: list[Op] = []
+    for turn, parts in enumerate(groups, 1):
+        where, value = sympy.And(*parts), made[-1].name if made else op.value
+        name = op.name if turn == len(groups) else f"{op.name}_{turn}"
+        uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
+        cut = cut_by(where, data)
+        made.append(replace(op, name=name, value=value, where=where, uses=uses, known=() if cut is not None else op.known, cut=cut))
     return made
 
 
