@@ -310,10 +310,11 @@ class _Own:
         steps = [f for f in e.atoms(floordiv) if self.depends(f)]
         if len(steps) == 1 and not self.depends(steps[0].args[1]):
             (step,) = steps
-            factor, of = e.coeff(step), step.args[1]
+            factor, (inner, of) = e.coeff(step), step.args
             rest = e - factor * step
-            if factor == of and not self.depends(rest) and of.is_positive:
-                return self._ended_by(step.args[0], of * floordiv(sympy.Max(0, at - rest + of), of) - 1)
+            counts = (inner - last).is_nonnegative  # then a bound below 0 means no tile
+            if factor == of and not self.depends(rest) and of.is_positive and counts:
+                return self._ended_by(inner, of * floordiv(sympy.Max(0, at - rest + of), of) - 1)
         return None
 
     def _at_most(self, e: Expr, most: Expr) -> Expr | None:
