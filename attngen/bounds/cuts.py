@@ -22,11 +22,12 @@ def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
 
 
 def cut_by(where: Bool, data: frozenset[str]) -> Bool | None:
-    """A condition on the place of a tile of keys: where it is false, `where` holds for all pairs of the keys and the copy's rows.
+    """A condition on the place of a tile: where it is false, `where` holds for all pairs of its keys and rows.
 
-    A copy of a role has BLOCK_Q rows from q_start on, as in the bounds of its own tiles (see copies.py).
+    In the forward a copy of a role has BLOCK_Q rows from q_start on, as in the bounds of its own tiles (see copies.py); in the backward it
+    has BLOCK_KV keys from kv_start on.
 
-    None if nothing is known: a comparison is not linear in the key's position, or reads data, or is the same for all tiles. Of several of
+    None if nothing is known: a comparison is not linear in the key's position, or reads data, or names neither keys nor rows. Of several of
     which one has to hold, those count that compare keys with rows.
     """
     cut = _derived(where, data)

@@ -233,6 +233,7 @@ def _scaled(b: KernelBuilder, name: str, value: str, *factors: str, dtype: str =
 def unfused(spec: Spec) -> str:
     """Why no kernel computes dQ, dK and dV at once, as the end of a sentence; empty text if one can.
 
+    Nobody is told that there is no backward, or that the spec has another order of loops.
     Where data lists the blocks, full ones and others have lists of their own, so that no list is in the order of turns.
     """
     blocks = listed_blocks(spec)
@@ -241,7 +242,9 @@ def unfused(spec: Spec) -> str:
     if spec.schedule.order == "kv_outer":
         return "keys are the outer loop"
     if spec.head_dim.qk + spec.head_dim.v > WIDEST_FUSED:
-        return f"q, k and v have {spec.head_dim.qk} and {spec.head_dim.v} columns, and sums of dK and dV fit of {WIDEST_FUSED} together"
+        return (
+            f"its heads have {spec.head_dim.qk} columns of k and {spec.head_dim.v} of v, and dK and dV have room for {WIDEST_FUSED} in all"
+        )
     if blocks is not None and blocks.data:
         return "data lists the blocks of the mask"
     left = [x.input for x in learned(spec) if x.by != "row" and _of_dq(spec, x) is None]
@@ -264,8 +267,9 @@ def build_fused(spec: Spec) -> Kernel:
     """dQ, dK and dV in one pass over the scores: @dkdv, whose programs also add their part of each query tile's dQ, in fp32.
 
     Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). Programs add in the order of
-    their keys, from the last ones on: in any order they are slower. Where query heads share a key head, a program has
-    some of them, one after another, or one if their numbers differ, and @dkdv_end sums what the programs of a group have of dK and dV.
+    their keys, from the last ones on: in any order they are slower. Where query heads share a key head, a program has some of them, and two
+    programs write the sum of their dK and dV; @dkdv_end adds up these sums. If numbers of the heads differ, a program has one head, and
+    @dkdv_end adds up what all programs of a group have.
     """
     return build_dkdv(spec, fused=True)
 

@@ -405,8 +405,8 @@ class Add(Store):
 class Merge(Store):
     """Store a tile where another program has stored one, as the sum of both.
 
-    Programs come in a fixed order, by `turns`, as those of Add do: the one whose `turn` is 0 replaces what is there. One that stores
-    several tiles in one turn names it at each of them, and ends it at the last, where `ends` is set.
+    Programs come in a fixed order, by `turns`, as those of Add do: the one whose `turn` is 0 replaces what is there. A program that stores
+    several tiles in its turn names it at each of them, and ends it at the last, where `ends` is set.
     """
 
     turns: Access | None = field(default=None, metadata=OPERAND)

@@ -598,7 +598,7 @@ def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any],
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"head_dim": 256}, "q, k and v have 256 and 256 columns, and sums of dK and dV fit of 320 together"),
+        ({"head_dim": 256}, "its heads have 256 columns of k and 256 of v, and dK and dV have room for 320 in all"),
         (learned("s + t[q_idx, kv_idx]", "Nq", "Nk"), "the gradient of `t` needs sums of its own"),
         ({"mask": {"expr": "kv_idx + q_idx <= q_len"}}, "it is not known how many tiles of keys come to each tile of queries"),
     ],

@@ -28,7 +28,8 @@ def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterat
     """Why a row gets no certificate: the ends of sentences about its kernel, each with what was expected."""
     predicted, has = sram_bytes(module, kernel, row), room_of(kernel.resident)
     recomputes = any(isinstance(op, Pipeline) and op.recompute for op in kernel.ops())
-    nested = kernel.takes_heads or (kernel.stays and kernel.adds)
+    by_head = any(isinstance(op, Pipeline) and op.heads and not op.by_tile for op in kernel.ops())
+    nested = by_head or (kernel.stays and kernel.adds)
     most = OUTSIDE if recomputes or nested or is_signed(module, kernel) else 0
     if reading.spilled_bytes > most:
         yield f"spills {reading.spilled_bytes:,} bytes; expected {f'{most} at most' if most else 'none'}"
