@@ -8,7 +8,7 @@ from typing import NamedTuple
 import sympy
 
 from attngen.bounds.intervals import last_row, with_rows
-from attngen.ir.expr import Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
+from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
 from attngen.ir.graph import MIRRORED, Blocks, Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Base, Count, Load, Op, Position, Type
@@ -82,24 +82,15 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
     return turn._replace(expr=turn.expr - sympy.Add(*less))
 
 
-def may_mirror(module: Module, kernel: Kernel) -> bool:
-    """Whether programs may also start with the first own tiles, and go through theirs backwards: loops of later own tiles start later, and
-    it is known how many of the earlier ones come to a tile. Not so with lists of blocks.
-    """
-    visited = visited_range(kernel)
-    if module.blocks or visited is None or not differs(kernel, visited[0]):
-        return False
-    return first_first(module, kernel) is not None
-
-
 def first_first(module: Module, kernel: Kernel) -> Expr | None:
     """The turn of a program where those of the first tiles come first: how many of earlier tiles come to the tile that its loop is at.
 
-    Loops of earlier own tiles start earlier or alike, and end earlier or alike. So it is the number of the own tile, less those of the
-    first ones that have ended, or have no turn. None where that is not known, and where `last_first` is None.
+    Loops of earlier own tiles start earlier, and end earlier or alike. So it is the number of the own tile, less those of the first ones
+    that have ended, or have no turn. None where that is not known, with lists of blocks, and where `last_first` is None; and where all
+    loops start alike: then nothing is gained.
     """
     visited = visited_range(kernel)
-    if visited is None or last_first(module, kernel) is None:
+    if module.blocks or visited is None or not differs(kernel, visited[0]) or last_first(module, kernel) is None:
         return None
     own = _Own(kernel, _rising(module))
     end, conditions = _unconditional(visited[1])
@@ -108,9 +99,8 @@ def first_first(module: Module, kernel: Kernel) -> Expr | None:
     return floordiv(own.start, own.rows) - sympy.Max(*known) if len(known) == len(gone) else None
 
 
-def either_way(module: Module, kernel: Kernel, turn: Expr) -> Expr:
-    """The turn of a program, which differs in mirrored heads if the grid has such."""
-    mirrored = first_first(module, kernel) if any(axis.mirrored for axis in kernel.grid) else None
+def either_way(mirrored: Expr | None, turn: Expr) -> Expr:
+    """The turn of a program, which is `mirrored` in mirrored heads if the grid has such."""
     return turn if mirrored is None else select(symbol(MIRRORED) > 0, mirrored, turn)
 
 
@@ -207,7 +197,7 @@ class _Own:
 
     def held(self, condition: Bool) -> list[Expr] | None:
         """Bounds by a condition without which a loop has no turn: none if it stays true for later own tiles. None if that is not known."""
-        if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
+        if not isinstance(condition, INEQUALITIES):
             return None
         if not self.depends(condition.lts) and self.rises(condition.gts):
             return []
@@ -256,17 +246,15 @@ class _Own:
         return [(since, until)] if since is not None and until is not None and self.rises(of_first) else None
 
     def _passed(self, end: Expr) -> Expr | None:
-        """How many own tiles, from the first on, have an end at the loop's tile or before; None if it is not solved.
+        """The same as `passed`, and where all of these own tiles have ended, too; None if it is not solved.
 
         It is solved where a number of rows is added to the end of the own tile, and where the last own tile has no such end.
         """
-        loop, behind = self.kernel.loop_axis, last_row(self.kernel.own_axis) + 1
-        sums = [e for e in end.atoms(sympy.Add) if behind in e.args]
-        if len(sums) != 1 or end != cdiv(sympy.Max(0, sympy.Min(symbol(AXIS_EXTENT[loop]), *sums)), symbol(AXIS_DIM[loop])):
+        ends = self.ends(end) or []
+        most = symbol(f"{self.kernel.loop_axis}_start") - (ends[0] - last_row(self.kernel.own_axis)) + 1 if len(ends) == 1 else None
+        if most is None or self.depends(most) or not prove_le(with_rows(most + 1, self.kernel.loop_axis, frozenset()), self.extent):
             return None
-        most = symbol(f"{loop}_start") - (sums[0] - behind)  # the end of own tiles that have such an end, at most
-        solved = not self.depends(most) and prove_le(with_rows(most + 1, loop, frozenset()), self.extent)
-        return floordiv(sympy.Max(0, most), self.rows) if solved else None
+        return self.passed(end)
 
     def passed(self, end: Expr) -> Expr | None:
         """How many own tiles, from the first on, have an end at the loop's tile or before, where some other own tile has not; None if it
@@ -292,7 +280,7 @@ class _Own:
 
     def lacking(self, condition: Bool) -> Expr | None:
         """For how many own tiles, from the first on, a condition does not hold, where it holds for some other; None if it is not solved."""
-        if not isinstance(condition, (sympy.StrictLessThan, sympy.LessThan, sympy.StrictGreaterThan, sympy.GreaterThan)):
+        if not isinstance(condition, INEQUALITIES):
             return None
         if not self.depends(condition.gts) and self.rises(condition.lts):
             return sympy.Integer(0)  # it holds for the first ones

@@ -23,7 +23,7 @@ import sympy
 from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes, mode
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
-from attngen.bounds.turns import either_way, may_mirror
+from attngen.bounds.turns import either_way, first_first
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.ir.expr import select
@@ -178,13 +178,12 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
     """
     row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
     few = FEW_ABREAST if kernel.takes_heads and module.head_dim_qk > OF_COLUMNS else 1
-    first = replace(kernel.grid[0], descending=True, abreast=few, together=TOGETHER // row, mirrored=may_mirror(module, kernel))
+    mirrored = first_first(module, kernel)
+    first = replace(kernel.grid[0], descending=True, abreast=few, together=TOGETHER // row, mirrored=mirrored is not None)
     made = replace(kernel, grid=(first, *kernel.grid[1:]))
-
-    def turned(_: str, op: Op) -> list[Op]:
-        return [replace(op, turn=either_way(module, made, op.turn)) if isinstance(op, Add) and op.turn is not None else op]
-
-    return made.rewrite(turned)
+    return made.rewrite(
+        lambda _, op: [replace(op, turn=either_way(mirrored, op.turn)) if isinstance(op, Add) and op.turn is not None else op]
+    )
 
 
 def _is_uneven(kernel: Kernel) -> bool:

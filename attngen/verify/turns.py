@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.bounds.turns import either_way, last_first, makers_of, may_mirror
+from attngen.bounds.turns import either_way, first_first, last_first, makers_of
 from attngen.ir.expr import floordiv, mod, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Access, Add, Base, Count, Merge, Op, Position
@@ -41,10 +41,11 @@ def turns(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "it is not known how many programs come to each tile of its loops; expected one range, whose start and end rise"
         return
     own = kernel.grid[0]
-    if own.mirrored and not may_mirror(module, kernel):
+    mirrored = first_first(module, kernel) if own.mirrored else None
+    if own.mirrored and mirrored is None:
         yield f"its grid is mirrored along {own.var}; expected loops that start later for later tiles, and a known number that ended"
         return
-    wanted = either_way(module, kernel, expected.expr)
+    wanted = either_way(mirrored, expected.expr)
     for op in adds:
         if op.turn != wanted:
             yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(wanted)}`, as many as come there before"

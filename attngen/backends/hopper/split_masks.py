@@ -18,6 +18,7 @@ the ends of the tensors; else it stays whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -57,14 +58,16 @@ def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
     alike = not bounds or (not others and len(set(bounds.values())) == 1)  # no part is ever passed over alone
     if alike or sum(_differs_by_row(kernel, op, part) for part in parts) < 2 or not splits_mask(module, kernel, op, [*bounds], others):
         return [op]
-    pieces = [*bounds.items(), *([(sympy.And(*others), None)] if others else [])]
+    return _in_pieces(op, [*bounds.items(), *([(sympy.And(*others), None)] if others else [])])
+
+
+def _in_pieces(op: Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[Mask]:
+    """A mask for each piece of the condition, one after the other, with its cut. What is known of data goes with the piece without one."""
     made: list[Mask] = []
     for turn, (where, cut) in enumerate(pieces, 1):
-        last = turn == len(pieces)
-        name = op.name if last else f"{op.name}_{turn}"
+        name, value = op.name if turn == len(pieces) else f"{op.name}_{turn}", made[-1].name if made else op.value
         uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
-        value, known = made[-1].name if made else op.value, op.known if last else ()
-        made.append(replace(op, name=name, value=value, where=where, uses=uses, known=known, cut=cut))
+        made.append(replace(op, name=name, value=value, where=where, uses=uses, known=() if cut is not None else op.known, cut=cut))
     return made
 
 
@@ -84,21 +87,10 @@ def _apart(kernel: Kernel) -> Kernel:
             groups = [*([bound] for bound in bounds), ends] if not others and len(bounds) > 1 else []
         else:
             groups = [others, few]
-        return _in_groups(op, groups, data) if len(groups) > 1 and all(groups) else [op]
+        wheres = [sympy.And(*group) for group in groups]
+        return [*_in_pieces(op, [(where, cut_by(where, data)) for where in wheres])] if len(groups) > 1 and all(groups) else [op]
 
     return kernel.rewrite(change)
-
-
-def _in_groups(op: Mask, groups: list[list[Bool]], data: frozenset[str]) -> list[Op]:
-    """A mask for each group of parts, which is passed over where that is known to cut nothing."""
-    made: list[Op] = []
-    for turn, parts in enumerate(groups, 1):
-        where, value = sympy.And(*parts), made[-1].name if made else op.value
-        name = op.name if turn == len(groups) else f"{op.name}_{turn}"
-        uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
-        cut = cut_by(where, data)
-        made.append(replace(op, name=name, value=value, where=where, uses=uses, known=() if cut is not None else op.known, cut=cut))
-    return made
 
 
 def _differs_by_row(kernel: Kernel, op: Mask, part: Bool) -> bool:
