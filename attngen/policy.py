@@ -19,6 +19,7 @@ FUSED_SHORT = (512, 1536)
 FUSED_HEADS = 2
 UNEVEN = 3
 FUSED_LISTED = 2048  # keys, at most, where the mask lists blocks: of more, programs of one tile of queries wait too long for each other
+ALIGNED_KEYS = 8  # numbers of 16 bits in the 16 bytes at whose multiples rows start that a copy engine reads (CUDA, cuTensorMapEncodeTiled)
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
 WIDEST_FUSED = 320  # of the kernel that also adds to dQ: with 64 keys these sums are 160 registers of a consumer of a divided kernel
 # Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).

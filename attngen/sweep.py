@@ -25,7 +25,7 @@ import triton
 
 from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
-from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
+from attngen.policy import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
 from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
@@ -120,7 +120,8 @@ def crowded(spec: Spec, processors: int) -> Case:
 
     If query heads share keys, they are so many that a program has as many of them as it may have.
     """
-    heads, rows = heads_for(spec), FUSED_ROWS + 5
+    by_score = any({"Nq", "Nk"} <= set(i.shape) for i in spec.inputs())
+    heads, rows = heads_for(spec), FUSED_ROWS + (ALIGNED_KEYS if by_score else 5)
     keys = max(FUSED_KEYS, FUSED_HEADS * SPLIT_KEYS) if heads[0] > heads[1] else FUSED_KEYS
     return Case(math.ceil(keys * processors / (heads[0] * rows)), *heads, rows, rows)
 

@@ -76,6 +76,9 @@ DKDV_END = Signature(
 )
 
 
+H = symbol("h")
+
+
 def build_delta(spec: Spec) -> Kernel:
     """Delta and LSE2 of each query. Launched if `dq` is not, or does not exist: q needs no gradient, or keys are the outer loop."""
     b = KernelBuilder(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA)
@@ -196,7 +199,7 @@ def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     return rest
 
 
-def _score_gradients(b: KernelBuilder, kept: str, factor: Any) -> None:
+def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = False) -> None:
     """dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, applied at the end.
 
     With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention, Appendix B.4).
@@ -205,7 +208,7 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any) -> None:
     pass P is multiplied by it first: then dS needs one number for each score beside dP, not two.
     """
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", "delta"))
-    if b.signature.adds and factor != 1 and not b.spec.dropout:
+    if b.signature.adds and factor != 1 and not b.spec.dropout and not learns:
         b.compute("p_steep", _where_seen(b, p * factor))
         b.map("ds", symbol("p_steep") * (dp - delta), "step", p_steep="p_steep", dp="dp", delta="delta")
         return
@@ -247,7 +250,7 @@ def unfused(spec: Spec) -> str:
         )
     if blocks is not None and blocks.data:
         return "data lists the blocks of the mask"
-    left = [x.input for x in learned(spec) if x.by != "row" and _of_dq(spec, x) is None]
+    left = [x.input for x in learned(spec) if x.by not in ("row", "score") and _of_dq(spec, x) is None]
     return f"the gradient of `{left[0]}` needs sums of its own" if left else ""
 
 
@@ -289,10 +292,13 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
     common, factor = sympy.Integer(1), derivative(modified(spec), S)
+    gradients = tuple(x for x in learned(spec) if x.by == "score") if fused else ()
+    reads = {_parts(read): read for read in spec.reads()}
+    slopes = [derivative(modified(spec), symbol(reads[x.parts].name)) for x in gradients]
     if fused:
         common, factor = without_common(spec, factor)
-    b = KernelBuilder(spec, signature, [common, factor])
-    b.tensors()
+    b = KernelBuilder(spec, signature, [common, factor, *slopes])
+    b.tensors(gradients)
     b.scalar("scale")
     b.sizes()
     b.seed()
@@ -323,9 +329,12 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
         b.load("dq", "DQ_ACC", ("b", head, "q", "d_qk"), "step")
     b.draw(head, "BLOCK_KV", "BLOCK_Q")
     b.dot("dp", "v", "do", "D_V", "step")
-    (factor,) = _probabilities(b, "k", "q", factor)
+    factor, *slopes = _probabilities(b, "k", "q", factor, *slopes)
     p = b.dropped("p")
-    _score_gradients(b, p, factor)
+    _score_gradients(b, p, factor, learns=bool(gradients))
+    dscore = symbol("ds" if factor == 1 else "dscore")
+    for x, slope in zip(gradients, slopes):
+        _learn(b, x, reads[x.parts], slope, dscore, None, head)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     if fused:
@@ -410,7 +419,7 @@ def build_dq_end(spec: Spec) -> Kernel:
     fused = spec.schedule.order != "kv_outer"
     ordered = fused and not _has_sink(spec)
     common = without_common(spec, derivative(modified(spec), S))[0] if fused else sympy.Integer(1)
-    gradients = {x: _of_dq(spec, x) for x in learned(spec) if fused and x.by != "row"}
+    gradients = {x: _of_dq(spec, x) for x in learned(spec) if fused and x.by not in ("row", "score")}
     reads = ("DQ_ACC", *(["LSE2"] if ordered else []), *(["Q"] if gradients else []))
     b = KernelBuilder(spec, DQ_END._replace(reads=reads), [common, *gradients.values()])
     b.tensors(gradients)
@@ -511,7 +520,7 @@ def build_dq(spec: Spec) -> Kernel:
     return b.kernel()
 
 
-def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, field: str | None) -> None:
+def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, field: str | None, head: Any = H) -> None:
     """What a step does for the gradient of an input that is read there: store it, scatter it, or add it to a carried `field`."""
 
     def gradient(name: str, slope: Any) -> str:
@@ -529,4 +538,4 @@ def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, fi
         b.scatter(read, x.parts, gradient(name, slope * kept), "step")
     else:  # an element for each score: it is stored as it is
         b.compute(name, _where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
-        b.store(x.parts, ("b", "h", "q", "kv"), name, "step")
+        b.store(x.parts, ("b", head, "q", "kv"), name, "step")

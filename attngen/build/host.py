@@ -15,7 +15,7 @@ from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Plac
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
-from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
+from attngen.policy import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
 from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
@@ -153,8 +153,10 @@ def _backward(module: Module) -> Host:
     walks = module.order == "kv_outer"
     for name in ("K", "V"):
         b.alloc(f"d{name}", like=name, where=sympy.true if walks else NEED_KV)
+    all_scores = {x.parts for x in module.learned if x.by == "score" and module.meaning.where == sympy.true}
     for arg in parts_of(module.learned, module.inputs):
-        fill = None if arg.type.dims == _ROWS else sympy.Integer(0)  # programs do not write every element; the others are zero
+        written = arg.type.dims == _ROWS or arg.name in all_scores  # every element; of others, those that no program writes are zero
+        fill = None if written else sympy.Integer(0)
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
@@ -163,6 +165,9 @@ def _backward(module: Module) -> Host:
         _launch_by_key(b, module)
     elif fused := next((kernel for kernel in module.kernels if kernel.adds), None):
         wanted = sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys(module))
+        if fused.reads_pairs:  # rows of these start where the copy engine can read them
+            keys = symbol("Nk")
+            wanted = sympy.And(wanted, sympy.Eq(ALIGNED_KEYS * floordiv(keys, sympy.Integer(ALIGNED_KEYS)), keys))
         limited = None
         if sharing(fused.grid):
             b.add(Map("in_one_pass", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg")))
@@ -170,7 +175,7 @@ def _backward(module: Module) -> Host:
         if shared:
             b.add(Map("splits", _splits(limited), (), Type("i32", (), "reg")))
         b.branch("In_one_pass", "one_pass", where=wanted, orelse="apart")
-        _launch_fused(b, fused)
+        _launch_fused(b, module, fused)
         _launch_by_owner(b, module, "apart")
     else:
         if shared:
@@ -213,13 +218,14 @@ def _many_keys(module: Module) -> Bool:
     return sympy.And(ways[0], keys <= FUSED_LISTED) if module.blocks else sympy.Or(*ways)
 
 
-def _launch_fused(b: HostBuilder, fused: Kernel) -> None:
+def _launch_fused(b: HostBuilder, module: Module, fused: Kernel) -> None:
     """One kernel for all gradients, whose sums of dQ a last one turns into the element type."""
     b.launch("delta", "one_pass")
     if sharing(fused.grid):
         b.add(Map(PAIRS, floordiv(symbol("splits") + 1, sympy.Integer(2)), (), Type("i32", (), "reg")), "one_pass")
+    there = {"dK", "dV", *(x.parts for x in module.learned)}
     for arg in fused.args:
-        if arg.name not in ("dK", "dV") and arg.role in ("out", "sum"):
+        if arg.name not in there and arg.role in ("out", "sum"):
             b.alloc(arg.name, "one_pass", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)
     if sharing(fused.grid):
         _launch_sharing(b, [fused], "one_pass", "heads", PAIRS)

@@ -41,6 +41,7 @@ from attngen.ir.roles import (
     Hold,
     Issue,
     Join,
+    Lift,
     Near,
     Own,
     Pack,
@@ -417,6 +418,11 @@ class DividedLaunch(Launch):
         values[op.name] = buffers.beside[op.ring][slot].copy()
         yield from ()
 
+    def _lift(self, op: Lift, values: Values) -> Any:
+        tile = values[op.value]
+        values[op.name] = (tile if self.kernel.type_of(op.value).dims == op.type.dims else tile.T).copy()
+        yield from ()
+
     def _tell(self, op: Tell, values: Values) -> Any:
         yield from ()  # the fill of the tile comes next
 
@@ -446,6 +452,9 @@ class DividedLaunch(Launch):
 
     def _put(self, op: Put, values: Values) -> Any:
         """Through the copy's own slot, from which all rows inside the tensor are stored later; as many columns at a time as fit it."""
+        if self.kernel.type_of(op.value).dims == self.kernel.type_of(op.through).dims[::-1]:  # numbers of scores, transposed
+            yield from self._put_scores(op, values)
+            return
         tile = self.mine(op.through, values).tiles[0]
         width = values[op.value].shape[1]
         columns = min(width, tile.shape[1])
@@ -455,6 +464,15 @@ class DividedLaunch(Launch):
             tile[:, : part.shape[1]] = part
             self.stored(op, values, tile, first, part.shape[1])
             yield False
+
+    def _put_scores(self, op: Put, values: Values) -> Any:
+        """Transposed, through the slot that the copy has taken."""
+        yield from self._flush(op, values)
+        tiles = self.mine(op.through, values).tiles
+        tile = tiles[(values["taken"][op.through] - 1) % len(tiles)]
+        tile[...] = values[op.value].T
+        self.stored(op, values, tile, 0, tile.shape[1])
+        yield False
 
     def stored(self, op: Put, values: Values, tile: Any, first: int, columns: int) -> None:
         """Store, at a later time, what is in a slot as the columns of an output from `first` on."""

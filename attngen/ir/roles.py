@@ -84,6 +84,14 @@ class Read(Op):
 
 
 @dataclass(frozen=True)
+class Lift(Op):
+    """The numbers of a taken tile, one for each score, in registers: in the order of the scores' dimensions, which may be transposed."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
 class Give(Op):
     """Give a taken tile back: nothing reads it any more, and its slot is free when all takers have done so."""
 
@@ -292,6 +300,7 @@ class Put(Op):
     half the columns, such as `T[BLOCK_Q, 64]`, the halves go one after the other.
 
     turn: it is stored in the program's turn (see Merge). Where that is not 0, the copy engine adds it to what is there.
+    A tile of scores goes through the slot that the copy has taken last, in the order of the tensor's dimensions.
     """
 
     dst: Access = field(metadata=OPERAND)
@@ -387,6 +396,7 @@ ROLE_OPS: dict[str, type[Op]] = {
     "tell": Tell,
     "take": Take,
     "read": Read,
+    "lift": Lift,
     "give": Give,
     "own": Own,
     "near": Near,

@@ -35,6 +35,7 @@ from attngen.ir.roles import (
     Hold,
     Issue,
     Join,
+    Lift,
     Near,
     Own,
     Pack,
@@ -250,10 +251,12 @@ def _merged(kernel: Kernel, portable: Kernel) -> Iterator[str]:
             yield f"it merges other tiles than @{portable.name} as it is portable"
         return
     of_turns = {portable.through(op.turns) for op in merges if op.turns}
+    rings = {op.through for op in kernel.ops() if isinstance(op, Put) and op.turn is not None}
 
     def in_turn(op: Op) -> bool:
         ends = isinstance(op, Raise) and kernel.through(op.turns) in of_turns
-        return ends or isinstance(op, (Follow, Flush)) or (isinstance(op, Put) and op.turn is not None)
+        leaves = (isinstance(op, Put) and op.turn is not None) or (isinstance(op, Flush) and op.through in rings)
+        return ends or leaves or isinstance(op, Follow)
 
     steps = [op for op in kernel.ops() if in_turn(op)]
     if [(*_target(kernel, op), op.turn) for op in steps if isinstance(op, Put)] != wanted:
@@ -422,6 +425,13 @@ def _take_errors(kernel: Kernel, op: Take) -> Iterator[str]:
         yield f"takes a tile of another type than %{op.ring} has"
 
 
+def _lift_errors(kernel: Kernel, op: Lift) -> Iterator[str]:
+    tile = kernel.type_of(op.value)
+    taken = isinstance(kernel.op(op.value), Take) and tile.space == "sram"
+    if not taken or op.type.space != "reg" or op.type.dtype != tile.dtype or sorted(op.type.dims) != sorted(tile.dims):
+        yield f"lifts %{op.value} as {op.type.dtype}[{', '.join(op.type.dims)}]; expected a taken tile or its transpose, in registers"
+
+
 def _give_errors(kernel: Kernel, op: Give) -> Iterator[str]:
     take = kernel.op(op.value)
     if not isinstance(take, Take) or kernel.graph.nodes[take.name]["block"] != kernel.graph.nodes[op.name]["block"]:
@@ -560,12 +570,34 @@ def _follow_errors(kernel: Kernel, op: Follow) -> Iterator[str]:
 
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     target, ring, value = kernel.op(op.dst.tensor), kernel.op(op.through), kernel.type_of(op.value)
-    if not isinstance(target, Arg) or target.role != "out" or tuple(AXIS_DIM[a] for a in op.dst.axes()) != value.unpadded:
+    dims = tuple(AXIS_DIM[a] for a in op.dst.axes())
+    if isinstance(ring, Ring) and dims == ring.type.dims == value.dims[::-1]:  # numbers of scores, transposed
+        yield from _put_back_errors(kernel, op)
+        return
+    if not isinstance(target, Arg) or target.role != "out" or dims != value.unpadded:
         yield "writes a tile to what is no output of its dimensions"
     if not isinstance(ring, Ring) or not ring.each or ring.type.dtype != value.dtype:
         yield "goes through a ring that each copy has of its own, of the same element type"
     elif ring.type.dims[:1] != value.dims[:1]:
         yield "goes through a ring of other rows"
+
+
+def _put_back_errors(kernel: Kernel, op: Put) -> Iterator[str]:
+    """Numbers of scores leave through the slot of a tile that is taken, all of which has been lifted to registers."""
+    target, ring = kernel.op(op.dst.tensor), kernel.op(op.through)
+    if not isinstance(target, Arg) or target.role != "out" or not isinstance(ring, Ring) or not ring.each:
+        yield "writes numbers of scores to no output, or through a ring that copies share"
+        return
+    if ring.type.dtype != kernel.type_of(op.value).dtype:
+        yield "goes through a ring of another element type"
+    ops = list(kernel.block(kernel.graph.nodes[op.name]["block"]).ops)
+    before, after = ops[: ops.index(op)], ops[ops.index(op) :]
+    taken = {o.name for o in before if isinstance(o, Take) and o.ring == op.through}
+    if {o.value for o in before if isinstance(o, Lift)} & taken != taken or not taken:
+        yield f"goes through the slot of a tile of %{op.through} that has not been lifted"
+    ends = [type(o) for o in after if (isinstance(o, Flush) and o.through == op.through) or (isinstance(o, Give) and o.value in taken)]
+    if ends != [Flush, Give]:
+        yield f"is not flushed before the tile of %{op.through} is given back"
 
 
 _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
@@ -576,6 +608,7 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Tell: _tell_errors,
     Pipeline: _places_errors,
     Ramp: _ramp_errors,
+    Lift: _lift_errors,
     Give: _give_errors,
     Own: _own_errors,
     Near: _near_errors,

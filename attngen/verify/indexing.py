@@ -16,6 +16,7 @@ from attngen.ir.names import AXES, PAIRS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    MEMBER,
     PADDED,
     Add,
     Arg,
@@ -91,6 +92,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
             named = {name for e in indices for name in symbol_names(e)}
             if op.by:  # it writes rows of the own tile
                 named.add(kernel.own_axis)
+            if MEMBER in named:  # of a head that no other program of the group has
+                named |= {axis.var for axis in sharing_axes(kernel.grid)}
             for axis in kernel.grid:
                 alone = not isinstance(op, Merge) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
                 if alone or not {axis.var, f"{axis.var}_start"} & named:

@@ -56,6 +56,15 @@ DKDV = runtime.Kernel(
     heads=(3,),
     flags=("DROPOUT",),
 )
+BWD = runtime.Kernel(
+    kernels,
+    "bwd",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(3,),
+    flags=("DROPOUT", "LEARN"),
+)
+DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
 
 
 def attention(
@@ -132,14 +141,16 @@ def _backward(
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
+    processors = runtime.processors(q.device)
+    fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides, bias_strides = runtime.strides(
-        q, k, v, out, grad_out, lse, grad_lse, bias,
+    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides, bias_strides = runtime.strides(
+        out, grad_out, lse, grad_lse, q, k, v, bias,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_inputs or need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
-    dbias = runtime.zeros(
+    dbias = runtime.empty(
         q,
         (B, Hq, Nq, Nk),
         (Hq * Nq * Nk, Nq * Nk, Nk, 1),
@@ -147,35 +158,76 @@ def _backward(
     ) if need_inputs else runtime.nothing(q, 4, q.dtype)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if dq.numel():
-        DQ(
-            q, Nq, B * Hq,
-            (q, k, v, out, grad_out, lse, grad_lse, bias, seed, dq, delta, lse2, dbias),
-            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
-            (
-                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                *grad_lse_strides, *bias_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq, *dbias.stride()[:3],
-            ),
-            (seed is not None, need_inputs),
+    if (
+        need_kv
+        and need_q
+        and 8*(Nk // 8) == Nk
+        and (
+            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
+            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
         )
-    elif out.numel():
+        and fused > 0
+    ):
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-    if dk.numel():
-        DKDV(
+        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_acc = runtime.empty(
+            q,
+            (B, Hq, Nq, HEAD_DIM_QK),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
+            torch.float32,
+        )
+        BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, bias, seed, dk, dv),
+            (q, k, v, grad_out, lse2, delta, bias, seed, dq_turns, dq_acc, dk, dv, dbias),
             (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *bias_strides,
-                *dk.stride()[:3], *dv.stride()[:3],
+                Hq * Nq, Nq, Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, *dk.stride()[:3], *dv.stride()[:3],
+                *dbias.stride()[:3],
             ),
-            (seed is not None,),
+            (seed is not None, need_inputs),
         )
+        DQ_END(
+            q, Nq, B * Hq,
+            (dq_acc, lse2, dq),
+            (scale, keep_scale, Hq, Nq),
+            (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, Hq * Nq, Nq, *dq.stride()[:3]),
+        )
+    else:
+        if dq.numel():
+            DQ(
+                q, Nq, B * Hq,
+                (q, k, v, out, grad_out, lse, grad_lse, bias, seed, dq, delta, lse2, dbias),
+                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk, Nlse),
+                (
+                    *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
+                    *grad_lse_strides, *bias_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq, *dbias.stride()[:3],
+                ),
+                (seed is not None, need_inputs),
+            )
+        elif out.numel():
+            DELTA(
+                q, Nq, B * Hq,
+                (out, grad_out, lse, grad_lse, delta, lse2),
+                (keep_scale, Hq, Nq, Nlse),
+                (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            )
+        if dk.numel():
+            DKDV(
+                q, Nk, B * Hq,
+                (q, k, v, grad_out, lse2, delta, bias, seed, dk, dv),
+                (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+                (
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *bias_strides,
+                    *dk.stride()[:3], *dv.stride()[:3],
+                ),
+                (seed is not None,),
+            )
     if need_inputs:
         learned_d_bias = dbias
     else:
@@ -186,5 +238,5 @@ def _backward(
 
 OPERANDS = "Tensor bias, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_db63305bea48", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_7e33cf260e86", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -22,6 +22,7 @@ DEVICE_CLASSES = {
 }
 
 # kernel -> (device class, bytes per element) -> (rows of the tiled axis, at most; None: any, tile sizes and launch options)
+# With the name of a file as third: lines of the kernel there, which go before the others, but for rows without options.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -103,10 +104,33 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
+    "bwd": {
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+        ),
+    },
+    "dq_end": {
+        ("sm80", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm90", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("sm100", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("gfx942", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+        ("any", 2): (
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+        ),
+    },
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
 INTERPRETED_BYTES = 2
 
 
@@ -693,4 +717,39 @@ def dkdv(
         dV_head + tl.cast(kv_start, tl.int64) * stride_dv_n + (kv_off[:, None] * stride_dv_n + d_v[None, :]),
         dv_out,
         mask=(kv_idx < Nk)[:, None],
+    )
+
+
+@triton.jit(do_not_specialize=["Nq"])
+def dq_end(
+    DQ_ACC, LSE2, dQ, scale, keep_scale, Hq, Nq, stride_dq_acc_b, stride_dq_acc_h, stride_dq_acc_n,
+    stride_lse2_b, stride_lse2_h, stride_dq_b, stride_dq_h, stride_dq_n,
+    BLOCK_Q: tl.constexpr,
+):
+    # After the backward: dQ in the element type.
+    pid = tl.program_id(0)
+    q_tiles = tl.cdiv(Nq, BLOCK_Q)
+    q_start = (pid % q_tiles) * BLOCK_Q
+    h = pid // q_tiles % Hq
+    b = pid // q_tiles // Hq
+    q_off = tl.arange(0, BLOCK_Q)
+    dtype = dQ.dtype.element_ty
+    q_idx = q_start + q_off
+    d_qk = tl.arange(0, D_QK)
+
+    DQ_ACC_head = DQ_ACC + tl.cast(b, tl.int64) * stride_dq_acc_b + tl.cast(h, tl.int64) * stride_dq_acc_h
+    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
+    dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
+    dq = tl.load(
+        DQ_ACC_head + tl.cast(q_start, tl.int64) * stride_dq_acc_n + (q_off[:, None] * stride_dq_acc_n + d_qk[None, :]),
+        mask=(q_idx < Nq)[:, None],
+        other=0.0,
+    )
+    lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    dq_seen = tl.where((lse2 < float("inf"))[:, None], dq, 0)
+    dq_out = (dq_seen * keep_scale * scale).to(dtype)
+    tl.store(
+        dQ_head + tl.cast(q_start, tl.int64) * stride_dq_n + (q_off[:, None] * stride_dq_n + d_qk[None, :]),
+        dq_out,
+        mask=(q_idx < Nq)[:, None],
     )

@@ -625,7 +625,7 @@ def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False
     multiples of 16 bytes. A tensor whose rows do not is copied.
     """
     if not x.numel():
-        x = x.new_zeros((1, 1, 1, x.shape[-1]))  # no tile of it is read
+        x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # no tile of it is read
     form = None if x.data_ptr() % 16 else _form(gluon, rows, columns, x.dtype, *_of_heads(x))
     if form is None:
         x = x.clone(memory_format=torch.contiguous_format)

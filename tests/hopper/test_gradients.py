@@ -92,6 +92,13 @@ MADE |= {
     "multiplied_by_lengths": {"head_dim": 64, "score": [{"expr": "s * log(float(kv_len)) * float(b + 1)"}]},
     "multiplied_unordered": {"mask": "causal", "backward": {"deterministic": False}, **learned("s / (2 + t[h, q_idx] ** 2)", "H", "Nq")},
 }
+MADE |= {
+    "biased": {"head_dim": 64, "score": "dense_bias"},
+    "biased_capped": {"head_dim": 64, "score": ["dense_bias", {"softcap": 5.0}]},
+    "biased_wide": {"mask": "causal", "score": "dense_bias", "heads": {"sharing": "gqa"}},
+    "biased_dropping": {"head_dim": 64, "mask": "key_padding", "score": "dense_bias", "dropout": True},
+    "biased_alone": {"head_dim": 64, "mask": "causal", "score": [{"dense_bias": {"learnable": False}}]},
+}
 LISTED: dict[str, dict[str, Any]] = {
     "blocks": {"mask": BLOCKS},
     "blocks_causal": {"head_dim": 64, "heads": {"sharing": "gqa"}, "mask": {"all_of": ["causal", BLOCKS]}},
@@ -536,7 +543,6 @@ def test_dq_end_has_gradients_of_what_multiplies_scores(asked: dict[str, Any], o
         {"score": [{"alibi": {"slopes": "given", "learnable": True}}]},
         learned("s * t[q_idx]", "Nq"),  # where t is 0, dQ is 0 too, and says nothing of its gradient
         learned("s * t[kv_idx]", "Nk"),
-        learned("s * exp(t[q_idx, kv_idx])", "Nq", "Nk"),
         learned("s * t[h] + t[h] * t[h] * float(kv_idx)", "H"),
         learned("min(s * t[h], 5)", "H"),
     ],
@@ -599,7 +605,7 @@ def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any],
     ("asked", "why"),
     [
         ({"head_dim": 256}, "its heads have 256 columns of k and 256 of v, and dK and dV have room for 320 in all"),
-        (learned("s + t[q_idx, kv_idx]", "Nq", "Nk"), "the gradient of `t` needs sums of its own"),
+        ({"score": [{"relative_bias": {"max_distance": 16}}]}, "the gradient of `relative_bias` needs sums of its own"),
         ({"mask": {"expr": "kv_idx + q_idx <= q_len"}}, "it is not known how many tiles of keys come to each tile of queries"),
     ],
 )
@@ -607,6 +613,19 @@ def test_explain_says_why_there_is_no_kernel_in_one_pass(asked: dict[str, Any], 
     made = make_spec({"name": "apart", "head_dim": 128, **asked})
     said = [text for text in undivided(made, lower(made, "dce")) if "@fwd" not in text]
     assert said == [f"No kernel computes all gradients in one pass: {why}."]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (learned("s + t[q_idx, kv_idx]", "Nq", "Nk"), "what is read for each score is no tensor [B, Hq, Nq, Nk] of the element type"),
+        (learned("s + t[b, h, q_idx, kv_idx]", "B", "H", "Nq", "Nk"), "what is read for each score is no tensor [B, Hq, Nq, Nk] of the"),
+        ({"score": [{"expr": "s + t[abs(q_idx - kv_idx)]", "params": {"t": {"tensor": ["Nk"]}}}]}, "a number is looked up for each score"),
+    ],
+)
+def test_what_the_copy_engine_cannot_read_for_each_score_has_none(asked: dict[str, Any], why: str) -> None:
+    made = make_spec({"name": "apart", "head_dim": 64, **asked})
+    assert why in " ".join(undivided(made, lower(made, "dce")))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

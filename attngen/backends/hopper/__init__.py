@@ -17,6 +17,7 @@ from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_gradients import OverlapGradients
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
+from attngen.backends.hopper.ring_scores import RingScores
 from attngen.backends.hopper.schedule_work import ScheduleWork
 from attngen.backends.hopper.share_gradients import ShareGradients
 from attngen.backends.hopper.shift_rows import ShiftRows
@@ -36,6 +37,7 @@ HOPPER = Divider(
         ShareGradients(),
         IssueProducts(),
         OverlapGradients(),
+        RingScores(),
         OverlapSoftmax(),
         HalveSoftmax(),
         ChainSums(),

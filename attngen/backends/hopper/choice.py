@@ -25,7 +25,7 @@ from attngen.devices import CLASSES
 from attngen.ir.expr import Bool
 from attngen.ir.graph import MIRRORED, Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Arg, Block, Gather, Load, Loop, Map, Mask, Op
-from attngen.ir.roles import Give, Ring, Share, Take, Turn, Work
+from attngen.ir.roles import Give, Pipeline, Ring, Share, Take, Turn, Work
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
 
@@ -431,6 +431,12 @@ def counted(kernel: Kernel, name: str) -> int:
         return 0
     takers = [role.role.copies for role in kernel.roles if role.role and takes_from(kernel, role, name)]
     return 1 if ring.each else sum(takers)
+
+
+def is_taken_in_turns(kernel: Kernel, ring: str) -> bool:
+    """Whether tiles are taken from a ring in each turn of a loop over tiles, not once for each tile of the grid."""
+    steps = {op.step for op in kernel.ops() if isinstance(op, Pipeline)}
+    return any(isinstance(op, Take) and op.ring == ring for step in steps for op in kernel.block(step).ops)
 
 
 def takes_from(kernel: Kernel, role: Block, ring: str) -> bool:

@@ -9,7 +9,18 @@ import re
 from functools import cached_property
 from typing import Any
 
-from attngen.backends.hopper.choice import PAIR, barriers_of, copies_of, counted, handed_over, is_reused, place_names, told_numbers, turns
+from attngen.backends.hopper.choice import (
+    PAIR,
+    barriers_of,
+    copies_of,
+    counted,
+    handed_over,
+    is_reused,
+    is_taken_in_turns,
+    place_names,
+    told_numbers,
+    turns,
+)
 from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS, ROWS, THREADS, TURNED
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
@@ -31,6 +42,7 @@ from attngen.ir.roles import (
     Give,
     Hold,
     Issue,
+    Lift,
     Near,
     Own,
     Pack,
@@ -128,6 +140,7 @@ class DividedContext(PipelineContext):
             params=portable.params,
             not_specialized=portable.not_specialized,
             dropout=portable.dropout,
+            learns=portable.learns,
             prologue=[] if self.kernel.stays else self._place_of_tile(),
             nodes=nodes,
             rings=[self._ring(op) for op in self.rings.values()],
@@ -166,15 +179,19 @@ class DividedContext(PipelineContext):
             if isinstance(op, Fill) and not self.rings[op.ring].beside:
                 whole = {*WHOLE.values()} & {*self.rings[op.ring].type.dims}
                 of = f'"{AXIS_DIM[self.own]}"' if whole else rows[op.src.axes()[0]]
-                found.add((params.index(op.src.tensor), of, part_of(self.rings[op.ring])))
+                found.add((params.index(op.src.tensor), of, self._part_of(self.rings[op.ring])))
             elif isinstance(op, Put):
                 pieces_of = self._widths(self.kernel.type_of(op.value))
-                columns = str(pieces_of[0]) if pieces_of else part_of(self.rings[op.through])
+                columns = str(pieces_of[0]) if pieces_of else self._part_of(self.rings[op.through])
                 found.add((params.index(op.dst.tensor), rows[op.dst.axes()[0]], columns))
             elif isinstance(op, Add):
                 of, columns = self._part(op)
                 found.add((params.index(op.dst.tensor), of if of.isdigit() else f'"{of}"', columns))
         return [(str(at), of, *([columns] if columns else [])) for at, of, columns in sorted(found)]
+
+    def _part_of(self, ring: Ring) -> str:
+        """The columns of a ring's buffers, where these are not those of a tensor: a copy has as many keys of scores as it has rows."""
+        return str(ROWS) if set(ring.type.dims) == PAIR else part_of(ring)
 
     def _ring(self, op: Ring) -> RingView:
         copies = copies_of(self.kernel, op)
@@ -188,7 +205,8 @@ class DividedContext(PipelineContext):
         if op.beside:
             numbers = ", ".join([slots, *(op.type.dims or ("1",))])
             return RingView(self._short(op.name), slots, "", "", buffers, buffers, False, numbers, NUMBERS[op.type.dtype])
-        tensor = next(o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands())
+        moves = [o for o in self.kernel.ops() if isinstance(o, (Fill, Put)) and op.name in o.operands()]
+        tensor = next((o for o in moves if isinstance(o, Fill)), moves[0])
         descriptor = (tensor.src if isinstance(tensor, Fill) else tensor.dst).tensor
         all_pieces = self._times(op, buffers)
         shape, filled, arrivals = self._shape(op), isinstance(tensor, Fill), counted(self.kernel, op.name)
@@ -273,7 +291,7 @@ class DividedContext(PipelineContext):
             block.role.warps,
             block.role.registers,
             [name for name in given if name in words],
-            [t for t in ("BLOCK_Q", "BLOCK_KV", "SLOTS", "DROPOUT") if t in words or t == "SLOTS"],
+            [t for t in ("BLOCK_Q", "BLOCK_KV", "SLOTS", "DROPOUT", "LEARN") if t in words or t == "SLOTS"],
             prologue,
             nodes,
             bool(block.role.rows) or any(isinstance(op, Fill) for op in self.kernel.within(block.name)),
@@ -464,7 +482,7 @@ class DividedContext(PipelineContext):
 
     def _alternates(self, name: str) -> bool:
         """Whether a taken ring is filled once for each of the program's tiles: it has one slot, in the phase of the place's, 0 or 1."""
-        return self.rings[name].counted and bool(self.rings[name].type.dims)
+        return self.rings[name].counted and bool(self.rings[name].type.dims) and not is_taken_in_turns(self.kernel, name)
 
     @cached_property
     def leaders(self) -> dict[str, str]:
@@ -484,7 +502,8 @@ class DividedContext(PipelineContext):
 
     def _place(self, access: Access, moved: str = "", column: str = "0") -> str:
         """The coordinates of a tile's first element; `moved` goes on to rows of a part."""
-        starts = {axis: f"{axis}_start{moved if axis == access.axes()[0] else ''}" for axis in (self.own, self.loop)}
+        moving = self.own if set(access.axes()) == {self.own, self.loop} else access.axes()[0]
+        starts = {axis: f"{axis}_start{moved if axis == moving else ''}" for axis in (self.own, self.loop)}
         batch, *heads, rows, columns = access.index
         head = heads[0] if len(heads) == 1 else heads[0] * symbol(self.kernel.type_of(access.tensor).dims[2]) + heads[1]  # parts of each
         return ", ".join(starts.get(str(i), column if str(i) in AXIS_DIM else self.scalar(i)) for i in (batch, head, rows, columns))
@@ -530,6 +549,10 @@ class DividedContext(PipelineContext):
         index = self._slot(take.ring, "COPY")["index"]
         at = "nothing()" if index == "0" else f"{index} + nothing()"
         return {"tiles": self._tiles_at(op.name, ring, at), "ring": self._short(take.ring), "shape": self._shape(ring)}
+
+    def _lift(self, op: Lift, cls: str) -> dict[str, Any]:
+        turned = self.kernel.type_of(op.value).dims != op.type.dims
+        return {"var": self.var(op.name), "tile": self.var(op.value) + ".permute((1, 0))" * turned}
 
     def _own(self, op: Own, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}
@@ -621,7 +644,8 @@ class DividedContext(PipelineContext):
         return {"ring": self._short(op.ring), "copies": copies, **self._slot(op.ring, "copy")}
 
     def _flush(self, op: Flush, cls: str) -> dict[str, Any]:
-        return {}
+        puts = (o for o in self.kernel.ops() if isinstance(o, Put) and o.through == op.through)
+        return {"flag": "LEARN" * any(self._learned(o.dst.tensor) for o in puts)}
 
     def _work(self, op: Work, cls: str) -> dict[str, Any]:
         place = self._place_of_tile() if op.draws else []
@@ -695,13 +719,18 @@ class DividedContext(PipelineContext):
         rows, columns = self._dims(self.kernel.type_of(op.value).dims)
         value, place, half = self.var(op.value), self._place(op.dst), self.rings[op.through].type.dims[-1]
         halves = [(f"{value}_left", place), (f"{value}_right", self._place(op.dst, column=half))] if half.isdigit() else []
-        widths, slot = self._widths(self.kernel.type_of(op.value)), f"{self._short(op.through)}_ring.index(COPY)"
+        ring = self.rings[op.through]
+        widths = self._widths(self.kernel.type_of(op.value))
+        turned = ring.type.dims == self.kernel.type_of(op.value).dims[::-1]
+        at = self._slot(op.through, "COPY")["index"] if turned else "COPY"
+        slot = f"{self._short(op.through)}_ring.index({at})"
         text = {"ring": self._short(op.through), "tensor": op.dst.tensor, "again": self._before(op), "value": value}
+        text |= {"turned": "yes" * turned, "flag": "LEARN" * self._learned(op.dst.tensor)}
         text["turn"] = self.scalar(op.turn) if op.turn is not None else ""
         if widths:
             return {**text, "split": "", **self._put_pieces(op, slot, f"{rows}, {widths[0]}")}
         groups = [[(part, at, slot)] for part, at in halves or [(value, place)]]
-        shape = f"{rows}, {half if halves else columns}"
+        shape = f"{columns}, {rows}" if turned else f"{rows}, {half if halves else columns}"
         return {**text, "split": "halves" if halves else "", "seen": "", "groups": groups, "shape": shape}
 
     def _put_pieces(self, op: Put, slot: str, shape: str) -> dict[str, Any]:

@@ -35,13 +35,23 @@ def obstacle(module: Module) -> str:
     if (qk, v) != WIDE and (qk != v or not is_power_of_two(v)):
         expected = f"as many of q and k as of v, a power of two, or {WIDE[0]} and {WIDE[1]}"
         return f"its heads have {qk} and {v} columns; expected {expected}"
-    if any(isinstance(op, (Gather, Load)) and set(op.type.dims) == PAIR for op in kernel.ops()):
-        return "a number is read for each score"
+    if why := _beside_scores(kernel):
+        return why
     if (numbers := _numbers_of_queries(kernel)) > MOST_NUMBERS:
         return f"it reads {numbers} numbers for each query, and there is room for {MOST_NUMBERS}"
     read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
     if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
         return "where its loops end is computed of a number for each key of a tile"
+    return ""
+
+
+def _beside_scores(kernel: Kernel) -> str:
+    """Why what is read for each score cannot come by the copy engine; empty text if it can, or if nothing is."""
+    pairs = [op for op in kernel.ops() if isinstance(op, (Gather, Load)) and set(op.type.dims) == PAIR]
+    if any(isinstance(op, Gather) for op in pairs):
+        return "a number is looked up for each score"
+    if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in pairs):
+        return "what is read for each score is no tensor [B, Hq, Nq, Nk] of the element type"
     return ""
 
 
@@ -84,7 +94,7 @@ def _numbers_of_queries(kernel: Kernel) -> int:
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of a kernel's schedule, for any number of keys."""
     kernel = module.kernel(FUSED)
-    crowded = module.dropout or work(kernel) > MOST_OF_LONG or _numbers_of_queries(kernel) > 0
+    crowded = module.dropout or work(kernel) > MOST_OF_LONG or _numbers_of_queries(kernel) > 0 or kernel.reads_pairs
     queries = ROWS if crowded else next(rows for columns, rows in QUERIES.items() if module.head_dim_v <= columns)
     return Row(DEVICE, 2, None, block_q or queries, block_kv or COPIES * ROWS, 4, slots or SLOTS, tma=True, backend=NAME)
 

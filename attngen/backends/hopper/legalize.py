@@ -31,7 +31,7 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.backends.hopper.choice import output_columns, overlaps, shares_slot
+from attngen.backends.hopper.choice import is_taken_in_turns, output_columns, overlaps, shares_slot
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Add, Base, Block, Load, Map, Merge, Op, Reduce, Store, Type
@@ -133,7 +133,8 @@ def _slots_of_own(kernel: Kernel) -> dict[str, str]:
 
     Others go through the last, one after another.
     """
-    own = [op.name for op in kernel.block("entry").ops if isinstance(op, Ring) and op.each]
+    rings = (op for op in kernel.block("entry").ops if isinstance(op, Ring) and op.each)
+    own = [op.name for op in rings if not is_taken_in_turns(kernel, op.name)]
     outputs = [arg.name for arg in kernel.args if arg.role == "out" and arg.type.dtype == "T"]
     return {name: own[min(at, len(own) - 1)] for at, name in enumerate(outputs)} if own else {}
 

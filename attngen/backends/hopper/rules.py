@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import PLACE_SLOTS, barriers_of, handed_over, room_of, sharers, takes_from, turns
+from attngen.backends.hopper.choice import PLACE_SLOTS, barriers_of, handed_over, is_taken_in_turns, room_of, sharers, takes_from, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
@@ -44,9 +44,12 @@ def _meets_nowhere(kernel: Kernel, ring: str) -> str:
 
 
 def _counted_wrongly(kernel: Kernel, row: Row) -> Iterator[str]:
-    """Counted rings have the phase of the tile of the grid: places two slots, and each ring that is taken once for a tile one."""
+    """Counted rings have the phase of the tile of the grid: places two slots, and each ring that is taken once for a tile one.
+
+    A ring that each copy has of its own may be taken in each turn: then it has a phase of its own.
+    """
     bodies = {op.body for op in kernel.ops() if isinstance(op, Work)}
-    for ring in (op for op in rings(kernel) if op.counted):
+    for ring in (op for op in rings(kernel) if op.counted and not (op.each and is_taken_in_turns(kernel, op.name))):
         homes = {kernel.graph.nodes[op.name]["block"] for op in kernel.ops() if isinstance(op, Take) and op.ring == ring.name}
         if homes - bodies:
             yield f"%{ring.name} is counted, and is taken in @{min(homes - bodies)}; expected it once for each tile of the grid"

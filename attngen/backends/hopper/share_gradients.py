@@ -38,6 +38,7 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.backends.hopper.choice import NARROW
 from attngen.backends.hopper.facts import ROWS
 from attngen.backends.hopper.forward import with_backward
 from attngen.backends.hopper.gradients import COPIES, is_wide
@@ -78,7 +79,8 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
     tile = replace(product.type, space="sram")
     cast, everyone = f"{product.a}_cast", f"{product.a}_all"
     one = is_wide(module)
-    sums = Ring("dQ_ring", tile, sympy.Integer(1 if one else SUMS), columns=piece_of(module.head_dim_qk) // COPIES)
+    slots = 1 if one or (kernel.reads_pairs and module.head_dim_v > NARROW) else SUMS
+    sums = Ring("dQ_ring", tile, sympy.Integer(slots), columns=piece_of(module.head_dim_qk) // COPIES)
     rings = (Ring("dS_ring", whole, symbol("num_stages")), sums)
     makers = makers_of(kernel, add)
     users = [op for op in kernel.ops() if isinstance(op, Dot) and op.a == product.a]

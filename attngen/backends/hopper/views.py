@@ -49,6 +49,7 @@ class DividedView:
     params: list[str]
     not_specialized: list[str]
     dropout: bool
+    learns: bool
     prologue: list[str]
     nodes: list[Node]
     rings: list[RingView]

@@ -7,6 +7,7 @@ leave without the columns that a head does not have.
 
 from __future__ import annotations
 
+from attngen.backends.hopper.facts import ROWS
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
 from attngen.ir.ops import unpadded
@@ -47,6 +48,6 @@ def part_of(ring: Ring) -> str:
 
 
 def _width(module: Module, ring: Ring) -> int:
-    """The columns of a ring's tiles: those of a head, or a number of them."""
+    """The columns of a ring's tiles: those of a head, or a number of them; of scores, the keys of a copy."""
     dim = unpadded(ring.type.dims[-1])
-    return int(dim) if dim.isdigit() else {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}[dim]
+    return int(dim) if dim.isdigit() else {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v, "BLOCK_KV": ROWS}[dim]
