@@ -55,6 +55,7 @@ _POSITIONAL = {
     "give": ("value",),
     "own": ("value",),
     "near": ("value",),
+    "lift": ("value",),
     "share": ("ring", "value"),
     "drain": ("ring",),
     "issue": ("a", "b"),

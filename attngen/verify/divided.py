@@ -212,7 +212,8 @@ def _yielded(kernel: Kernel, body: str) -> dict[str, Any]:
 def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     """All roles run over the same tiles in the same order: those of the kernel for which this one stands in, full and partial.
 
-    Programs are those of that kernel, in its order, and add in the same turns.
+    Programs are those of that kernel, in its order, and add in the same turns. Tiles come from where it loads them, and leave to where it
+    stores them.
     """
     portable = module.kernel(kernel.stands_for)
     if kernel.grid != portable.grid:
@@ -221,6 +222,7 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
     if turns != expected:
         yield f"its programs add in other turns than those of @{portable.name} as it is portable"
     yield from _merged(kernel, portable)
+    yield from _moved(kernel, portable)
     wanted: dict[str, Any] = {loop.cls: (loop.ranges, loop.listed, (loop.heads, loop.by_tile)) for loop in portable.loops}
     scalars = dict(portable.named)
     for name, expr in kernel.named:
@@ -237,6 +239,16 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"@{role.name} runs over tiles of class {', '.join(run[0] for run in runs if run[1])}; expected {', '.join(wanted)}"
     if len({repr(order) for order in orders.values() if order}) > 1:
         yield f"{' and '.join(f'@{name}' for name in orders)} run over tiles in different orders"
+
+
+def _moved(kernel: Kernel, portable: Kernel) -> Iterator[str]:
+    """What the copy engine copies to other places than those at which the portable kernel loads and stores."""
+    loads, stores = ({_target(portable, op) for op in portable.ops() if isinstance(op, kind)} for kind in (Load, Store))
+    for op in kernel.ops():
+        if isinstance(op, Fill) and (op.src.tensor, op.src.index) not in loads:
+            yield f"%{op.name} copies from where @{portable.name} loads nothing as it is portable"
+        if isinstance(op, Put) and _target(kernel, op) not in stores:
+            yield f"%{op.name} copies to where @{portable.name} stores nothing as it is portable"
 
 
 def _merged(kernel: Kernel, portable: Kernel) -> Iterator[str]:
@@ -272,7 +284,7 @@ def _merged(kernel: Kernel, portable: Kernel) -> Iterator[str]:
         yield "its copies merge tiles; expected one follow, all puts, their flush and then one raise, in one block"
 
 
-def _target(kernel: Kernel, op: Merge | Put) -> tuple[str, tuple[Any, ...]]:
+def _target(kernel: Kernel, op: Load | Put | Store) -> tuple[str, tuple[Any, ...]]:
     """The tensor and the indices at which an op stores."""
     if isinstance(op, Put):
         return op.dst.tensor, op.dst.index
@@ -583,7 +595,7 @@ def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
 
 
 def _put_back_errors(kernel: Kernel, op: Put) -> Iterator[str]:
-    """Numbers of scores leave through the slot of a tile that is taken, all of which has been lifted to registers."""
+    """Numbers of scores leave through the slot of a taken tile that has been lifted to registers, and have left when it is given back."""
     target, ring = kernel.op(op.dst.tensor), kernel.op(op.through)
     if not isinstance(target, Arg) or target.role != "out" or not isinstance(ring, Ring) or not ring.each:
         yield "writes numbers of scores to no output, or through a ring that copies share"
@@ -593,8 +605,9 @@ def _put_back_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     ops = list(kernel.block(kernel.graph.nodes[op.name]["block"]).ops)
     before, after = ops[: ops.index(op)], ops[ops.index(op) :]
     taken = {o.name for o in before if isinstance(o, Take) and o.ring == op.through}
-    if {o.value for o in before if isinstance(o, Lift)} & taken != taken or not taken:
-        yield f"goes through the slot of a tile of %{op.through} that has not been lifted"
+    lifted = [{o.value for o in ops if isinstance(o, Lift) and o.value in taken} for ops in (before, after)]
+    if not taken or lifted != [taken, set()]:
+        yield f"goes through the slot of a tile of %{op.through} that has not been lifted, or is lifted later"
     ends = [type(o) for o in after if (isinstance(o, Flush) and o.through == op.through) or (isinstance(o, Give) and o.value in taken)]
     if ends != [Flush, Give]:
         yield f"is not flushed before the tile of %{op.through} is given back"

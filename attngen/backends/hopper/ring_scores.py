@@ -46,6 +46,8 @@ class RingScores(Pass):
 def _through_rings(kernel: Kernel, given: dict[str, str]) -> Kernel:
     """given: tensor of a gradient by score -> the tensor that it is the gradient of."""
     loads = [op for op in kernel.ops() if isinstance(op, Load) and set(op.type.dims) == PAIR]
+    if not loads:
+        return kernel
     rings = {op.src.tensor: _ring(op) for op in loads}
 
     def change(_: str, op: Op) -> Iterator[Op]:

@@ -1,0 +1,111 @@
+"""What the backward reads and writes for each score: the pass ring-scores, what is refused, and what calls take it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.text import print_module
+from attngen.policy import ALIGNED_KEYS
+from attngen.sweep import crowded
+from attngen.verify import verify
+from tests.helpers import spec, target
+from tests.hopper.test_gradients import backward, changed, edited, lines, steps, whole
+
+
+def test_a_bias_comes_and_its_gradient_leaves_by_the_copy_engine() -> None:
+    gone, come = changed("biased", "overlap-gradients", "ring-scores", "step")
+    assert gone == [
+        "%bias = load %BIAS[b, h, q, kv] check(q if partial, kv) : T[BLOCK_KV, BLOCK_Q] @reg",
+        "store %dBIAS[b, h, q, kv] %dbias check(q if partial, kv)",
+    ]
+    assert come == [
+        "%bias_tile = take %BIAS_ring : T[BLOCK_Q, BLOCK_KV] @sram",
+        "%bias = lift %bias_tile : T[BLOCK_KV, BLOCK_Q] @reg",
+        "put %dBIAS[b, h, q, kv] %dbias through(%BIAS_ring)",
+        "flush %BIAS_ring",
+        "give %bias_tile",
+    ]
+    ring = "%BIAS_ring = ring slots(num_stages) each(consumer) counted(yes) : T[BLOCK_Q, BLOCK_KV] @sram"
+    assert changed("biased", "overlap-gradients", "ring-scores", "entry") == ([], [ring])
+    assert changed("biased", "overlap-gradients", "ring-scores", "producer") == ([], ["drain %BIAS_ring"])
+    fills = [line.split()[1] for line in lines("ring-scores", "copy", "biased") if line.startswith("fill")]
+    assert fills == ["%LSE2_ring", "%DELTA_ring", "%Q_ring", "%BIAS_ring", "%dO_ring"]
+
+
+def test_a_bias_without_a_gradient_is_given_back_at_the_end_too() -> None:
+    _, come = changed("biased_alone", "overlap-gradients", "ring-scores", "step")
+    assert [line.split()[0] for line in come] == ["%bias_tile", "%bias", "give"]
+
+
+def test_others_are_left_as_they_are() -> None:
+    assert steps("wide")["ring-scores"].divided == steps("wide")["overlap-gradients"].divided
+
+
+def test_sums_of_dq_have_one_slot_beside_a_bias_in_wide_heads() -> None:
+    found = [next(line for line in lines("ring-scores", "entry", name) if "dQ_ring" in line) for name in ("biased", "biased_wide")]
+    assert [re.findall(r"slots\((\d)\)", line) for line in found] == [["2"], ["1"]]
+
+
+REFUSED = {
+    "a gradient that is never written": ("    put %dBIAS[b, h, q, kv] %dbias through(%BIAS_ring)\n", "", "`.*`: .*"),
+    "a slot given back while it is stored": (
+        "    flush %BIAS_ring\n",
+        "",
+        "`types`: .*is not flushed before the tile of %BIAS_ring is given back",
+    ),
+    "a flush that comes late": (
+        "    flush %BIAS_ring\n    give %bias_tile\n",
+        "    give %bias_tile\n    flush %BIAS_ring\n",
+        "`types`: .*is not flushed before the tile of %BIAS_ring is given back",
+    ),
+    "no give": ("    give %bias_tile\n", "", "`(types|protocol)`: .*"),
+    "numbers read from the slot of their gradient": (
+        "    flush %BIAS_ring\n",
+        "    %again = lift %bias_tile : T[BLOCK_KV, BLOCK_Q] @reg\n    flush %BIAS_ring\n",
+        "`(types|used)`: .*",
+    ),
+    "a lift to another type": (
+        "%bias = lift %bias_tile : T[BLOCK_KV, BLOCK_Q] @reg",
+        "%bias = lift %bias_tile : f32[BLOCK_KV, BLOCK_Q] @reg",
+        "`types`: .*expected a taken tile or its transpose, in registers",
+    ),
+    "a lift of a value": ("lift %bias_tile", "lift %k_all_near", "`types`: .*expected a taken tile or its transpose, in registers"),
+    "a ring that copies share": (
+        "slots(num_stages) each(consumer) counted(yes) : T[BLOCK_Q, BLOCK_KV]",
+        "slots(num_stages) counted(yes) : T[BLOCK_Q, BLOCK_KV]",
+        "`.*`: .*",
+    ),
+    "another bias": ("fill %BIAS_ring %BIAS[b, h, q, kv]", "fill %BIAS_ring %BIAS[b, 0, q, kv]", "`.*`: .*"),
+    "a gradient of another head": ("put %dBIAS[b, h, q, kv]", "put %dBIAS[b, 0, q, kv]", "`.*`: .*"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_wrong_rings_are_refused(mistake: str) -> None:
+    old, new, reason = REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(edited("biased", (old, new)))
+
+
+def test_calls_whose_rows_the_copy_engine_cannot_read_take_the_portable_kernels() -> None:
+    text = print_module(whole("biased"))
+    (line,) = re.findall(r"%In_one_pass = if .*", text)
+    assert f"{ALIGNED_KEYS}*(Nk // {ALIGNED_KEYS})" in line
+    assert "Nk // 8" not in next(line for line in print_module(whole("narrow")).splitlines() if "%In_one_pass" in line)
+    assert crowded(spec("dense_bias_dropout_mha"), 132).n_kv % ALIGNED_KEYS == 0 != crowded(spec("full_mha"), 132).n_kv % ALIGNED_KEYS
+
+
+def test_a_gradient_that_all_tiles_write_is_not_filled_before() -> None:
+    """Under a mask no program writes the tiles that it hides."""
+    made = {
+        name: next(line for line in print_module(whole(name)).splitlines() if "%dBIAS = alloc" in line)
+        for name in ("biased", "biased_wide")
+    }
+    assert ["fill" in line for line in made.values()] == [False, True]
+
+
+def test_the_module_has_it() -> None:
+    assert [block.name for block in backward(target("dense_bias_dropout_mha")).roles] == ["producer", "consumer", "writer"]
