@@ -1,11 +1,21 @@
-"""How a divided kernel is launched, so that as many programs share a multiprocessor as it says."""
+"""How a divided kernel is launched, so that as many programs share a multiprocessor as it says; and for which calls."""
 
 from __future__ import annotations
 
+import sympy
+
 from attngen.devices import CLASSES
+from attngen.ir.expr import Bool, floordiv, symbol
 from attngen.ir.graph import Kernel, Row
+from attngen.policy import ALIGNED_KEYS
 
 GROUP = 4  # warps that have a number of registers together: those of a copy are filled up to a multiple
+
+
+def rows_are_aligned() -> Bool:
+    """The condition that rows of a number for each key, in 16 bits, start where the copy engine can read and write them."""
+    keys = symbol("Nk")
+    return sympy.Eq(ALIGNED_KEYS * floordiv(keys, sympy.Integer(ALIGNED_KEYS)), keys)
 
 
 def groups(kernel: Kernel) -> list[int]:

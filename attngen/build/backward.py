@@ -22,6 +22,7 @@ from attngen.parts import KV, NATURAL, Q
 from attngen.policy import WIDEST_FUSED
 from attngen.spec import Spec
 
+_HEAD = symbol("h")
 _ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
 DELTA = Signature(
     "delta",
@@ -74,9 +75,6 @@ DKDV_END = Signature(
     ("dK", "dV"),
     about="After the backward: dK and dV, summed over the programs among which the query heads of a group are split.",
 )
-
-
-H = symbol("h")
 
 
 def build_delta(spec: Spec) -> Kernel:
@@ -205,7 +203,8 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
     With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention, Appendix B.4).
     Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The factor is applied at the end.
     Modifiers multiply it by the derivative of the score that the softmax sees, `factor`: dscore is the gradient of that score. In one
-    pass P is multiplied by it first: then dS needs one number for each score beside dP, not two.
+    pass P is multiplied by it first: then dS needs one number for each score beside dP, not two. Not so if the kernel `learns`: gradients
+    of inputs are made of dscore.
     """
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", "delta"))
     if b.signature.adds and factor != 1 and not b.spec.dropout and not learns:
@@ -250,8 +249,13 @@ def unfused(spec: Spec) -> str:
         )
     if blocks is not None and blocks.data:
         return "data lists the blocks of the mask"
-    left = [x.input for x in learned(spec) if x.by not in ("row", "score") and _of_dq(spec, x) is None]
+    left = [x.input for x in _summed(spec) if _of_dq(spec, x) is None]
     return f"the gradient of `{left[0]}` needs sums of its own" if left else ""
+
+
+def _summed(spec: Spec) -> list[Learned]:
+    """The gradients of inputs that are sums over scores. Those of a sink follow from delta; those by score are stored as they are."""
+    return [x for x in learned(spec) if x.by not in ("row", "score")]
 
 
 def _of_dq(spec: Spec, x: Learned) -> Any:
@@ -272,7 +276,7 @@ def build_fused(spec: Spec) -> Kernel:
     Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). Programs add in the order of
     their keys, from the last ones on: in any order they are slower. Where query heads share a key head, a program has some of them, and two
     programs write the sum of their dK and dV; @dkdv_end adds up these sums. If numbers of the heads differ, a program has one head, and
-    @dkdv_end adds up what all programs of a group have.
+    @dkdv_end adds up what all programs of a group have. Gradients of inputs by score are stored as they are computed.
     """
     return build_dkdv(spec, fused=True)
 
@@ -419,7 +423,7 @@ def build_dq_end(spec: Spec) -> Kernel:
     fused = spec.schedule.order != "kv_outer"
     ordered = fused and not _has_sink(spec)
     common = without_common(spec, derivative(modified(spec), S))[0] if fused else sympy.Integer(1)
-    gradients = {x: _of_dq(spec, x) for x in learned(spec) if fused and x.by not in ("row", "score")}
+    gradients = {x: _of_dq(spec, x) for x in _summed(spec)} if fused else {}
     reads = ("DQ_ACC", *(["LSE2"] if ordered else []), *(["Q"] if gradients else []))
     b = KernelBuilder(spec, DQ_END._replace(reads=reads), [common, *gradients.values()])
     b.tensors(gradients)
@@ -520,7 +524,7 @@ def build_dq(spec: Spec) -> Kernel:
     return b.kernel()
 
 
-def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, field: str | None, head: Any = H) -> None:
+def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, field: str | None, head: Any = _HEAD) -> None:
     """What a step does for the gradient of an input that is read there: store it, scatter it, or add it to a carried `field`."""
 
     def gradient(name: str, slope: Any) -> str:

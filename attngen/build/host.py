@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import sympy
 
+from attngen.bounds.launches import rows_are_aligned
 from attngen.build.signature import parts_of
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
@@ -15,7 +16,7 @@ from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Plac
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
-from attngen.policy import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
+from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
 from attngen.spec import Spec
 
 NEED_Q, NEED_KV, NEED_INPUTS = map(symbol, ("need_q", "need_kv", "need_inputs"))
@@ -153,10 +154,9 @@ def _backward(module: Module) -> Host:
     walks = module.order == "kv_outer"
     for name in ("K", "V"):
         b.alloc(f"d{name}", like=name, where=sympy.true if walks else NEED_KV)
-    all_scores = {x.parts for x in module.learned if x.by == "score" and module.meaning.where == sympy.true}
+    covered = {x.parts for x in module.learned if module.covers(x)}
     for arg in parts_of(module.learned, module.inputs):
-        written = arg.type.dims == _ROWS or arg.name in all_scores  # every element; of others, those that no program writes are zero
-        fill = None if written else sympy.Integer(0)
+        fill = None if arg.name in covered else sympy.Integer(0)  # elements that no program writes are zero
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
@@ -165,9 +165,8 @@ def _backward(module: Module) -> Host:
         _launch_by_key(b, module)
     elif fused := next((kernel for kernel in module.kernels if kernel.adds), None):
         wanted = sympy.And(NEED_Q, NEED_KV, sympy.Gt(symbol("fused"), 0), _many_keys(module))
-        if fused.reads_pairs:  # rows of these start where the copy engine can read them
-            keys = symbol("Nk")
-            wanted = sympy.And(wanted, sympy.Eq(ALIGNED_KEYS * floordiv(keys, sympy.Integer(ALIGNED_KEYS)), keys))
+        if fused.reads_pairs:
+            wanted = sympy.And(wanted, rows_are_aligned())
         limited = None
         if sharing(fused.grid):
             b.add(Map("in_one_pass", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg")))

@@ -578,5 +578,9 @@ class Module:
     def unfit(self, kernel: str) -> tuple[Unfit, ...]:
         return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, Unfit))
 
+    def covers(self, x: Learned) -> bool:
+        """Whether kernels write all that holds parts of a gradient: of each query; of each score, if no mask and no list leaves any out."""
+        return x.by == "query" or (x.by == "score" and self.meaning.where == sympy.true and self.blocks is None)
+
     def map_kernels(self, change: Callable[[Kernel], Kernel]) -> Module:
         return replace(self, kernels=tuple(change(k) for k in self.kernels))

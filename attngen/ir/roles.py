@@ -311,7 +311,7 @@ class Put(Op):
 
 @dataclass(frozen=True)
 class Flush(Op):
-    """Wait until the copy engine has read all that this role's puts have written: the last op of a role that puts."""
+    """Wait until the copy engine has read all that this role's puts have written: before their slot is given back, or at the role's end."""
 
     through: str = field(metadata=OPERAND)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -242,13 +243,16 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _moved(kernel: Kernel, portable: Kernel) -> Iterator[str]:
-    """What the copy engine copies to other places than those at which the portable kernel loads and stores."""
-    loads, stores = ({_target(portable, op) for op in portable.ops() if isinstance(op, kind)} for kind in (Load, Store))
+    """What is copied from other places than those at which the portable kernel loads, or not stored once at each at which that stores."""
+    loads = {_target(portable, op) for op in portable.ops() if isinstance(op, Load)}
     for op in kernel.ops():
         if isinstance(op, Fill) and (op.src.tensor, op.src.index) not in loads:
             yield f"%{op.name} copies from where @{portable.name} loads nothing as it is portable"
-        if isinstance(op, Put) and _target(kernel, op) not in stores:
-            yield f"%{op.name} copies to where @{portable.name} stores nothing as it is portable"
+    stored, wanted = (Counter(_target(k, op) for op in k.ops() if isinstance(op, (Put, Store))) for k in (kernel, portable))
+    for tensor, index in {**wanted, **stored}:
+        if stored[tensor, index] != wanted[tensor, index]:
+            times, place = stored[tensor, index], f"%{tensor}[{', '.join(map(to_text, index))}]"
+            yield f"it stores {times} times at {place}; @{portable.name} as it is portable stores {wanted[tensor, index]} times there"
 
 
 def _merged(kernel: Kernel, portable: Kernel) -> Iterator[str]:

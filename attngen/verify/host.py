@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from attngen.ir.expr import Bool, cdiv, symbol, to_text
+from attngen.bounds.launches import rows_are_aligned
+from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, SHARES, tensor_dtype
@@ -131,8 +132,13 @@ def _seen(by: str, dims: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str,
 
 
 def launches(module: Module, host: Host) -> Iterator[str]:
-    """Each argument of a kernel is a value of the host, of the type that the kernel declares. The kernel's grid is over known sizes."""
+    """Each argument of a kernel is a value of the host, of the type that the kernel declares. The kernel's grid is over known sizes.
+
+    A kernel in one pass that reads numbers of scores is launched if the copy engine can read and write these.
+    """
     kernels = {kernel.name: kernel for kernel in module.kernels}
+    apart = {name for name, kernel in kernels.items() if kernel.adds and kernel.reads_pairs}
+    aligned = [op.then for op in host.ops() if isinstance(op, If) and rows_are_aligned() in _said(host, op.where)]
     for op in host.ops():
         if not isinstance(op, Launch):
             continue
@@ -140,6 +146,8 @@ def launches(module: Module, host: Host) -> Iterator[str]:
             yield f"it launches @{op.kernel}; the kernels are {', '.join(kernels)}"
             continue
         kernel, given = kernels[op.kernel], dict(op.args)
+        if op.kernel in apart and not any(op in host.block(name).ops for name in aligned):
+            yield f"launch @{op.kernel}: it reads a number for each score; expected `{to_text(rows_are_aligned())}` around it"
         refs = [given.get(arg.name, arg.name) for arg in kernel.args]
         for arg, ref in zip(kernel.args, refs):
             if arg.role in TENSORS[1:] and refs.count(ref) > 1:
@@ -149,6 +157,15 @@ def launches(module: Module, host: Host) -> Iterator[str]:
         for name in given:
             yield f"launch @{op.kernel}: it has no argument %{name}"
         yield from _grid(host, op, kernel)
+
+
+def _said(host: Host, where: Bool) -> set[Bool]:
+    """The conditions that hold where one does; where a number is positive, those under which it is not 0."""
+    found = set(conjuncts(where))
+    for op in host.ops():
+        if isinstance(op, Map) and isinstance(op.expr, select) and op.expr.args[2] == 0 and (symbol(op.name) > 0) in found:
+            found |= set(conjuncts(op.expr.args[0]))
+    return found
 
 
 def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
@@ -181,7 +198,10 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
 
 
 def written(module: Module, host: Host) -> Iterator[str]:
-    """On every path, a tensor is written before it is read. One without elements needs no writing."""
+    """On every path, a tensor is written before it is read. One without elements needs no writing.
+
+    Gradients by score of which a mask leaves some out are not written by the kernels alone.
+    """
     yield from _Writes(module, host).reasons()
 
 
@@ -191,6 +211,7 @@ class _Writes:
     def __init__(self, module: Module, host: Host) -> None:
         self.host, self.kernels = host, {kernel.name: kernel for kernel in module.kernels}
         self.except_where: dict[str, Bool] = {}  # tensor -> condition; it is written unless the condition holds
+        self.partial = {x.parts for x in module.learned if x.by != "row" and not module.covers(x)}
         self.found: list[str] = []
 
     def reasons(self) -> list[str]:
@@ -242,7 +263,7 @@ class _Writes:
             if arg.role in ("in", "inout", "sum"):
                 self._read(f"@{op.kernel}", given.get(arg.name, arg.name), state)
         for arg in args:
-            if arg.role in ("out", "inout", "sum"):
+            if arg.role in ("out", "inout", "sum") and arg.name not in self.partial:
                 state = state | self._write(given.get(arg.name, arg.name))
         return state
 

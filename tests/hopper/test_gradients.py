@@ -97,6 +97,12 @@ MADE |= {
     "biased_capped": {"head_dim": 64, "score": ["dense_bias", {"softcap": 5.0}]},
     "biased_wide": {"mask": "causal", "score": "dense_bias", "heads": {"sharing": "gqa"}},
     "biased_dropping": {"head_dim": 64, "mask": "key_padding", "score": "dense_bias", "dropout": True},
+    "biased_blocks": {"head_dim": 64, "mask": {"block_sparse": {"block": 128}}, "score": "dense_bias"},
+    "biased_times": {
+        "mask": "causal",
+        "score": ["dense_bias", {"expr": "s * t[h]", "params": {"t": {"tensor": ["H"]}}}],
+        "heads": {"sharing": "gqa"},
+    },
     "biased_alone": {"head_dim": 64, "mask": "causal", "score": [{"dense_bias": {"learnable": False}}]},
 }
 LISTED: dict[str, dict[str, Any]] = {

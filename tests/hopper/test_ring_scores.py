@@ -7,11 +7,13 @@ import re
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.text import print_module
+from attngen.ir.text import parse_module, print_module
+from attngen.passes.pipeline import lower, undivided
 from attngen.policy import ALIGNED_KEYS
+from attngen.spec import make_spec
 from attngen.sweep import crowded
 from attngen.verify import verify
-from tests.helpers import spec, target
+from tests.helpers import edit, spec, target
 from tests.hopper.test_gradients import backward, changed, edited, lines, steps, whole
 
 
@@ -50,7 +52,16 @@ def test_sums_of_dq_have_one_slot_beside_a_bias_in_wide_heads() -> None:
 
 
 REFUSED = {
-    "a gradient that is never written": ("    put %dBIAS[b, h, q, kv] %dbias through(%BIAS_ring)\n", "", "`.*`: .*"),
+    "a gradient that is never written": (
+        "    %dbias = map expr(ds) uses(ds=%ds) : T[BLOCK_KV, BLOCK_Q] @reg\n    put %dBIAS[b, h, q, kv] %dbias through(%BIAS_ring)\n",
+        "",
+        "`walks`: .*it stores 0 times at %dBIAS.b, h, q, kv.; @bwd as it is portable stores 1 times there",
+    ),
+    "a gradient that is written twice": (
+        "    put %dBIAS[b, h, q, kv] %dbias through(%BIAS_ring)\n",
+        "    put %dBIAS[b, h, q, kv] %dbias through(%BIAS_ring)\n    put %dBIAS[b, h, q, kv] %dbias through(%BIAS_ring)\n",
+        "`walks`: .*it stores 2 times at %dBIAS",
+    ),
     "a slot given back while it is stored": (
         "    flush %BIAS_ring\n",
         "",
@@ -61,11 +72,11 @@ REFUSED = {
         "    give %bias_tile\n    flush %BIAS_ring\n",
         "`types`: .*is not flushed before the tile of %BIAS_ring is given back",
     ),
-    "no give": ("    give %bias_tile\n", "", "`(types|protocol)`: .*"),
+    "no give": ("    give %bias_tile\n", "", "`types`: .*is not flushed before the tile of %BIAS_ring is given back"),
     "numbers read from the slot of their gradient": (
         "    flush %BIAS_ring\n",
         "    %again = lift %bias_tile : T[BLOCK_KV, BLOCK_Q] @reg\n    flush %BIAS_ring\n",
-        "`(types|used)`: .*",
+        "`types`: .*a tile of %BIAS_ring that has not been lifted, or is lifted later",
     ),
     "a lift to another type": (
         "%bias = lift %bias_tile : T[BLOCK_KV, BLOCK_Q] @reg",
@@ -76,10 +87,14 @@ REFUSED = {
     "a ring that copies share": (
         "slots(num_stages) each(consumer) counted(yes) : T[BLOCK_Q, BLOCK_KV]",
         "slots(num_stages) counted(yes) : T[BLOCK_Q, BLOCK_KV]",
-        "`.*`: .*",
+        "`types`: .*through a ring that copies share",
     ),
-    "another bias": ("fill %BIAS_ring %BIAS[b, h, q, kv]", "fill %BIAS_ring %BIAS[b, 0, q, kv]", "`.*`: .*"),
-    "a gradient of another head": ("put %dBIAS[b, h, q, kv]", "put %dBIAS[b, 0, q, kv]", "`.*`: .*"),
+    "another bias": (
+        "fill %BIAS_ring %BIAS[b, h, q, kv]",
+        "fill %BIAS_ring %BIAS[b, 0, q, kv]",
+        "`walks`: .*copies from where @bwd loads nothing",
+    ),
+    "a gradient of another head": ("put %dBIAS[b, h, q, kv]", "put %dBIAS[b, 0, q, kv]", "`walks`: .*it stores . times at %dBIAS"),
 }
 
 
@@ -96,6 +111,35 @@ def test_calls_whose_rows_the_copy_engine_cannot_read_take_the_portable_kernels(
     assert f"{ALIGNED_KEYS}*(Nk // {ALIGNED_KEYS})" in line
     assert "Nk // 8" not in next(line for line in print_module(whole("narrow")).splitlines() if "%In_one_pass" in line)
     assert crowded(spec("dense_bias_dropout_mha"), 132).n_kv % ALIGNED_KEYS == 0 != crowded(spec("full_mha"), 132).n_kv % ALIGNED_KEYS
+
+
+HOSTS_REFUSED = {
+    "any number of keys": ("biased", "8*(Nk // 8) == Nk", "Nk >= 0", "`.*`: .*it reads a number for each score; expected `8.*` around it"),
+    "no zeros in what a mask hides": (
+        "biased_wide",
+        "%dBIAS = alloc fill(0) where(need_inputs)",
+        "%dBIAS = alloc where(need_inputs)",
+        "`.*`: .*dBIAS, which is not written on every path to it",
+    ),
+    "no zeros in blocks that are not listed": (
+        "biased_blocks",
+        "%dBIAS = alloc fill(0) where(need_inputs)",
+        "%dBIAS = alloc where(need_inputs)",
+        "`.*`: .*dBIAS, which is not written on every path to it",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", HOSTS_REFUSED)
+def test_wrong_host_programs_are_refused(mistake: str) -> None:
+    name, old, new, reason = HOSTS_REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule {reason}"):
+        verify(parse_module(edit(print_module(whole(name)), (old, new))))
+
+
+def test_a_modifier_that_bends_scores_beside_a_bias_has_none_in_wide_heads() -> None:
+    made = make_spec({"name": "bent", "head_dim": 128, "score": ["dense_bias", {"softcap": 5.0}]})
+    assert "a number for each score and a modifier that bends scores registers spill" in " ".join(undivided(made, lower(made, "dce")))
 
 
 def test_a_gradient_that_all_tiles_write_is_not_filled_before() -> None:

@@ -59,13 +59,17 @@ def declined(module: Module) -> str:
     """Why the kernel in one pass is not divided, and so dropped, as the end of a sentence; empty text if it is divided."""
     if why := obstacle(module):
         return why
-    if is_wide(module) and (why := _spills_if_wide(module, module.kernel(FUSED))):
+    kernel = module.kernel(FUSED)
+    if is_wide(module) and (why := _spills_if_wide(module, kernel)):
         return f"with heads of {WIDE[0]} and {WIDE[1]} columns and {why} registers spill"
-    signed = is_signed(module, module.kernel(FUSED))
+    steep = {"dscore", "p_steep"} & set(kernel.graph)  # a modifier's slope is held beside weights
+    if kernel.reads_pairs and steep and module.head_dim_v > NARROW:
+        return f"with heads of more than {NARROW} columns, a number for each score and a modifier that bends scores registers spill"
+    signed = is_signed(module, kernel)
     if signed and module.meaning.score != symbol("s"):
         return f"with dropout, heads of more than {NARROW} columns and a modifier of scores registers spill"
     most = MOST_OF_WIDE if is_wide(module) else MOST_SIGNED if signed else MOST_WORK
-    if (ops := work(module.kernel(FUSED))) > most:
+    if (ops := work(kernel)) > most:
         return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
     return ""
 

@@ -44,9 +44,9 @@ def _meets_nowhere(kernel: Kernel, ring: str) -> str:
 
 
 def _counted_wrongly(kernel: Kernel, row: Row) -> Iterator[str]:
-    """Counted rings have the phase of the tile of the grid: places two slots, and each ring that is taken once for a tile one.
+    """A counted ring that each copy has of its own, and takes from in each turn, has a phase of its own.
 
-    A ring that each copy has of its own may be taken in each turn: then it has a phase of its own.
+    Others have that of the tile of the grid: places two slots, and each ring that is taken once for a tile one.
     """
     bodies = {op.body for op in kernel.ops() if isinstance(op, Work)}
     for ring in (op for op in rings(kernel) if op.counted and not (op.each and is_taken_in_turns(kernel, op.name))):
