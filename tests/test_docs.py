@@ -50,7 +50,16 @@ def test_excerpts_of_ir_are_real() -> None:
         *lowered("causal_mqa").values(),
         *(
             m
-            for name in ("causal_gqa", "mla_dims", "full_mha", "alibi_mha", "dense_bias_dropout_mha", "document_gqa", "temperature_mha", "window_gqa")
+            for name in (
+                "causal_gqa",
+                "mla_dims",
+                "full_mha",
+                "alibi_mha",
+                "dense_bias_dropout_mha",
+                "document_gqa",
+                "temperature_mha",
+                "window_gqa",
+            )
             for m in after(name).values()
         ),
     ]
