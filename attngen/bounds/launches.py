@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from attngen.devices import CLASSES
-from attngen.ir.expr import Bool, floordiv, symbol
+from attngen.ir.expr import Bool, mod, symbol
 from attngen.ir.graph import Kernel, Row
 from attngen.policy import ALIGNED_KEYS
 
@@ -14,8 +14,7 @@ GROUP = 4  # warps that have a number of registers together: those of a copy are
 
 def rows_are_aligned() -> Bool:
     """The condition that rows of a number for each key, in 16 bits, start where the copy engine can read and write them."""
-    keys = symbol("Nk")
-    return sympy.Eq(ALIGNED_KEYS * floordiv(keys, sympy.Integer(ALIGNED_KEYS)), keys)
+    return sympy.Eq(mod(symbol("Nk"), sympy.Integer(ALIGNED_KEYS)), 0)
 
 
 def groups(kernel: Kernel) -> list[int]:

@@ -452,7 +452,7 @@ class DividedLaunch(Launch):
 
     def _put(self, op: Put, values: Values) -> Any:
         """Through the copy's own slot, from which all rows inside the tensor are stored later; as many columns at a time as fit it."""
-        if self.kernel.type_of(op.value).dims == self.kernel.type_of(op.through).dims[::-1]:  # numbers of scores, transposed
+        if op.is_of_scores(self.kernel):
             yield from self._put_scores(op, values)
             return
         tile = self.mine(op.through, values).tiles[0]

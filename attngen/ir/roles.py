@@ -12,6 +12,7 @@ Copies of a role may issue theirs in turns, so that one computes while the produ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from attngen.ir.expr import Expr
 from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
@@ -22,6 +23,12 @@ PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that say where a tile of ke
 WHOLE = {"BLOCK_Q": "TILE_Q", "BLOCK_KV": "TILE_KV"}  # dimension of a copy's own rows -> that of those of all copies
 PARTS = {"BLOCK_Q": "PART_Q", "D_QK": "PART_QK"}  # dimension -> that of a copy's part of it, where copies divide a product
 HALVES = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see Halve)
+
+
+class Types(Protocol):
+    """What knows the types of values: a kernel."""
+
+    def type_of(self, ref: str) -> Type: ...
 
 
 @dataclass(frozen=True)
@@ -307,6 +314,10 @@ class Put(Op):
     value: str = field(metadata=OPERAND)
     through: str = field(metadata=OPERAND)
     turn: Expr | None = None
+
+    def is_of_scores(self, kernel: Types) -> bool:
+        """Whether it writes numbers of scores, which lie transposed in the tensor, and so in the slot."""
+        return kernel.type_of(self.value).dims == kernel.type_of(self.through).dims[::-1]
 
 
 @dataclass(frozen=True)

@@ -587,7 +587,7 @@ def _follow_errors(kernel: Kernel, op: Follow) -> Iterator[str]:
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     target, ring, value = kernel.op(op.dst.tensor), kernel.op(op.through), kernel.type_of(op.value)
     dims = tuple(AXIS_DIM[a] for a in op.dst.axes())
-    if isinstance(ring, Ring) and dims == ring.type.dims == value.dims[::-1]:  # numbers of scores, transposed
+    if isinstance(ring, Ring) and dims == ring.type.dims and op.is_of_scores(kernel):
         yield from _put_back_errors(kernel, op)
         return
     if not isinstance(target, Arg) or target.role != "out" or dims != value.unpadded:

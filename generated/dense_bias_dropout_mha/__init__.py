@@ -161,7 +161,7 @@ def _backward(
     if (
         need_kv
         and need_q
-        and 8*(Nk // 8) == Nk
+        and (Nk % 8) == 0
         and (
             (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
             or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
@@ -238,5 +238,5 @@ def _backward(
 
 OPERANDS = "Tensor bias, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_bc64ce9ef164", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_b37f798b9737", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

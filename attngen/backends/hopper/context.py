@@ -719,11 +719,8 @@ class DividedContext(PipelineContext):
         rows, columns = self._dims(self.kernel.type_of(op.value).dims)
         value, place, half = self.var(op.value), self._place(op.dst), self.rings[op.through].type.dims[-1]
         halves = [(f"{value}_left", place), (f"{value}_right", self._place(op.dst, column=half))] if half.isdigit() else []
-        ring = self.rings[op.through]
-        widths = self._widths(self.kernel.type_of(op.value))
-        turned = ring.type.dims == self.kernel.type_of(op.value).dims[::-1]
-        at = self._slot(op.through, "COPY")["index"] if turned else "COPY"
-        slot = f"{self._short(op.through)}_ring.index({at})"
+        widths, turned = self._widths(self.kernel.type_of(op.value)), op.is_of_scores(self.kernel)
+        slot = f"{self._short(op.through)}_ring.index({self._slot(op.through, 'COPY')['index'] if turned else 'COPY'})"
         text = {"ring": self._short(op.through), "tensor": op.dst.tensor, "again": self._before(op), "value": value}
         text |= {"turned": "yes" * turned, "flag": "LEARN" * self._learned(op.dst.tensor)}
         text["turn"] = self.scalar(op.turn) if op.turn is not None else ""
