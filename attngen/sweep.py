@@ -118,7 +118,8 @@ def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:
 def crowded(spec: Spec, processors: int) -> Case:
     """Ragged sequences, so many that a device of so many multiprocessors takes the backward in one pass where there is one.
 
-    If query heads share keys, they are so many that a program has as many of them as it may have.
+    If query heads share keys, they are so many that a program has as many of them as it may have. Of inputs with a number for each score
+    the copy engine can read the rows.
     """
     by_score = any({"Nq", "Nk"} <= set(i.shape) for i in spec.inputs())
     heads, rows = heads_for(spec), FUSED_ROWS + (ALIGNED_KEYS if by_score else 5)

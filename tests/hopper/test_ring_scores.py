@@ -114,7 +114,12 @@ def test_calls_whose_rows_the_copy_engine_cannot_read_take_the_portable_kernels(
 
 
 HOSTS_REFUSED = {
-    "any number of keys": ("biased", "(Nk % 8) == 0", "Nk >= 0", "`.*`: .*it reads a number for each score; expected `.Nk % 8. == 0` around it"),
+    "any number of keys": (
+        "biased",
+        "(Nk % 8) == 0",
+        "Nk >= 0",
+        "`.*`: .*it reads a number for each score; expected `.Nk % 8. == 0` around it",
+    ),
     "no zeros in what a mask hides": (
         "biased_wide",
         "%dBIAS = alloc fill(0) where(need_inputs)",
