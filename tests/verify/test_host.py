@@ -6,12 +6,13 @@ import re
 
 import pytest
 
-from attngen.build import WAYS
+from attngen.build import WAYS, build_module
 from attngen.build.host import Way, build_hosts
 from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.expr import symbol
 from attngen.ir.text import parse_module, print_module
+from attngen.spec import make_spec
 from attngen.verify import verify
 from attngen.verify.host import reasons
 from tests.helpers import SPECS, edit, lowered, target
@@ -221,3 +222,13 @@ def test_a_call_takes_the_first_way_that_is_for_it() -> None:
 """
         in text
     )
+
+
+def test_sums_that_programs_add_to_anywhere_start_from_zero() -> None:
+    """Of a learned input as large as rows are, too, if it is not read at its own place."""
+    t = {"tensor": ["B", "H", "Nq"], "grad": True}
+    score = [{"expr": "s + t[b, h, q_len - 1 - q_idx]", "params": {"t": t}}]
+    text = print_module(build_module(make_spec({"name": "turned", "head_dim": 64, "backward": {"deterministic": False}, "score": score})))
+    assert "%dT = alloc fill(0) where(need_inputs) : f32[B, Hq, Nq] @hbm" in text
+    with pytest.raises(VerifyError, match="host @backward: .*%dT, which is not written on every path to it"):
+        verify(parse_module(edit(text, ("%dT = alloc fill(0)", "%dT = alloc"))))
