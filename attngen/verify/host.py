@@ -200,7 +200,7 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
 def written(module: Module, host: Host) -> Iterator[str]:
     """On every path, a tensor is written before it is read. One without elements needs no writing.
 
-    Gradients by score of which a mask leaves some out are not written by the kernels alone.
+    Gradients by score of which a mask leaves some out, and those that are added to at any element, are not written by the kernels alone.
     """
     yield from _Writes(module, host).reasons()
 
@@ -211,7 +211,7 @@ class _Writes:
     def __init__(self, module: Module, host: Host) -> None:
         self.host, self.kernels = host, {kernel.name: kernel for kernel in module.kernels}
         self.except_where: dict[str, Bool] = {}  # tensor -> condition; it is written unless the condition holds
-        self.partial = {x.parts for x in module.learned if x.by != "row" and not module.covers(x)}
+        self.partial = {x.parts for x in module.learned if x.by in ("score", "element") and not module.covers(x)}
         self.found: list[str] = []
 
     def reasons(self) -> list[str]:

@@ -389,7 +389,7 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
         ({"mask": "none", "dtype": "fp32"}, "no dtype of the spec has 16 bits."),
         (
             {"mask": "none", "score": {"expr": "s + t[q_idx, kv_idx]", "params": {"t": {"tensor": ["Nq", "Nk"]}}}},
-            "a number is read for each score.",
+            "what is read for each score is no tensor [B, Hq, Nq, Nk] of the element type.",
         ),
         ({"mask": "causal", "schedule": {"backend": "triton"}}, "the spec says `schedule: {backend: triton}`."),
     ],
