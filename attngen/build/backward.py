@@ -5,6 +5,7 @@ In FlashAttention-1's order of loops they are `delta`, `bwd` and `dq_end`. There
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -197,20 +198,20 @@ def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     return rest
 
 
-def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = False) -> None:
+def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = False) -> Any:
     """dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, applied at the end.
 
     With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention, Appendix B.4).
     Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The factor is applied at the end.
     Modifiers multiply it by the derivative of the score that the softmax sees, `factor`: dscore is the gradient of that score. In one
     pass P is multiplied by it first: then dS needs one number for each score beside dP, not two. Not so if the kernel `learns`: gradients
-    of inputs are made of dscore.
+    of inputs are made of dscore, which is returned.
     """
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", "delta"))
     if b.signature.adds and factor != 1 and not b.spec.dropout and not learns:
         b.compute("p_steep", _where_seen(b, p * factor))
         b.map("ds", symbol("p_steep") * (dp - delta), "step", p_steep="p_steep", dp="dp", delta="delta")
-        return
+        return None
     name = "ds" if factor == 1 else "dscore"
     if b.spec.dropout:
         b.map(name, p_kept * dp - p * delta, "step", p="p", p_kept=kept, dp="dp", delta="delta")
@@ -218,6 +219,7 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
         b.map(name, p * (dp - delta), "step", p="p", dp="dp", delta="delta")
     if factor != 1:
         b.compute("ds", _where_seen(b, symbol("dscore") * factor))
+    return symbol(name)
 
 
 def _where_seen(b: KernelBuilder, e: Any) -> Any:
@@ -251,6 +253,12 @@ def unfused(spec: Spec) -> str:
         return "data lists the blocks of the mask"
     left = [x.input for x in _summed(spec) if _of_dq(spec, x) is None]
     return f"the gradient of `{left[0]}` needs sums of its own" if left else ""
+
+
+def _slopes(spec: Spec, gradients: Iterable[Learned]) -> tuple[dict[str, Read], list[Any]]:
+    """The reads of inputs by the tensors of their gradients' parts, and the derivative of the score by what is read, for each gradient."""
+    reads = {_parts(read): read for read in spec.reads()}
+    return reads, [derivative(modified(spec), symbol(reads[x.parts].name)) for x in gradients]
 
 
 def _summed(spec: Spec) -> list[Learned]:
@@ -297,8 +305,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
     common, factor = sympy.Integer(1), derivative(modified(spec), S)
     gradients = tuple(x for x in learned(spec) if x.by == "score") if fused else ()
-    reads = {_parts(read): read for read in spec.reads()}
-    slopes = [derivative(modified(spec), symbol(reads[x.parts].name)) for x in gradients]
+    reads, slopes = _slopes(spec, gradients)
     if fused:
         common, factor = without_common(spec, factor)
     b = KernelBuilder(spec, signature, [common, factor, *slopes])
@@ -335,8 +342,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.dot("dp", "v", "do", "D_V", "step")
     factor, *slopes = _probabilities(b, "k", "q", factor, *slopes)
     p = b.dropped("p")
-    _score_gradients(b, p, factor, learns=bool(gradients))
-    dscore = symbol("ds" if factor == 1 else "dscore")
+    dscore = _score_gradients(b, p, factor, learns=bool(gradients))
     for x, slope in zip(gradients, slopes):
         _learn(b, x, reads[x.parts], slope, dscore, None, head)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
@@ -477,9 +483,8 @@ def build_dq(spec: Spec) -> Kernel:
     It runs before the kernels of dK and dV and stores delta and LSE2 for them. That saves a pass over O and dO.
     """
     gradients = tuple(x for x in learned(spec) if x.by != "row")
-    reads = {_parts(read): read for read in spec.reads()}
-    slopes = [derivative(modified(spec), by) for by in (S, *(symbol(reads[x.parts].name) for x in gradients))]
-    b = KernelBuilder(spec, DQ, [*slopes, *(e for x in gradients if x.by == "element" for e in reads[x.parts].index)])
+    factor, (reads, slopes) = derivative(modified(spec), S), _slopes(spec, gradients)
+    b = KernelBuilder(spec, DQ, [factor, *slopes, *(e for x in gradients if x.by == "element" for e in reads[x.parts].index)])
     b.tensors(gradients)
     b.scalar("scale")
     b.sizes()
@@ -501,12 +506,11 @@ def build_dq(spec: Spec) -> Kernel:
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
-    factor, *slopes = _probabilities(b, "q", "k", *slopes)
+    factor, *slopes = _probabilities(b, "q", "k", factor, *slopes)
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.dot("dp", "do", "v", "D_V", "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
-    _score_gradients(b, b.dropped("p"), factor)
-    dscore = symbol("ds" if factor == 1 else "dscore")
+    dscore = _score_gradients(b, b.dropped("p"), factor)
     for x, slope in zip(gradients, slopes):
         _learn(b, x, reads[x.parts], slope, dscore, summed.get(x.parts))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")

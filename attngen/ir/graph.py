@@ -287,15 +287,16 @@ class Kernel:
     @cached_property
     def reads_pairs(self) -> bool:
         """Whether its mask or modifiers read something for each score."""
-        return bool(self._of_pairs)
+        return bool(self.of_pairs)
 
     @cached_property
     def looks_up(self) -> bool:
         """Whether what they read for each score is all looked up in tables, at places that are computed."""
-        return self.reads_pairs and all(isinstance(op, Gather) for op in self._of_pairs)
+        return self.reads_pairs and all(isinstance(op, Gather) for op in self.of_pairs)
 
     @cached_property
-    def _of_pairs(self) -> list[Op]:
+    def of_pairs(self) -> list[Gather | Load]:
+        """The reads of something for each score."""
         return [op for op in self.ops() if isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"}]
 
     @cached_property

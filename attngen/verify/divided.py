@@ -586,26 +586,20 @@ def _follow_errors(kernel: Kernel, op: Follow) -> Iterator[str]:
 
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     target, ring, value = kernel.op(op.dst.tensor), kernel.op(op.through), kernel.type_of(op.value)
-    dims = tuple(AXIS_DIM[a] for a in op.dst.axes())
-    if isinstance(ring, Ring) and dims == ring.type.dims and op.is_of_scores(kernel):
-        yield from _put_back_errors(kernel, op)
-        return
-    if not isinstance(target, Arg) or target.role != "out" or dims != value.unpadded:
+    scores = isinstance(ring, Ring) and op.is_of_scores(kernel)
+    dims = kernel.type_of(op.through).dims if scores else value.unpadded
+    if not isinstance(target, Arg) or target.role != "out" or tuple(AXIS_DIM[a] for a in op.dst.axes()) != dims:
         yield "writes a tile to what is no output of its dimensions"
     if not isinstance(ring, Ring) or not ring.each or ring.type.dtype != value.dtype:
         yield "goes through a ring that each copy has of its own, of the same element type"
+    elif scores:
+        yield from _put_back_errors(kernel, op)
     elif ring.type.dims[:1] != value.dims[:1]:
         yield "goes through a ring of other rows"
 
 
 def _put_back_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     """Numbers of scores leave through the slot of a taken tile that has been lifted to registers, and have left when it is given back."""
-    target, ring = kernel.op(op.dst.tensor), kernel.op(op.through)
-    if not isinstance(target, Arg) or target.role != "out" or not isinstance(ring, Ring) or not ring.each:
-        yield "writes numbers of scores to no output, or through a ring that copies share"
-        return
-    if ring.type.dtype != kernel.type_of(op.value).dtype:
-        yield "goes through a ring of another element type"
     ops = list(kernel.block(kernel.graph.nodes[op.name]["block"]).ops)
     before, after = ops[: ops.index(op)], ops[ops.index(op) :]
     taken = {o.name for o in before if isinstance(o, Take) and o.ring == op.through}

@@ -87,7 +87,7 @@ REFUSED = {
     "a ring that copies share": (
         "slots(num_stages) each(consumer) counted(yes) : T[BLOCK_Q, BLOCK_KV]",
         "slots(num_stages) counted(yes) : T[BLOCK_Q, BLOCK_KV]",
-        "`types`: .*through a ring that copies share",
+        "`types`: .*goes through a ring that each copy has of its own, of the same element type",
     ),
     "another bias": (
         "fill %BIAS_ring %BIAS[b, h, q, kv]",

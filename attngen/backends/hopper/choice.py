@@ -351,7 +351,7 @@ def candidates(module: Module) -> tuple[Row, ...]:
 
 def _most_keys(module: Module) -> int:
     """The rows of keys that a tile has at most, where attngen chooses."""
-    paired = any(isinstance(op, Load) and set(op.type.dims) == PAIR for op in module.kernel(FORWARD).ops())
+    paired = any(isinstance(op, Load) for op in module.kernel(FORWARD).of_pairs)
     return PAIRED if paired else max(KEYS)
 
 

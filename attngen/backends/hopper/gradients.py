@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.choice import NARROW, PAIR, STEADY, is_shared, work
+from attngen.backends.hopper.choice import NARROW, STEADY, is_shared, work
 from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.turns import differs, visited_range
@@ -47,10 +47,9 @@ def obstacle(module: Module) -> str:
 
 def _beside_scores(kernel: Kernel) -> str:
     """Why what is read for each score cannot come by the copy engine; empty text if it can, or if nothing is."""
-    pairs = [op for op in kernel.ops() if isinstance(op, (Gather, Load)) and set(op.type.dims) == PAIR]
-    if any(isinstance(op, Gather) for op in pairs):
+    if any(isinstance(op, Gather) for op in kernel.of_pairs):
         return "a number is looked up for each score"
-    if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in pairs):
+    if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in kernel.of_pairs):
         return "what is read for each score is no tensor [B, Hq, Nq, Nk] of the element type"
     return ""
 

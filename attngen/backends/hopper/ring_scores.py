@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.backends.hopper.choice import PAIR
 from attngen.backends.hopper.forward import with_backward
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
@@ -45,7 +44,7 @@ class RingScores(Pass):
 
 def _through_rings(kernel: Kernel, given: dict[str, str]) -> Kernel:
     """given: tensor of a gradient by score -> the tensor that it is the gradient of."""
-    loads = [op for op in kernel.ops() if isinstance(op, Load) and set(op.type.dims) == PAIR]
+    loads = [op for op in kernel.of_pairs if isinstance(op, Load)]
     if not loads:
         return kernel
     rings = {op.src.tensor: _ring(op) for op in loads}
