@@ -18,7 +18,7 @@ FUSED_SHORT = (512, 1536)
 # stored, once for these. One, if the longest program visits more than UNEVEN times as many tiles as they do on average.
 FUSED_HEADS = 2
 UNEVEN = 3
-FUSED_LISTED = 2048  # keys, at most, where the mask lists blocks: of more, programs of one tile of queries wait too long for each other
+FUSED_LISTED = 8192  # keys, at most, where the mask lists blocks: with more and few blocks in a row, programs wait too long for each other
 ALIGNED_KEYS = 8  # numbers of 16 bits in the 16 bytes at whose multiples rows start that a copy engine reads (CUDA, cuTensorMapEncodeTiled)
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
 WIDEST_FUSED = 320  # of the kernel that also adds to dQ: with 64 keys these sums are 160 registers of a consumer of a divided kernel
@@ -27,6 +27,9 @@ ABREAST = 8
 # Bytes of what programs stream that add to dQ in turns, of the heads that run together: each program starts when the one before it has a
 # lead, and finds its tiles in the L2 (docs/perf-log.md, section 31).
 TOGETHER = 16 * 2**20
+# So many where the mask lists blocks. Programs then meet the same tile of queries after few tiles of their own, and so each needs a longer
+# lead (the same section).
+TOGETHER_LISTED = 32 * 2**20
 # Where a program has several query heads of more than so many columns, so many of these heads run together at most (the same section).
 FEW_ABREAST, OF_COLUMNS = 4, 64
 

@@ -114,10 +114,8 @@ _RANGES: Codec = (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, 
 _CODECS: dict[str, Codec] = {
     "type": (print_type, parse_type),
     **dict.fromkeys(("src", "dst", "turns"), _ACCESS),
-    **dict.fromkeys(
-        ("a", "b", "acc", "value", "s", "m", "scale", "shift", "seed", "threshold", "keep", "listed", "places", "ring", "beside", "holds"),
-        _REF,
-    ),
+    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "shift", "seed", "threshold", "keep"), _REF),
+    **dict.fromkeys(("listed", "places", "dealt", "ring", "beside", "holds"), _REF),
     **dict.fromkeys(("through", "base"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "cut", "other", "head", "tile", "slots", "turn", "most"), _EXPR),

@@ -177,10 +177,10 @@ class DividedLaunch(Launch):
         return (yield from self.block(block.name, mine, "entry"))
 
     def share(self, copy: int, copies: int, values: Values) -> Values:
-        """What one copy's part of the program's rows is."""
+        """What one copy's part of the program's rows is: all of them, where `copies` is 1."""
         own = self.kernel.own_axis
         rows = values[AXIS_DIM[own]] // copies
-        first = values[f"{own}_start"] + copy * rows
+        first = values[f"{own}_start"] + copy % copies * rows
         return {AXIS_DIM[own]: rows, f"{own}_start": first, f"{own}_idx": first + np.arange(rows)}
 
     # ------------------------------------------------------------------ control
@@ -259,12 +259,22 @@ class DividedLaunch(Launch):
         turns = [("partial" if at < cut else "full", number) for at, number in enumerate(numbers)][hidden:]
         turns = sorted(turns, key=lambda turn: turn[1], reverse=bool(values.get(MIRRORED))) if op.in_order else turns
         for at, (head, (cls, number)) in enumerate(self.by_head(op, turns, values)):
+            if op.dealt and not self.is_mine(op.dealt, values):
+                continue
             body = op.step if at or not op.first else op.first
             inside = {**values, **head, **self.named(op, body, carried), **self.turn(op.var, number, values)}
             carried = yield from self.block(body, inside, "partial" if body == op.first else cls)
         if turns and op.last:
             carried = yield from self.block(op.last, {**values, **self.named(op, op.last, carried)}, "full")
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}
+
+    def is_mine(self, ring: str, values: Values) -> bool:
+        """Whether the next tile of a ring is in the slot of the copy's own number. If not, it is counted as taken."""
+        taken, slots = values["taken"], len(self.mine(ring, values).tiles)
+        if taken.get(ring, 0) % slots == values["copy"]:
+            return True
+        taken[ring] = taken.get(ring, 0) + 1
+        return False
 
     def named(self, op: Pipeline, body: str, carried: Values) -> Values:
         """The carried values by the names of a body's arguments."""
@@ -285,6 +295,7 @@ class DividedLaunch(Launch):
         own = AXIS_DIM[self.kernel.own_axis]
         sizes = {**values, own: values[own] // copies}
         takers = sum(b.role.copies for b in self.kernel.roles if b.role and self.takes(b.name, op.name))
+        takers = 1 if any(isinstance(o, Pipeline) and o.dealt == op.name for o in self.kernel.ops()) else takers
         slots = int(compiled(op.slots)(values))
         sharing = (b.role for b in self.kernel.roles if any(self.shares(o, op.name) for o in self.kernel.within(b.name)))
         writers = sum(role.copies for role in sharing if role)

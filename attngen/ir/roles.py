@@ -280,9 +280,9 @@ class Turn(Op):
 
 @dataclass(frozen=True)
 class Follow(Op):
-    """Wait for the program's turn to store tiles (see Merge): until so many programs have had theirs.
+    """Wait for the program's turn to store tiles (see Merge), or to add to one (see Add): until so many programs have had theirs.
 
-    Each copy of the role takes turns for its own rows. One whose rows all lie past the end takes none, here and in Raise.
+    Each copy of a role with rows takes turns for its own. One whose rows all lie past the end takes none, here and in Raise.
     """
 
     turns: Access = field(metadata=OPERAND)
@@ -368,6 +368,8 @@ class Pipeline(Op):
     With `in_order`, tiles come by their numbers: full ones follow one another, and partial ones are before and behind them.
     With `recompute`, values that do not change from turn to turn are computed again in each turn, as in a loop (see ops.Loop).
     With `heads`, all these turns come once for each of these query heads, as in a loop; with `by_tile`, for all of them at each tile.
+    With `dealt`, copies of the role share the turns: a copy has those whose tile is in the slot of its own number in this ring, and passes
+    over the others. It waits for nothing there.
     """
 
     var: str
@@ -386,6 +388,7 @@ class Pipeline(Op):
     recompute: bool = False
     heads: Ranges = ()
     by_tile: bool = False
+    dealt: str | None = field(default=None, metadata=OPERAND)
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""

@@ -45,6 +45,7 @@ from attngen.policy import (
     STRIP,
     SUMMED,
     TOGETHER,
+    TOGETHER_LISTED,
     UNEVEN,
     WALKED,
     WALKED_EACH,
@@ -179,7 +180,8 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
     row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
     few = FEW_ABREAST if kernel.takes_heads and module.head_dim_qk > OF_COLUMNS else 1
     mirrored = first_first(module, kernel)
-    first = replace(kernel.grid[0], descending=True, abreast=few, together=TOGETHER // row, mirrored=mirrored is not None)
+    room = TOGETHER_LISTED if module.blocks else TOGETHER
+    first = replace(kernel.grid[0], descending=True, abreast=few, together=room // row, mirrored=mirrored is not None)
     made = replace(kernel, grid=(first, *kernel.grid[1:]))
     return made.rewrite(
         lambda _, op: [replace(op, turn=either_way(mirrored, op.turn)) if isinstance(op, Add) and op.turn is not None else op]

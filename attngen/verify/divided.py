@@ -16,6 +16,7 @@ from attngen.bounds.turns import makers_of, whole_range
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.numeric import compiled
 from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Merge, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
@@ -97,15 +98,19 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _sharing(kernel: Kernel) -> Iterator[str]:
-    """A ring that copies of a role share a tile through has one such role, and one that takes from it: the same, or one of one copy."""
+    """A ring that copies of a role share a tile through has one such role, and one that takes from it.
+
+    That is the same one, or one of one copy, or of copies to which the tiles are dealt.
+    """
+    dealt = {op.dealt for op in kernel.ops() if isinstance(op, Pipeline)}
     rings = {op.ring for op in kernel.ops() if isinstance(op, Share)}
     for ring in sorted(rings):
         using = [(b, [type(op) for op in kernel.within(b.name) if isinstance(op, (Share, Take)) and op.ring == ring]) for b in kernel.roles]
         shares, takes = ([b for b, kinds in using if kind in kinds] for kind in (Share, Take))
-        alone = [b.role.copies == 1 for b in takes if b.role]
+        alone = [b.role.copies == 1 or ring in dealt for b in takes if b.role]
         if len(shares) != 1 or len(takes) != 1 or not (takes == shares or alone == [True]):
             who, whom = (", ".join(f"@{b.name}" for b in found) or "nobody" for found in (shares, takes))
-            yield f"%{ring} is shared by {who} and taken by {whom}; expected one role each, the same, or the second of one copy"
+            yield f"%{ring} is shared by {who} and taken by {whom}; expected one role each, the same, or the second of one copy or dealt"
         for b in shares:
             if b.role and b.role.copies != 2:
                 yield f"{b.role.copies} copies of @{b.name} share a tile through %{ring}; expected 2"
@@ -178,6 +183,7 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             alone = not (op.first or op.places or op.backwards)
             if op.in_order and not (alone and len(op.full) <= 1 and whole_range((*op.partial, *op.full))):
                 yield f"%{op.name} comes to tiles in their order; expected @step alone, one range of full ones, and others beside it"
+            yield from _dealing(module, kernel, op)
             if op.by_tile and not (op.in_order and op.heads and not op.listed):
                 yield f"%{op.name} comes to each tile for all heads; expected heads, and a loop over tiles in their order, of no list"
             if op.recompute and not (op.in_order and op.carry):
@@ -186,6 +192,23 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             carried = {field: kernel.type_of(ref) for field, ref in op.carry}
             if not carried == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
                 yield f"%{op.name}: what @{op.body} takes and yields does not fit what it carries"
+
+
+def _dealing(module: Module, kernel: Kernel, op: Pipeline) -> Iterator[str]:
+    """Turns are dealt to copies by the slots of a ring, one for each copy. A turn takes one tile from it, and nothing else does."""
+    if op.dealt is None:
+        return
+    ring, alone = kernel.op(op.dealt), op.bodies == (op.step,) and not op.carry
+    roles = [b for b in kernel.roles if op in kernel.within(b.name)]
+    takes = [o for b in kernel.roles for o in kernel.within(b.name) if isinstance(o, Take) and o.ring == op.dealt]
+    used = [type(o) for o in kernel.block(op.step).ops if isinstance(o, (Take, Give, Turn, Fill, Share, Issue))]
+    if not isinstance(ring, Ring) or not alone or len(takes) != 1 or used != [Take, Give] or takes[0] not in kernel.block(op.step).ops:
+        yield f"%{op.name} deals turns by %{op.dealt}; expected a ring from which @step takes a tile and gives it back, and nothing carried"
+        return
+    copies, slots = ({b.role.copies for b in roles if b.role}, compiled(ring.slots))
+    for row in module.rows(kernel.name, kernel.backend):
+        if copies != {n := int(slots({"num_stages": row.num_stages}))}:
+            yield f"%{op.name} deals turns by %{op.dealt}, of {n} slots; expected as many as the role has copies"
 
 
 def _hidden(kernel: Kernel, op: Pipeline) -> Iterator[str]:
@@ -269,10 +292,12 @@ def _merged(kernel: Kernel, portable: Kernel) -> Iterator[str]:
     of_turns = {portable.through(op.turns) for op in merges if op.turns}
     rings = {op.through for op in kernel.ops() if isinstance(op, Put) and op.turn is not None}
 
+    adds = {op.turns for op in kernel.ops() if isinstance(op, Add)}
+
     def in_turn(op: Op) -> bool:
         ends = isinstance(op, Raise) and kernel.through(op.turns) in of_turns
         leaves = (isinstance(op, Put) and op.turn is not None) or (isinstance(op, Flush) and op.through in rings)
-        return ends or leaves or isinstance(op, Follow)
+        return ends or leaves or (isinstance(op, Follow) and op.turns not in adds)
 
     steps = [op for op in kernel.ops() if in_turn(op)]
     if [(*_target(kernel, op), op.turn) for op in steps if isinstance(op, Put)] != wanted:
@@ -582,6 +607,10 @@ def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
 
 def _follow_errors(kernel: Kernel, op: Follow) -> Iterator[str]:
     yield from turn_errors(kernel, op.turns, op.turn)
+    later = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
+    adds = [o for o in later[later.index(op) :] if isinstance(o, Add) and o.turns == op.turns]
+    if adds and [o.turn for o in adds] != [op.turn]:
+        yield "waits for another turn than that of the one add after it, or there are several"
 
 
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:

@@ -8,7 +8,8 @@ Not every order of steps leads to states of its own. Where no other role can do 
 depends on or changes, the step is taken at once: what is found after it is found, too, where others go first. That is the method of
 persistent sets (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock
 and no mistake of any order. A give is such a step, as nobody passes the barrier without it; a fill, a take and the end of a copy are,
-while each taker's next tile in that slot is the one that is copied, or taken. A pass is, as the next copy cannot take its turn without it;
+while each taker's next tile in that slot is the one that is copied, or taken. All steps with a tile that copies share for another role
+are: each waits for others until it can be taken, and then always can. A pass is, as the next copy cannot take its turn without it;
 a take of a turn is, while no other copy can pass one before. Where this does not hold, all orders are followed.
 """
 
@@ -70,6 +71,7 @@ class Protocol:
     programs: tuple[Program, ...]
     slots: tuple[tuple[str, int], ...]  # of each ring
     each: tuple[tuple[str, str], ...]  # of each ring, the role whose copies have one of their own; or nothing
+    dealt: frozenset[str] = frozenset()  # rings of which each taker has the slot of its copy's number, and passes over the others
 
 
 class Place(NamedTuple):
@@ -198,7 +200,8 @@ class _Machine:
         for ring, each in of.each:
             self.names += [(ring, owner) for owner in [who for program, who in self.programs if program.name == each] or [""]]
         self.slots = [dict(of.slots)[ring] for ring, _ in self.names]
-        owns = [copy for program in of.programs for copy in range(program.copies)]
+        owns = self.copies = [copy for program in of.programs for copy in range(program.copies)]
+        self.dealt = of.dealt
         self.places = [places(of_copy(program, copy)) for (program, _), copy in zip(self.programs, owns)]
         self.next = [i + 1 if copy + 1 < p.copies else i - copy for i, ((p, _), copy) in enumerate(zip(self.programs, owns))]
         self.passes = [_passing(of_places) for of_places in self.places]
@@ -208,7 +211,10 @@ class _Machine:
             for ring, owner in self.names
         ]
         self.sharers = [frozenset(i for i, (p, _) in enumerate(self.programs) if Step("share", ring) in p.steps) for ring, _ in self.names]
-        self.periods = [(4 if self.sharers[r] else _PERIOD) * n for r, n in enumerate(self.slots)]
+        self.periods = [
+            (8 if ring in of.dealt else 4 if sharers else _PERIOD) * n
+            for (ring, _), sharers, n in zip(self.names, self.sharers, self.slots)
+        ]
         gives = {s.what for p, _ in self.programs for s in p.steps if s.kind == "give"}
         self.returned = [ring in gives for ring, _ in self.names]
         self.filler = [
@@ -268,7 +274,7 @@ class _Machine:
             copies = (j for j, (program, _) in enumerate(self.programs) if program is self.programs[i][0] and j != i)
             return not any(self.may_pass(state, j) for j in copies)
         if any(self.sharers[r] for r in rings):
-            return False
+            return all(self.takers[r] != self.sharers[r] for r in rings)
         if step.kind == "take":
             return all(i not in state.rings[r][agent.uses[r] % self.slots[r]].arrived for r in rings)
         if step.kind == "fill":
@@ -289,13 +295,20 @@ class _Machine:
                     break
                 to = place.then if state.answers[agent.asked] else place.otherwise
                 state = _with_agent(state, i, agent._replace(at=to, asked=agent.asked + 1))
-            elif place.step.kind in _OWN:
+            elif place.step.kind in _OWN or self.passes_over(state, i, place.step):
                 state = _moved(self.step(state, i, place.step) or state, i, place.then)
             else:
                 break
         else:
             self.ended(state, i)
         return state
+
+    def passes_over(self, state: State, i: int, step: Step) -> bool:
+        """Whether a step takes or gives back a tile that is dealt to another copy: it only counts it."""
+        if step.what not in self.dealt or step.kind not in ("take", "give"):
+            return False
+        agent, r = state.agents[i], self.index(step.what, self.programs[i][1])
+        return (agent.uses if step.kind == "take" else agent.given)[r] % self.slots[r] != self.copies[i]
 
     def ended(self, state: State, i: int) -> None:
         agent, who = state.agents[i], self.programs[i][1]
@@ -332,6 +345,7 @@ class _Machine:
         numbers = [state.agents[i].shared[r] for i in self.sharers[r]]
         numbers += [n for i in self.takers[r] for n in (state.agents[i].uses[r], state.agents[i].given[r])]
         by = min((n - numbers[0] + period // 2) % period - period // 2 for n in numbers) + numbers[0]
+        by -= by % self.slots[r] if self.names[r][0] in self.dealt else 0  # a number says in which slot a tile is
         agents = list(state.agents)
         for i in self.sharers[r]:
             agents[i] = agents[i]._replace(shared=_set(agents[i].shared, r, (agents[i].shared[r] - by) % period))
@@ -434,7 +448,9 @@ class _Machine:
         """Write a part of the next slot, once another role that takes from the ring has given back what was there."""
         agent, n, who = state.agents[i], self.slots[r], self.programs[i][1]
         for j in self.takers[r]:
-            if (agent.shared[r] - state.agents[j].given[r]) % self.periods[r] >= n:
+            if self.names[r][0] in self.dealt and self.copies[j] != agent.shared[r] % n:
+                continue
+            if n <= (agent.shared[r] - state.agents[j].given[r]) % self.periods[r] < self.periods[r] // 2:  # else it may be ahead
                 if self.takers[r] != self.sharers[r]:
                     return None
                 raise Broken(f"{who} overwrites its part of a tile of %{self.names[r][0]}, which {self.programs[j][1]} has not given back")
@@ -453,7 +469,8 @@ class _Machine:
         agent, n = state.agents[i], self.slots[r]
         use = agent.uses[r]
         if self.sharers[r]:
-            if any(state.agents[j].shared[r] == use for j in self.sharers[r]):
+            missing = (use - state.agents[j].shared[r] for j in self.sharers[r])  # one who passes over tiles may be ahead
+            if not self.passes_over(state, i, Step("take", self.names[r][0])) and any(m % self.periods[r] < n for m in missing):
                 return None
             return _with_agent(state, i, agent._replace(uses=_set(agent.uses, r, (use + 1) % self.periods[r])))
         slot = state.rings[r][use % n]

@@ -8,10 +8,11 @@ one, and the others follow (verify/machine.py). So what is found holds for any n
 What is modelled, as the hardware does it: a slot is full when the barrier's phase changes, which the copy engine does at any time after the
 fill; a wait for a phase passes on its parity alone. A slot is free by a named barrier, which opens when all takers and the producer have
 arrived; a counted one when all takers have, which the producer sees at any time after that. A tile that copies share is there when all have
-arrived with their parts; one that writes its next part waits for nobody but another role that takes from the ring. A turn is passed by a
-named barrier at which two copies meet: one more pass before the other has come would be counted as its coming. Products run until they are
-awaited, in the order in which they were issued, and read their tiles until then. What is put into a slot is read by the copy engine until
-the next put, or a flush. A program that waits for its turn among programs goes on at some time, as the rule `turns` says.
+arrived with their parts; one that writes its next part waits for nobody but another role that takes from the ring: for the copy that has
+the slot, where turns are dealt to copies. A turn is passed by a named barrier at which two copies meet: one more pass before the other has
+come would be counted as its coming. Products run until they are awaited, in the order in which they were issued, and read their tiles until
+then. What is put into a slot is read by the copy engine until the next put, or a flush. A program that waits for its turn among programs
+goes on at some time, as the rule `turns` says.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     rings = [op for op in kernel.ops() if isinstance(op, Ring) and not op.beside]  # others have the barriers of these
     slots = tuple((ring.name, int(compiled(ring.slots)(values))) for ring in rings)
     programs = tuple(_program(kernel, role) for role in kernel.roles)
-    return Protocol(programs, slots, tuple((ring.name, ring.each) for ring in rings))
+    dealt = frozenset(op.dealt for op in kernel.ops() if isinstance(op, Pipeline) and op.dealt)
+    return Protocol(programs, slots, tuple((ring.name, ring.each) for ring in rings), dealt)
 
 
 def _program(kernel: Kernel, role: Block) -> Program:

@@ -191,5 +191,5 @@ def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor alibi_slopes, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("alibi_mha_3ac07b79f7eb", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("alibi_mha_f64e6572ae8f", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

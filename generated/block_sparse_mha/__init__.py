@@ -141,7 +141,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and Nk <= 2048 and fused > 0:
+    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and Nk <= 8192 and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -212,5 +212,5 @@ def _lists(block_mask):
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("block_sparse_mha_937339e6e8bb", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("block_sparse_mha_6800d7e384ed", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

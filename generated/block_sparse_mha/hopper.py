@@ -3,8 +3,8 @@
 A program has warps of several roles. The producer has the copy engine fill rings of tiles in shared memory; consumers, of 64 rows of
 queries each, take tiles from them. Barriers `..._full` say that a slot is full; named barriers, from 5 on, or barriers `..._free`, that it
 is free.
-In the backward these rows are of keys, and a writer has the copy engine add what consumers have of dQ. Programs take
-turns: a number for each tile of queries, in device memory, says how many have added to it.
+In the backward these rows are of keys, and two writers, one for each slot, have the copy engine add what consumers have of dQ.
+Programs take turns: a number for each tile of queries, in device memory, says how many have added to it.
 """
 
 import triton
@@ -131,14 +131,6 @@ def store_sums(tile, x, LAYOUT: gl.constexpr):
     swaps, _ = sixteens(odd)
     turned = gl.join(gl.where(swaps == 1, right, left), gl.where(swaps == 1, left, right)).permute((0, 1, 3, 2)).reshape([ROWS, x.shape[1]])
     seen_as(tile, gl.float32, [ROWS, x.shape[1]], turned_layout(x.shape[1])).store(turned)
-
-
-@gluon.jit
-def turns_passed(counter):
-    # How many programs have added to a tile so far.
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -744,7 +736,7 @@ def bwd_producer(
         stride_q_list_h = anew(stride_q_list_h)
         stride_q_list_t = anew(stride_q_list_t)
         kv_tiles = gl.cdiv(Nk, BLOCK_KV)
-        abreast = gl.maximum(1, 16384 // Nk)
+        abreast = gl.maximum(1, 32768 // Nk)
         first_head = pid // (abreast * kv_tiles) * abreast
         heads_abreast = gl.minimum(abreast, TILES // kv_tiles - first_head)  # which take turns
         turn = pid - first_head * kv_tiles
@@ -984,17 +976,17 @@ def bwd_consumer(
 
 @gluon.jit
 def bwd_writer(
-    Q_LIST, KV_RANK, DQ_TURNS, DQ_ACC, Nq, Nk, stride_q_list_b, stride_q_list_h, stride_q_list_t,
+    Q_LIST, KV_RANK, DQ_TURNS, DQ_ACC, Nk, stride_q_list_b, stride_q_list_h, stride_q_list_t,
     stride_kv_rank_b, stride_kv_rank_h, stride_kv_rank_t, stride_dq_turns_b, stride_dq_turns_h,
     dq_ring, dq_full, dq_free, work_ring, work_full, work_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
+    COPY: gl.constexpr,
 ):
     dq_slot, dq_phase = 0, 0
     work_slot, work_phase = 0, 0
-    Nq = anew(Nq)
     Nk = anew(Nk)
     stride_q_list_b = anew(stride_q_list_b)
     stride_q_list_h = anew(stride_q_list_h)
@@ -1007,7 +999,6 @@ def bwd_writer(
     mbarrier.wait(work_full.index(work_slot), work_phase)
     kv_start = told(work_ring.index(5 * work_slot), 1)
     while kv_start >= 0:
-        Nq = anew(Nq)
         Nk = anew(Nk)
         stride_q_list_b = anew(stride_q_list_b)
         stride_q_list_h = anew(stride_q_list_h)
@@ -1026,46 +1017,39 @@ def bwd_writer(
             + gl.cast(h, gl.int64) * stride_q_list_h
             + gl.cast(kv_start // 128, gl.int64) * stride_q_list_t
         )
-        q_next, turn_seen = -1, 0
         q_ahead = tile_at(Q_LIST_row, 0, q_end_at > 0, BLOCK // BLOCK_Q)
         # tiles in their order
         for at in range(q_end_at):
             q_tile = q_ahead
             q_ahead = tile_at(Q_LIST_row, at + 1, q_end_at > at + 1, BLOCK // BLOCK_Q)
             q_start = q_tile * BLOCK_Q
-            KV_RANK_row = (
-                KV_RANK
-                + gl.cast(b, gl.int64) * stride_kv_rank_b
-                + gl.cast(h, gl.int64) * stride_kv_rank_h
-                + gl.cast(q_start // 128, gl.int64) * stride_kv_rank_t
-            )
-            kv_end_at = position(KV_RANK_row, gl.cdiv(Nk, BLOCK_KV), BLOCK // BLOCK_KV)
-            kv_next_at = position(KV_RANK_row, 1 + kv_start // BLOCK_KV, BLOCK // BLOCK_KV)
-            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-            turn = kv_end_at - kv_next_at
-            await_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-                gl.where(q_start == q_next, turn_seen, -1),
-                turn,
-            )
-            for piece in gl.static_range(2):
-                if turn == 0:
-                    copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-                else:
-                    add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
-            q_next = q_ahead * BLOCK_Q
-            turn_seen = turns_passed(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                    q_next,
-                    Nq - 1,
-                ),
-            )
-            sent()
-            mbarrier.arrive(dq_free.index(dq_slot), count=1)
+            if dq_slot == COPY:  # else the tile is the other writer's
+                KV_RANK_row = (
+                    KV_RANK
+                    + gl.cast(b, gl.int64) * stride_kv_rank_b
+                    + gl.cast(h, gl.int64) * stride_kv_rank_h
+                    + gl.cast(q_start // 128, gl.int64) * stride_kv_rank_t
+                )
+                kv_end_at = position(KV_RANK_row, gl.cdiv(Nk, BLOCK_KV), BLOCK // BLOCK_KV)
+                kv_next_at = position(KV_RANK_row, 1 + kv_start // BLOCK_KV, BLOCK // BLOCK_KV)
+                turn = kv_end_at - kv_next_at
+                await_turn(
+                    DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                    0,
+                    turn,
+                )
+                mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+                for piece in gl.static_range(2):
+                    if turn == 0:
+                        copy_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+                    else:
+                        add_out(DQ_ACC, [b, h, q_start, piece * 64], dq_ring.index(2 * dq_slot + piece))
+                sent()
+                mbarrier.arrive(dq_free.index(dq_slot), count=1)
+                pass_turn(
+                    DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                )
             dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-            pass_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-            )
         mbarrier.arrive(work_free.index(work_slot), count=1)
         work_slot, work_phase = following(work_slot, work_phase, 2)
         mbarrier.wait(work_full.index(work_slot), work_phase)
@@ -1124,7 +1108,7 @@ def bwd(
     for slot in gl.static_range(2):
         mbarrier.init(v_free.index(slot), count=1)
     for slot in gl.static_range(2):
-        mbarrier.init(work_free.index(slot), count=3)
+        mbarrier.init(work_free.index(slot), count=4)
     for slot in gl.static_range(2):
         mbarrier.init(dq_full.index(slot), count=2)
         mbarrier.init(dq_free.index(slot), count=1)
@@ -1164,13 +1148,22 @@ def bwd(
             (
                 bwd_writer,
                 (
-                    Q_LIST, KV_RANK, DQ_TURNS, DQ_ACC, Nq, Nk, stride_q_list_b, stride_q_list_h,
+                    Q_LIST, KV_RANK, DQ_TURNS, DQ_ACC, Nk, stride_q_list_b, stride_q_list_h,
                     stride_q_list_t, stride_kv_rank_b, stride_kv_rank_h, stride_kv_rank_t,
                     stride_dq_turns_b, stride_dq_turns_h, dq_ring, dq_full, dq_free, work_ring,
-                    work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
+                ),
+            ),
+            (
+                bwd_writer,
+                (
+                    Q_LIST, KV_RANK, DQ_TURNS, DQ_ACC, Nk, stride_q_list_b, stride_q_list_h,
+                    stride_q_list_t, stride_kv_rank_b, stride_kv_rank_h, stride_kv_rank_t,
+                    stride_dq_turns_b, stride_dq_turns_h, dq_ring, dq_full, dq_free, work_ring,
+                    work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )

@@ -252,5 +252,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_790ad87426fd", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_50eef3223ea0", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -290,5 +290,5 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_40f6f65581ef", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_dropout_mha_1c062e1c28d1", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

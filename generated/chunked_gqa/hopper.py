@@ -3,8 +3,8 @@
 A program has warps of several roles. The producer has the copy engine fill rings of tiles in shared memory; consumers, of 64 rows of
 queries each, take tiles from them. Barriers `..._full` say that a slot is full; named barriers, from 5 on, or barriers `..._free`, that it
 is free.
-In the backward these rows are of keys, and a writer has the copy engine add what consumers have of dQ. Programs take
-turns: a number for each tile of queries, in device memory, says how many have added to it.
+In the backward these rows are of keys, and two writers, one for each slot, have the copy engine add what consumers have of dQ.
+Programs take turns: a number for each tile of queries, in device memory, says how many have added to it.
 """
 
 import triton
@@ -130,14 +130,6 @@ def store_sums(tile, x, LAYOUT: gl.constexpr):
     swaps, _ = sixteens(odd)
     turned = gl.join(gl.where(swaps == 1, right, left), gl.where(swaps == 1, left, right)).permute((0, 1, 3, 2)).reshape([ROWS, x.shape[1]])
     seen_as(tile, gl.float32, [ROWS, x.shape[1]], turned_layout(x.shape[1])).store(turned)
-
-
-@gluon.jit
-def turns_passed(counter):
-    # How many programs have added to a tile so far.
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -883,54 +875,48 @@ def bwd_writer(
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
+    COPY: gl.constexpr,
 ):
     dq_slot, dq_phase = 0, 0
-    q_ahead, turn_seen = -1, 0
     at, g = q_first, g_first
     # tiles in their order; in mirrored heads backwards; each for all heads of the program
     for _ in range((q_end - q_first) * (g_end - g_first)):
         q_tile = gl.where(mirrored > 0, q_first + q_end - 1 - at, at)
         q_start = q_tile * BLOCK_Q
-        mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-        turn = gl.where(
-            mirrored > 0,
-            kv_start // BLOCK_KV - 8192 * (gl.maximum(0, Nk + q_start - Nq) // 8192) // BLOCK_KV,
-            gl.minimum(
-                1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
-                gl.cdiv(Nk, BLOCK_KV),
-            ) - 1 - kv_start // BLOCK_KV,
-        )
-        await_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
-            gl.where(q_start == q_ahead, turn_seen, -1),
-            turn,
-        )
-        for piece in gl.static_range(2):
-            if turn == 0:
-                copy_out(
-                    DQ_ACC,
-                    [b, g + hkv * group, q_start, piece * 64],
-                    dq_ring.index(2 * dq_slot + piece),
-                )
-            else:
-                add_out(
-                    DQ_ACC,
-                    [b, g + hkv * group, q_start, piece * 64],
-                    dq_ring.index(2 * dq_slot + piece),
-                )
-        q_ahead = gl.where(g + 1 < g_end, q_start, q_start + gl.where(mirrored > 0, -BLOCK_Q, BLOCK_Q))
-        turn_seen = turns_passed(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(
-                hkv * group + gl.where(1 + g < g_end, 1 + g, g_first),
-                gl.int64,
-            ) * stride_dq_turns_h + gl.minimum(gl.maximum(q_ahead, 0), Nq - 1),
-        )
-        sent()
-        mbarrier.arrive(dq_free.index(dq_slot), count=1)
+        if dq_slot == COPY:  # else the tile is the other writer's
+            turn = gl.where(
+                mirrored > 0,
+                kv_start // BLOCK_KV - 8192 * (gl.maximum(0, Nk + q_start - Nq) // 8192) // BLOCK_KV,
+                gl.minimum(
+                    1 + gl.maximum(0, Nk + q_start + BLOCK_Q - 1 - Nq) // BLOCK_KV,
+                    gl.cdiv(Nk, BLOCK_KV),
+                ) - 1 - kv_start // BLOCK_KV,
+            )
+            await_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
+                0,
+                turn,
+            )
+            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+            for piece in gl.static_range(2):
+                if turn == 0:
+                    copy_out(
+                        DQ_ACC,
+                        [b, g + hkv * group, q_start, piece * 64],
+                        dq_ring.index(2 * dq_slot + piece),
+                    )
+                else:
+                    add_out(
+                        DQ_ACC,
+                        [b, g + hkv * group, q_start, piece * 64],
+                        dq_ring.index(2 * dq_slot + piece),
+                    )
+            sent()
+            mbarrier.arrive(dq_free.index(dq_slot), count=1)
+            pass_turn(
+                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
+            )
         dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-        pass_turn(
-            DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(g + hkv * group, gl.int64) * stride_dq_turns_h + q_start,
-        )
         at, g = next_head(at, g, g_first, g_end)
 
 
@@ -1047,10 +1033,18 @@ def bwd(
                 (
                     DQ_TURNS, DQ_ACC, group, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, g_first,
                     g_end, q_end, q_first, kv_start, hkv, b, mirrored, dq_ring, dq_full, dq_free,
-                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
+                ),
+            ),
+            (
+                bwd_writer,
+                (
+                    DQ_TURNS, DQ_ACC, group, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, g_first,
+                    g_end, q_end, q_first, kv_start, hkv, b, mirrored, dq_ring, dq_full, dq_free,
+                    BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )

@@ -179,5 +179,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("cross_mha_cdb0c7fa6b4e", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("cross_mha_031d6e5873cd", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -238,5 +238,5 @@ def _backward(
 
 OPERANDS = "Tensor bias, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_b37f798b9737", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_c7dd7a8d1ce5", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -3,8 +3,8 @@
 A program has warps of several roles. The producer has the copy engine fill rings of tiles in shared memory; consumers, of 64 rows of
 keys each, take tiles from them. Barriers `..._full` say that a slot is full; named barriers, from 5 on, or barriers `..._free`, that it is
 free.
-A writer has the copy engine add what consumers have of dQ. Programs take
-turns: a number for each tile of queries, in device memory, says how many have added to it.
+Two writers, one for each slot, have the copy engine add what consumers have of dQ.
+Programs take turns: a number for each tile of queries, in device memory, says how many have added to it.
 """
 
 import triton
@@ -108,14 +108,6 @@ def store_sums(tile, x, LAYOUT: gl.constexpr):
     swaps, _ = sixteens(odd)
     turned = gl.join(gl.where(swaps == 1, right, left), gl.where(swaps == 1, left, right)).permute((0, 1, 3, 2)).reshape([ROWS, x.shape[1]])
     seen_as(tile, gl.float32, [ROWS, x.shape[1]], turned_layout(x.shape[1])).store(turned)
-
-
-@gluon.jit
-def turns_passed(counter):
-    # How many programs have added to a tile so far.
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [counter.to(gl.int64, bitcast=True)], gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -624,23 +616,22 @@ def bwd_consumer(
 
 @gluon.jit
 def bwd_writer(
-    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, dq_ring, dq_full, dq_free,
+    DQ_TURNS, DQ_ACC, Nk, stride_dq_turns_b, stride_dq_turns_h, dq_ring, dq_full, dq_free,
     work_ring, work_full, work_free,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
+    COPY: gl.constexpr,
 ):
     dq_slot, dq_phase = 0, 0
     work_slot, work_phase = 0, 0
-    Nq = anew(Nq)
     Nk = anew(Nk)
     stride_dq_turns_b = anew(stride_dq_turns_b)
     stride_dq_turns_h = anew(stride_dq_turns_h)
     mbarrier.wait(work_full.index(work_slot), work_phase)
     kv_start = told(work_ring.index(5 * work_slot), 1)
     while kv_start >= 0:
-        Nq = anew(Nq)
         Nk = anew(Nk)
         stride_dq_turns_b = anew(stride_dq_turns_b)
         stride_dq_turns_h = anew(stride_dq_turns_h)
@@ -648,63 +639,50 @@ def bwd_writer(
         b = told(work_ring.index(5 * work_slot + 2), 1)
         q_end = told(work_ring.index(5 * work_slot + 3), 1)
         q_full_end = told(work_ring.index(5 * work_slot + 4), 1)
-        q_ahead, turn_seen = -1, 0
         # tiles that the mask or the ends of the tensors cut
         for q_tile in range(q_full_end, q_end):
             q_start = q_tile * BLOCK_Q
-            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-            turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
-            await_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-                gl.where(q_start == q_ahead, turn_seen, -1),
-                turn,
-            )
-            for piece in gl.static_range(2):
-                if turn == 0:
-                    copy_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
-                else:
-                    add_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
-            q_ahead = q_start + BLOCK_Q
-            turn_seen = turns_passed(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                    q_ahead,
-                    Nq - 1,
-                ),
-            )
-            sent()
-            mbarrier.arrive(dq_free.index(dq_slot), count=1)
+            if dq_slot == COPY:  # else the tile is the other writer's
+                turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
+                await_turn(
+                    DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                    0,
+                    turn,
+                )
+                mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+                for piece in gl.static_range(2):
+                    if turn == 0:
+                        copy_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
+                    else:
+                        add_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
+                sent()
+                mbarrier.arrive(dq_free.index(dq_slot), count=1)
+                pass_turn(
+                    DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                )
             dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-            pass_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-            )
         # tiles with nothing to mask: no mask, no bounds checks
         for q_tile in range(q_full_end):
             q_start = q_tile * BLOCK_Q
-            mbarrier.wait(dq_full.index(dq_slot), dq_phase)
-            turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
-            await_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-                gl.where(q_start == q_ahead, turn_seen, -1),
-                turn,
-            )
-            for piece in gl.static_range(2):
-                if turn == 0:
-                    copy_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
-                else:
-                    add_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
-            q_ahead = q_start + BLOCK_Q
-            turn_seen = turns_passed(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + gl.minimum(
-                    q_ahead,
-                    Nq - 1,
-                ),
-            )
-            sent()
-            mbarrier.arrive(dq_free.index(dq_slot), count=1)
+            if dq_slot == COPY:  # else the tile is the other writer's
+                turn = gl.cdiv(Nk, BLOCK_KV) - 1 - kv_start // BLOCK_KV
+                await_turn(
+                    DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                    0,
+                    turn,
+                )
+                mbarrier.wait(dq_full.index(dq_slot), dq_phase)
+                for piece in gl.static_range(2):
+                    if turn == 0:
+                        copy_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
+                    else:
+                        add_out(DQ_ACC, [b, h, q_start, piece * 32], dq_ring.index(2 * dq_slot + piece))
+                sent()
+                mbarrier.arrive(dq_free.index(dq_slot), count=1)
+                pass_turn(
+                    DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
+                )
             dq_slot, dq_phase = following(dq_slot, dq_phase, 2)
-            pass_turn(
-                DQ_TURNS + gl.cast(b, gl.int64) * stride_dq_turns_b + gl.cast(h, gl.int64) * stride_dq_turns_h + q_start,
-            )
         mbarrier.arrive(work_free.index(work_slot), count=1)
         work_slot, work_phase = following(work_slot, work_phase, 2)
         mbarrier.wait(work_full.index(work_slot), work_phase)
@@ -772,7 +750,7 @@ def bwd(
     for slot in gl.static_range(2 * SLOTS):
         mbarrier.init(bias_free.index(slot), count=1)
     for slot in gl.static_range(2):
-        mbarrier.init(work_free.index(slot), count=3)
+        mbarrier.init(work_free.index(slot), count=4)
     for slot in gl.static_range(2):
         mbarrier.init(dq_full.index(slot), count=2)
         mbarrier.init(dq_free.index(slot), count=1)
@@ -813,12 +791,18 @@ def bwd(
             (
                 bwd_writer,
                 (
-                    DQ_TURNS, DQ_ACC, Nq, Nk, stride_dq_turns_b, stride_dq_turns_h, dq_ring,
-                    dq_full, dq_free, work_ring, work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS,
-                    THREADS,
+                    DQ_TURNS, DQ_ACC, Nk, stride_dq_turns_b, stride_dq_turns_h, dq_ring, dq_full,
+                    dq_free, work_ring, work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 0,
+                ),
+            ),
+            (
+                bwd_writer,
+                (
+                    DQ_TURNS, DQ_ACC, Nk, stride_dq_turns_b, stride_dq_turns_h, dq_ring, dq_full,
+                    dq_free, work_ring, work_full, work_free, BLOCK_Q, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )

@@ -356,7 +356,7 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_609881fa176d", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_40db71cebe1b", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

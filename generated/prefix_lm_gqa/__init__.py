@@ -251,5 +251,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
 
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_f455e3eba8b6", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_0eaa973213d8", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

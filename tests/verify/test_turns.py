@@ -337,6 +337,6 @@ def test_heads_are_not_mirrored_where_tiles_are_listed() -> None:
     text = print_module(made("blocks, causal", "dce"))
     head, at, kernels = text.partition("\nkernel @bwd own")
     turn = "turn(select(mirrored > 0, (kv_start // BLOCK_KV), kv_end_at - kv_next_at))"
-    mirrored = edit(kernels, ("together(16384)", "together(16384) mirrored"), ("turn(kv_end_at - kv_next_at)", turn))
+    mirrored = edit(kernels, ("together(32768)", "together(32768) mirrored"), ("turn(kv_end_at - kv_next_at)", turn))
     with pytest.raises(VerifyError, match="rule `turns`: .*its grid is mirrored along kv; expected loops that start later"):
         verify(parse_module(head + at + mirrored))

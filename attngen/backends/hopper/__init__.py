@@ -7,6 +7,7 @@ from attngen.backends.base import Compiler, Divider, Footprint
 from attngen.backends.hopper import certificate, compiler, kernels, rules, sram
 from attngen.backends.hopper.assign_roles import AssignRoles
 from attngen.backends.hopper.chain_sums import ChainSums
+from attngen.backends.hopper.deal_sums import DealSums
 from attngen.backends.hopper.divisions import DIVISIONS
 from attngen.backends.hopper.facts import DEVICE, NAME
 from attngen.backends.hopper.halve_softmax import HalveSoftmax
@@ -44,6 +45,7 @@ HOPPER = Divider(
         HideTiles(),
         ScheduleWork(),
         TakeTurns(),
+        DealSums(),
         LegalizeGluon(),
     ),
     rules={"fits": rules.fits},

@@ -24,8 +24,8 @@ from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool
 from attngen.ir.graph import MIRRORED, Kernel, Module, Row
-from attngen.ir.ops import AXIS_DIM, Arg, Block, Gather, Load, Loop, Map, Mask, Op
-from attngen.ir.roles import Give, Pipeline, Ring, Share, Take, Turn, Work
+from attngen.ir.ops import AXIS_DIM, Add, Arg, Block, Gather, Load, Loop, Map, Mask, Op
+from attngen.ir.roles import Follow, Give, Pipeline, Ring, Share, Take, Turn, Work
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
 
@@ -437,6 +437,12 @@ def is_taken_in_turns(kernel: Kernel, ring: str) -> bool:
     """Whether tiles are taken from a ring in each turn of a loop over tiles, not once for each tile of the grid."""
     steps = {op.step for op in kernel.ops() if isinstance(op, Pipeline)}
     return any(isinstance(op, Take) and op.ring == ring for step in steps for op in kernel.block(step).ops)
+
+
+def follow_of(kernel: Kernel, add: Add) -> Follow | None:
+    """The op that waits for the turn of an add, before its tile is taken; None where the add itself waits."""
+    ops = kernel.block(kernel.graph.nodes[add.name]["block"]).ops
+    return next((op for op in ops if isinstance(op, Follow) and op.turns == add.turns), None)
 
 
 def takes_from(kernel: Kernel, role: Block, ring: str) -> bool:

@@ -14,6 +14,7 @@ from attngen.backends.hopper.choice import (
     barriers_of,
     copies_of,
     counted,
+    follow_of,
     handed_over,
     is_reused,
     is_taken_in_turns,
@@ -79,6 +80,7 @@ class DividedContext(PipelineContext):
         divided = next(kernel for kernel in module.divided if kernel.name == name)
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
         self.shared = handed_over(divided)
+        self.dealt = {op.dealt for op in divided.ops() if isinstance(op, Pipeline) and op.dealt}
         self.own, self.loop, self.mirrored = divided.own_axis, divided.loop_axis, divided.grid[0].mirrored
         super().__init__(module, divided)
         self.portable = KernelContext(module, module.kernel(divided.stands_for))
@@ -295,7 +297,7 @@ class DividedContext(PipelineContext):
             prologue,
             nodes,
             bool(block.role.rows) or any(isinstance(op, Fill) for op in self.kernel.within(block.name)),
-            ["THREADS", *(["COPY"] if block.role.rows else [])],
+            ["THREADS", *(["COPY"] if block.role.rows or block.role.copies > 1 else [])],
         )
 
     def _place_tiles(self, work: Node, known: list[Node], block: Block, words: set[str], params: list[str]) -> None:
@@ -310,7 +312,7 @@ class DividedContext(PipelineContext):
             wanted = more  # what others of these need, too
         of_tile = [node for node in mine if work.text["draws"] or node.text["var"] in wanted]
         rows = self._own_rows(words) if block.role and block.role.rows else []
-        start = [f"{self._next_start()}, turn_seen = -1, 0"] if self._adds(block) else []
+        start = [f"{self._next_start()}, turn_seen = -1, 0"] if self._looks_ahead(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "recall"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), len(self.kernel.grid)
         numbers = list(enumerate(work.text["numbers"]))
@@ -370,11 +372,11 @@ class DividedContext(PipelineContext):
             if f"{short}_slot" in words and is_reused(self.kernel, name) and not (takes and self._counter(name) != short):
                 what, first = "phase" if takes or ring.counted else "fills", int(ring.counted and not takes)  # all slots are free at first
                 lines.append(f"{short}_{what} = {first}" if self._slots(ring) == "1" else f"{short}_slot, {short}_{what} = 0, {first}")
-        return lines if self.kernel.stays or not self._adds(block) else [*lines, f"{self._next_start()}, turn_seen = -1, 0"]
+        return lines if self.kernel.stays or not self._looks_ahead(block) else [*lines, f"{self._next_start()}, turn_seen = -1, 0"]
 
-    def _adds(self, block: Block) -> bool:
-        """Whether a role adds to what other programs add to."""
-        return any(isinstance(op, Add) for op in self.kernel.within(block.name))
+    def _looks_ahead(self, block: Block) -> bool:
+        """Whether a role adds to what other programs add to, and asks for the next tile's turn while it adds."""
+        return any(isinstance(op, Add) and not follow_of(self.kernel, op) for op in self.kernel.within(block.name))
 
     def _shared_counters(self, name: str, block: Block) -> list[str]:
         """The next slot of a tile that copies share, if there are several, and the phase of its barrier for who waits until it is free."""
@@ -540,7 +542,7 @@ class DividedContext(PipelineContext):
         slot, each = "" if slots == "1" else f"{self._counter(name)}_slot", barriers_of(self.kernel, name)
         barrier = " + ".join([self._free(name), *([f"{each} * {slot}" if each > 1 else slot] if slot else [])])
         text = {"ring": short, "slot": slot, "slots": slots, "barrier": barrier, "threads": copies * THREADS, "copies": copies}
-        return {**text, "handed": self.shared[name], "goes_on": bool(slot) and name not in self.leaders}
+        return {**text, "handed": self.shared[name], "goes_on": bool(slot) and name not in self.leaders, "dealt": name in self.dealt}
 
     def _near(self, op: Near, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.value)
@@ -571,6 +573,9 @@ class DividedContext(PipelineContext):
         start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
         clamped = f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.mirrored else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
         counter = self._counter_of(op.turns)
+        tile = {**text, "pieces": tiles, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
+        if follow_of(self.kernel, op):
+            return {**tile, "followed": True}
         further = f"{start} + gl.where({MIRRORED} > 0, -{rows}, {rows})" if self.mirrored else f"{start} + {rows}"
         further = f"{self.loop}_ahead * {rows}" if self.module.blocks else further
         loop = next(o for o in self.kernel.ops() if isinstance(o, Pipeline) and op in self.kernel.block(o.step).ops)
@@ -582,7 +587,7 @@ class DividedContext(PipelineContext):
             following = Access(following.tensor, tuple(e.xreplace({member: next_head}) for e in following.index))
         seen = self._counter_of(following, clamped)
         turns = {"start": start, "ahead": ahead, "further": further, "counter": counter, "next": seen, "turn": self.scalar(op.turn)}
-        return {**text, **turns, "pieces": tiles, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
+        return {**tile, **turns, "followed": False}
 
     def _next_start(self) -> str:
         """The variable of where the next tile starts. Where tiles are listed, loops read its number a turn ahead, as `ahead`."""
@@ -600,9 +605,10 @@ class DividedContext(PipelineContext):
         return {"counter": self._counter_of(op.turns), "where": self._has_rows(op)}
 
     def _follow(self, op: Follow, cls: str) -> dict[str, Any]:
-        """The program's turn, in warps: each warp of a copy raises the number by one."""
-        warps = next(block.role.warps for block in self.kernel.roles if block.role and block.role.rows)
-        return {"counter": self._counter_of(op.turns), "turn": self.scalar(warps * op.turn), "where": self._has_rows(op)}
+        """The program's turn, in warps: each warp of a copy raises the number by one. An add after it needs the turn, too."""
+        adds = any(follow_of(self.kernel, add) is op for add in self.kernel.ops() if isinstance(add, Add))
+        turn = self.scalar(self._warps(op) * op.turn)
+        return {"counter": self._counter_of(op.turns), "turn": turn, "where": self._has_rows(op), "adds": adds}
 
     def _has_rows(self, op: Follow | Raise) -> str:
         """The condition that a copy has rows of the program's tile; empty text where turns are those of another tile."""

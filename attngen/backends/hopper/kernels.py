@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.backends.hopper.choice import PAIR
+from attngen.backends.hopper.choice import PAIR, follow_of
 from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, ROWS
 from attngen.backends.hopper.gradients import is_signed
@@ -41,6 +41,8 @@ def context(module: Module) -> dict[str, Any]:
         "rows_beside": Read in kinds,
         "weighs_halves": Halve in kinds,
         "adds": Add in kinds,
+        "looks_ahead": any(isinstance(op, Add) and not follow_of(kernel, op) for kernel in module.divided for op in kernel.ops()),
+        "writers": max((role.copies for view in views for role in view.roles if role.name.endswith("_writer")), default=0),
         "recomputes": any(isinstance(op, Pipeline) and op.recompute for op in ops),
         "counts": Count in kinds,
         "heads_by_tile": any(isinstance(op, Pipeline) and op.by_tile for op in ops),

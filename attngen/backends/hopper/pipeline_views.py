@@ -153,10 +153,18 @@ class PipelineContext(SoftmaxContext):
             self._loop_header(loop, header, body)
             header["comment"] = LOOP_COMMENTS[cls]
             self._name_counter(loop, header, body)
-            loops.append(Node("loop", gluon(header), body))
+            loops.append(Node("loop", gluon(header), self._dealt(op, body)))
         last = self.block(op.last, "full") if op.last else []
         loops = [self._of_heads(op, loops)] if op.heads and not op.by_tile else loops
         return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
+
+    def _dealt(self, op: Pipeline, body: list[Node]) -> list[Node]:
+        """The views of a turn. If turns are dealt to copies, of one that has the next slot; all copies count that."""
+        if not op.dealt:
+            return body
+        ring = self.kernel.op(op.dealt)
+        assert isinstance(ring, Ring)
+        return [Node("dealt", {"ring": self._short(op.dealt), "slots": self.scalar(ring.slots)}, body)]
 
     def _of_heads(self, op: Pipeline, loops: list[Node]) -> Node:
         """A loop over the query heads of a group that the program has, around those over tiles."""
@@ -197,7 +205,7 @@ class PipelineContext(SoftmaxContext):
             last = f"{end} - 1" if first == "0" else f"{first} + {end} - 1"
             turned = f"{tile} = gl.where({MIRRORED} > 0, {last} - at, at)"
             text |= {"var": "at", "steps": [turned, *loop.text["steps"]], "comment": f"{comment}; in mirrored heads backwards"}
-        made = Node("loop", {**loop.text, **text, "recompute": op.recompute}, loop.body)
+        made = Node("loop", {**loop.text, **text, "recompute": op.recompute}, self._dealt(op, loop.body))
         return self._by_tile(op, made, first, end) if op.by_tile else made
 
     def _by_tile(self, op: Pipeline, loop: Node, first: str, end: str) -> Node:
