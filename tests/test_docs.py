@@ -55,6 +55,7 @@ def test_excerpts_of_ir_are_real() -> None:
                 "mla_dims",
                 "full_mha",
                 "alibi_mha",
+                "cross_mha",
                 "dense_bias_dropout_mha",
                 "document_gqa",
                 "temperature_mha",
