@@ -206,7 +206,8 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
 def _many_keys(module: Module) -> Bool:
     """Whether sequences are long, and each multiprocessor has several programs of key tiles: of few, most would wait for first turns.
 
-    Of shorter sequences there are more. Where blocks are listed, sequences are neither shorter nor too long: programs wait for each other.
+    Of shorter sequences there are more. Where blocks are listed, programs wait for each other more: shorter sequences are left out there,
+    and those that are too long.
     """
     batch, heads, queries, keys, processors = map(symbol, ("B", "Hq", "Nq", "Nk", "processors"))
     ways = [

@@ -138,7 +138,7 @@ class DividedLaunch(Launch):
     def program(self, place: Mapping[str, int], start: Values) -> Any:
         """All roles of a program, in turns. It pauses where all that is left to do may wait for other programs."""
         values = {"num_stages": SLOTS, CHAINS: SUMS, **{half: start[whole] // 2 for whole, half in HALVES.items()}, **start}
-        copies = max(block.role.copies for block in self.kernel.roles if block.role)
+        copies = next(block.role.copies for block in self.kernel.roles if block.role and block.role.rows)
         values |= {whole: start[own] for own, whole in WHOLE.items()} | {part: start[of] // copies for of, part in PARTS.items()}
         for axis, number in place.items():
             values |= self.turn(axis, number, values)
@@ -295,7 +295,7 @@ class DividedLaunch(Launch):
         own = AXIS_DIM[self.kernel.own_axis]
         sizes = {**values, own: values[own] // copies}
         takers = sum(b.role.copies for b in self.kernel.roles if b.role and self.takes(b.name, op.name))
-        takers = 1 if any(isinstance(o, Pipeline) and o.dealt == op.name for o in self.kernel.ops()) else takers
+        takers = 1 if op.name in self.kernel.dealt else takers
         slots = int(compiled(op.slots)(values))
         sharing = (b.role for b in self.kernel.roles if any(self.shares(o, op.name) for o in self.kernel.within(b.name)))
         writers = sum(role.copies for role in sharing if role)

@@ -270,6 +270,11 @@ class Kernel:
         return any(isinstance(op, Work) for op in self.ops())
 
     @cached_property
+    def dealt(self) -> frozenset[str]:
+        """The rings by whose slots turns are dealt to copies of a role."""
+        return frozenset(op.dealt for op in self.ops() if isinstance(op, Pipeline) and op.dealt)
+
+    @cached_property
     def has_groups(self) -> bool:
         """Whether its programs own a K/V head with query heads of its group, over which a loop runs."""
         return any(MEMBER in loop.variables for loop in self.loops)

@@ -102,12 +102,11 @@ def _sharing(kernel: Kernel) -> Iterator[str]:
 
     That is the same one, or one of one copy, or of copies to which the tiles are dealt.
     """
-    dealt = {op.dealt for op in kernel.ops() if isinstance(op, Pipeline)}
     rings = {op.ring for op in kernel.ops() if isinstance(op, Share)}
     for ring in sorted(rings):
         using = [(b, [type(op) for op in kernel.within(b.name) if isinstance(op, (Share, Take)) and op.ring == ring]) for b in kernel.roles]
         shares, takes = ([b for b, kinds in using if kind in kinds] for kind in (Share, Take))
-        alone = [b.role.copies == 1 or ring in dealt for b in takes if b.role]
+        alone = [b.role.copies == 1 or ring in kernel.dealt for b in takes if b.role]
         if len(shares) != 1 or len(takes) != 1 or not (takes == shares or alone == [True]):
             who, whom = (", ".join(f"@{b.name}" for b in found) or "nobody" for found in (shares, takes))
             yield f"%{ring} is shared by {who} and taken by {whom}; expected one role each, the same, or the second of one copy or dealt"
@@ -207,8 +206,8 @@ def _dealing(module: Module, kernel: Kernel, op: Pipeline) -> Iterator[str]:
         return
     copies, slots = ({b.role.copies for b in roles if b.role}, compiled(ring.slots))
     for row in module.rows(kernel.name, kernel.backend):
-        if copies != {n := int(slots({"num_stages": row.num_stages}))}:
-            yield f"%{op.name} deals turns by %{op.dealt}, of {n} slots; expected as many as the role has copies"
+        if copies != {n := int(slots({"num_stages": row.num_stages}))} or n < 2:
+            yield f"%{op.name} deals turns by %{op.dealt}, of {n} slots; expected as many as the role has copies, and two or more"
 
 
 def _hidden(kernel: Kernel, op: Pipeline) -> Iterator[str]:
@@ -292,12 +291,12 @@ def _merged(kernel: Kernel, portable: Kernel) -> Iterator[str]:
     of_turns = {portable.through(op.turns) for op in merges if op.turns}
     rings = {op.through for op in kernel.ops() if isinstance(op, Put) and op.turn is not None}
 
-    adds = {op.turns for op in kernel.ops() if isinstance(op, Add)}
+    adds = {op.turns.tensor for op in kernel.ops() if isinstance(op, Add) and op.turns}
 
     def in_turn(op: Op) -> bool:
         ends = isinstance(op, Raise) and kernel.through(op.turns) in of_turns
         leaves = (isinstance(op, Put) and op.turn is not None) or (isinstance(op, Flush) and op.through in rings)
-        return ends or leaves or (isinstance(op, Follow) and op.turns not in adds)
+        return ends or leaves or (isinstance(op, Follow) and op.turns.tensor not in adds)
 
     steps = [op for op in kernel.ops() if in_turn(op)]
     if [(*_target(kernel, op), op.turn) for op in steps if isinstance(op, Put)] != wanted:
@@ -591,10 +590,19 @@ def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
 
 
 def _add_errors(kernel: Kernel, op: Add) -> Iterator[str]:
-    later = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
-    raised = [o for o in later[later.index(op) :] if isinstance(o, Raise)]
-    if isinstance(kernel.op(op.value), Take) and op.turns is not None and [o.turns for o in raised] != [op.turns]:
-        yield "has a turn, and it is not raised once after it, in the same block"
+    ops = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
+    later = ops[ops.index(op) :]
+    if not isinstance(kernel.op(op.value), Take):
+        return
+    if op.turns is not None:
+        raised = [o for o in kernel.ops() if isinstance(o, Raise) and o.turns.tensor == op.turns.tensor]
+        if [o.turns for o in raised if o in later] != [op.turns] or len(raised) > 1:
+            yield "has a turn, and it is not raised once after it, in the same block"
+    if [o in later for o in kernel.ops() if isinstance(o, Give) and o.value == op.value] != [True]:
+        yield f"adds %{op.value}, which is not given back once after that"
+    warps = [b.role.warps for b in kernel.roles if b.role and op in kernel.within(b.name)]
+    if warps != [1]:
+        yield f"is told to the copy engine by {warps[0] if warps else 'no'} warps; expected a role of one, which waits until that has added"
 
 
 def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
@@ -607,10 +615,11 @@ def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
 
 def _follow_errors(kernel: Kernel, op: Follow) -> Iterator[str]:
     yield from turn_errors(kernel, op.turns, op.turn)
+    adds, follows = ([o for o in kernel.ops() if isinstance(o, k) and o.turns and o.turns.tensor == op.turns.tensor] for k in (Add, Follow))
     later = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
-    adds = [o for o in later[later.index(op) :] if isinstance(o, Add) and o.turns == op.turns]
-    if adds and [o.turn for o in adds] != [op.turn]:
-        yield "waits for another turn than that of the one add after it, or there are several"
+    awaited = [(o.turns, o.turn) for o in adds if o in later[later.index(op) :]]
+    if adds and (len(follows) > 1 or awaited != [(op.turns, op.turn)]):
+        yield "is not the one wait for the turn of an add after it, in the same block"
 
 
 def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:

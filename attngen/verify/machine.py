@@ -9,8 +9,9 @@ depends on or changes, the step is taken at once: what is found after it is foun
 persistent sets (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock
 and no mistake of any order. A give is such a step, as nobody passes the barrier without it; a fill, a take and the end of a copy are,
 while each taker's next tile in that slot is the one that is copied, or taken. All steps with a tile that copies share for another role
-are: each waits for others until it can be taken, and then always can. A pass is, as the next copy cannot take its turn without it;
-a take of a turn is, while no other copy can pass one before. Where this does not hold, all orders are followed.
+are: each waits for others until it can be taken, and then always can. Copies that share for themselves wait for nobody: there a mistake may
+show in some orders alone. A pass is, as the next copy cannot take its turn without it; a take of a turn is, while no other copy can pass
+one before. Where this does not hold, all orders are followed.
 """
 
 from __future__ import annotations
@@ -211,10 +212,14 @@ class _Machine:
             for ring, owner in self.names
         ]
         self.sharers = [frozenset(i for i, (p, _) in enumerate(self.programs) if Step("share", ring) in p.steps) for ring, _ in self.names]
+        # Parts and takes of a tile that is handed over are less than two rounds of slots apart; if tiles are dealt, less than four.
         self.periods = [
             (8 if ring in of.dealt else 4 if sharers else _PERIOD) * n
             for (ring, _), sharers, n in zip(self.names, self.sharers, self.slots)
         ]
+        for r, (ring, _) in enumerate(self.names):
+            if ring in of.dealt and len(self.takers[r]) != self.slots[r]:
+                raise Broken(f"%{ring} of {self.slots[r]} slots is dealt to {len(self.takers[r])} copies")
         gives = {s.what for p, _ in self.programs for s in p.steps if s.kind == "give"}
         self.returned = [ring in gives for ring, _ in self.names]
         self.filler = [
@@ -562,8 +567,8 @@ def _moved(state: State, i: int, at: int) -> State:
 @cache
 def broken(of: Protocol, all_orders: bool = False) -> str:
     """What can go wrong, in words; empty text if nothing can. all_orders: follow every order of steps, which finds the same."""
-    machine = _Machine(of)
     try:
+        machine = _Machine(of)
         start = machine.start()
         seen, waiting = {start}, [start]
         while waiting:

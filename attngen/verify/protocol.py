@@ -66,8 +66,7 @@ def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     rings = [op for op in kernel.ops() if isinstance(op, Ring) and not op.beside]  # others have the barriers of these
     slots = tuple((ring.name, int(compiled(ring.slots)(values))) for ring in rings)
     programs = tuple(_program(kernel, role) for role in kernel.roles)
-    dealt = frozenset(op.dealt for op in kernel.ops() if isinstance(op, Pipeline) and op.dealt)
-    return Protocol(programs, slots, tuple((ring.name, ring.each) for ring in rings), dealt)
+    return Protocol(programs, slots, tuple((ring.name, ring.each) for ring in rings), kernel.dealt)
 
 
 def _program(kernel: Kernel, role: Block) -> Program:

@@ -30,13 +30,15 @@ def test_there_are_two_where_there_is_room_and_a_writer_has_little_time(name: st
     assert [b.role.copies for b in backward(whole(name)).roles if b.role and b.name == "writer"] == [copies]
 
 
+FOLLOW = "    follow %DQ_TURNS[b, h, q_start] turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n"
+RAISE = "    raise %DQ_TURNS[b, h, q_start]\n"
 REFUSED = {
     "three writers of two slots": (
         "role @writer copies(2)",
         "role @writer copies(3)",
         "`bodies`: .*%write_total deals turns by %dQ_ring, of 2 slots; expected as many as the role has copies",
     ),
-    "a slot for one writer": ("%dQ_ring = ring slots(2)", "%dQ_ring = ring slots(1)", "`bodies`: .*of 1 slots; expected as many"),
+    "a slot for one of two writers": ("%dQ_ring = ring slots(2)", "%dQ_ring = ring slots(1)", "`bodies`: .*of 1 slots; expected as many"),
     "two writers of the same tiles": (" dealt(%dQ_ring)", "", "`roles`: .*%dQ_ring is shared by @consumer and taken by @writer; expected "),
     "tiles dealt by a ring from which another role takes": (
         " dealt(%dQ_ring)",
@@ -48,12 +50,27 @@ REFUSED = {
     "the turn of another tile awaited": (
         "follow %DQ_TURNS[b, h, q_start]",
         "follow %DQ_TURNS[b, h, q_start + BLOCK_Q]",
-        "`walks`: .*waits for a turn, and nothing is merged",
+        "`types`: .*is not the one wait for the turn of an add after it",
     ),
     "another turn awaited": (
         "turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n    %dq_tile",
         "turn(0)\n    %dq_tile",
-        "`types`: .*waits for another turn than that of the one add after it",
+        "`types`: .*is not the one wait for the turn of an add after it, in the same block",
+    ),
+    "a turn awaited twice": (
+        "    %dq_tile = take",
+        f"{FOLLOW}    %dq_tile = take",
+        "`types`: .*is not the one wait for the turn of an add",
+    ),
+    "a turn passed by a consumer, too": (
+        "    share %dQ_ring %dq\n",
+        f"    share %dQ_ring %dq\n{RAISE}",
+        "`types`: .*has a turn, and it is not raised once after it",
+    ),
+    "a turn passed before the tile is there": (
+        "    %dq_tile = take",
+        f"{RAISE}    %dq_tile = take",
+        "`types`: .*has a turn, and it is not raised once after it",
     ),
 }
 
@@ -63,6 +80,32 @@ def test_a_wrong_text_is_refused_with_a_reason(mistake: str) -> None:
     old, new, reason = REFUSED[mistake]
     with pytest.raises(VerifyError, match=f"rule {reason}"):
         verify(edited("wide", (old, new)))
+
+
+def test_a_turn_that_is_awaited_when_the_tile_has_been_added_is_refused() -> None:
+    late = (FOLLOW, ""), ("    give %dq_tile\n", f"    give %dq_tile\n{FOLLOW}")
+    with pytest.raises(VerifyError, match="rule `types`: .*is not the one wait for the turn of an add after it"):
+        verify(edited("wide", *late))
+
+
+def test_a_slot_is_not_given_back_before_what_is_in_it_is_added() -> None:
+    """In one writer, too."""
+    for name in ("wide", "narrow"):
+        early = ("    give %dq_tile\n", ""), ("    add %DQ_ACC", "    give %dq_tile\n    add %DQ_ACC")
+        with pytest.raises(VerifyError, match="rule `types`: .*adds %dq_tile, which is not given back once after that"):
+            verify(edited(name, *early))
+
+
+def test_a_writer_has_one_warp_which_waits_for_what_it_has_told_the_engine() -> None:
+    two = ("registers(240)", "registers(232)"), ("role @writer copies(2) warps(1)", "role @writer copies(2) warps(2)")
+    with pytest.raises(VerifyError, match="rule `types`: .*is told to the copy engine by 2 warps; expected a role of one"):
+        verify(edited("wide", *two))
+
+
+def test_tiles_are_not_dealt_to_one_writer() -> None:
+    one = ("%dQ_ring = ring slots(2)", "%dQ_ring = ring slots(1)"), ("role @writer copies(2)", "role @writer copies(1)")
+    with pytest.raises(VerifyError, match="rule `bodies`: .*of 1 slots; expected as many as the role has copies, and two or more"):
+        verify(edited("wide", *one))
 
 
 def test_a_turn_that_another_program_has_is_refused() -> None:
@@ -83,6 +126,10 @@ def handing(writers: int, steps: str, slots: int = 2, shares: str = "share") -> 
 
     programs = (program("consumer", shares, 2), program("writer", steps, writers))
     return Protocol(programs, (("X", slots),), (("X", ""),), frozenset({"X"}) if writers > 1 else frozenset())
+
+
+def test_tiles_are_dealt_to_as_many_copies_as_there_are_slots() -> None:
+    assert broken(handing(3, "take give", 2)) == "%X of 2 slots is dealt to 3 copies"
 
 
 @pytest.mark.parametrize("writers, slots", [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)])

@@ -683,12 +683,13 @@ REFUSED = {
     "a turn that another has": (
         "turn(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)",
         "turn(kv_start // BLOCK_KV)",
-        "`types`: .*waits for another turn than that of the one add after it",
+        "`types`: .*is not the one wait for the turn of an add after it",
     ),
     "a turn that is not passed": ("    raise %DQ_TURNS[b, h, q_start]\n", "", "`.*`: .*"),
     "a turn of another tile": ("raise %DQ_TURNS[b, h, q_start]", "raise %DQ_TURNS[b, h, q_start + BLOCK_Q]", "`.*`: .*"),
     "a grid of another order": ("descending together(16384)", "together(16384)", "`walks`: .*its grid is not that of @bwd"),
     "no give of dS": ("    give %ds_all\n", "", "`protocol`: .*%dS_ring"),
+    "no give of the sums": ("    give %dq_tile\n", "", "`bodies`: .*from which @step takes a tile and gives it back"),
     "sums that nobody shares": ("    share %dQ_ring %dq\n", "", "`.*`: .*"),
     "dS given back while a product reads it": (
         "    %dq = await %dq_flight : f32[BLOCK_Q, PART_QK] @reg\n    give %ds_all\n",

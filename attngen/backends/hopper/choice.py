@@ -409,8 +409,8 @@ def handed_over(kernel: Kernel) -> dict[str, bool]:
 
 
 def sharers(kernel: Kernel) -> int:
-    """The copies that share a tile: those of the role that has most."""
-    return max(role.role.copies for role in kernel.roles if role.role)
+    """The copies of the role whose rows are the program's, which share tiles."""
+    return next(block.role.copies for block in kernel.roles if block.role and block.role.rows)
 
 
 def barriers_of(kernel: Kernel, ring: str) -> int:

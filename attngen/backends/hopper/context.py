@@ -19,6 +19,7 @@ from attngen.backends.hopper.choice import (
     is_reused,
     is_taken_in_turns,
     place_names,
+    sharers,
     told_numbers,
     turns,
 )
@@ -80,7 +81,6 @@ class DividedContext(PipelineContext):
         divided = next(kernel for kernel in module.divided if kernel.name == name)
         self.rings = {op.name: op for op in divided.ops() if isinstance(op, Ring)}
         self.shared = handed_over(divided)
-        self.dealt = {op.dealt for op in divided.ops() if isinstance(op, Pipeline) and op.dealt}
         self.own, self.loop, self.mirrored = divided.own_axis, divided.loop_axis, divided.grid[0].mirrored
         super().__init__(module, divided)
         self.portable = KernelContext(module, module.kernel(divided.stands_for))
@@ -147,7 +147,7 @@ class DividedContext(PipelineContext):
             nodes=nodes,
             rings=[self._ring(op) for op in self.rings.values()],
             roles=roles,
-            copies=self._copies(),
+            copies=sharers(self.kernel),
             dtype=f"{self._output()}.dtype",
             resident=self.kernel.resident,
             stays=self.kernel.stays,
@@ -162,10 +162,6 @@ class DividedContext(PipelineContext):
         share = next(o for o in self.kernel.ops() if isinstance(o, Share) and o.ring == take.ring)
         dims = self.kernel.type_of(share.value).dims
         return self._dims(dims)[0], str(self.rings[take.ring].columns or self._columns(dims[1]))
-
-    def _copies(self) -> int:
-        """The copies of the role whose rows are the program's."""
-        return next(block.role.copies for block in self.kernel.roles if block.role and block.role.rows)
 
     def _place_of_tile(self) -> list[str]:
         """The rows, the head and the sequence of the program's tile; where it takes several, of the one whose number is `pid`."""
@@ -227,7 +223,7 @@ class DividedContext(PipelineContext):
 
     def _tiles_of(self, ring: Ring) -> int:
         """The buffers of a tile that copies share with the copy engine: one for each part, or for each of its pieces."""
-        return pieces(self.module, ring) if ring.columns else self._copies()
+        return pieces(self.module, ring) if ring.columns else sharers(self.kernel)
 
     def _times(self, ring: Ring, count: str) -> str:
         """So many tiles of a ring, as a number of buffers: each has as many as its tile has pieces."""
@@ -249,7 +245,7 @@ class DividedContext(PipelineContext):
 
     def _columns(self, dim: str) -> int:
         """The columns of a tile of sums for dQ, or of a copy's part of it."""
-        return self.module.head_dim_qk // (self._copies() if dim == PARTS["D_QK"] else 1)
+        return self.module.head_dim_qk // (sharers(self.kernel) if dim == PARTS["D_QK"] else 1)
 
     def _widths(self, type_: Type) -> list[int]:
         """The columns of the pieces in which sums lie in registers, as their tiles do in shared memory; none where they are whole.
@@ -518,7 +514,7 @@ class DividedContext(PipelineContext):
         if self.shared[op.ring] and self.rings[op.ring].columns:
             return {**text, "stored": self._stored_pieces(op), "index": one, "waits": True}
         if self.shared[op.ring]:
-            place = f"COPY + {self._copies()} * {one}" if text["slot"] else "COPY"
+            place = f"COPY + {sharers(self.kernel)} * {one}" if text["slot"] else "COPY"
             shape = ", ".join(self._dims(value.dims))
             tile = f"{text['ring']}_ring.index({place}).reshape([{shape}])"
             wide = self._columns(value.dims[1]) >= TURNED
@@ -538,11 +534,11 @@ class DividedContext(PipelineContext):
 
     def _shared_slot(self, name: str) -> dict[str, Any]:
         """The slot of a tile that copies share, and the named barrier of its first part, with the threads that meet there."""
-        short, slots, copies = self._short(name), self._slots(self.rings[name]), self._copies()
+        short, slots, copies = self._short(name), self._slots(self.rings[name]), sharers(self.kernel)
         slot, each = "" if slots == "1" else f"{self._counter(name)}_slot", barriers_of(self.kernel, name)
         barrier = " + ".join([self._free(name), *([f"{each} * {slot}" if each > 1 else slot] if slot else [])])
         text = {"ring": short, "slot": slot, "slots": slots, "barrier": barrier, "threads": copies * THREADS, "copies": copies}
-        return {**text, "handed": self.shared[name], "goes_on": bool(slot) and name not in self.leaders, "dealt": name in self.dealt}
+        return {**text, "handed": self.shared[name], "goes_on": bool(slot) and name not in self.leaders, "dealt": name in self.kernel.dealt}
 
     def _near(self, op: Near, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.value)
@@ -569,13 +565,13 @@ class DividedContext(PipelineContext):
         text = self._shared_slot(take.ring)
         tiles = self._tiles_of(self.rings[take.ring])
         first = f"{tiles} * {text['slot']} + piece" if text["slot"] else "piece"
+        tile = {**text, "pieces": tiles, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
+        if follow_of(self.kernel, op):
+            return {**tile, "followed": True}
         assert op.turns is not None and op.turn is not None
         start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
         clamped = f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.mirrored else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
         counter = self._counter_of(op.turns)
-        tile = {**text, "pieces": tiles, "tensor": op.dst.tensor, "place": self._place(op.dst, moved, column), "buffer": first}
-        if follow_of(self.kernel, op):
-            return {**tile, "followed": True}
         further = f"{start} + gl.where({MIRRORED} > 0, -{rows}, {rows})" if self.mirrored else f"{start} + {rows}"
         further = f"{self.loop}_ahead * {rows}" if self.module.blocks else further
         loop = next(o for o in self.kernel.ops() if isinstance(o, Pipeline) and op in self.kernel.block(o.step).ops)

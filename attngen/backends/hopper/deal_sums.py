@@ -1,4 +1,4 @@
-"""deal-sums: two copies of the writer take tiles of dQ in turn, so that one waits while the other adds.
+"""deal-sums: two copies of the writer take tiles of sums in turn, so that one waits while the other adds.
 
 before:  role @writer copies(1) ...                  after:  role @writer copies(2) ...
            %write_total = pipeline q ...                       %write_total = pipeline q ... dealt(%dQ_ring)
@@ -12,7 +12,7 @@ before:  role @writer copies(1) ...                  after:  role @writer copies
 
 What a writer does for a tile takes about as long as consumers take to compute one: it reads whose turn it is, has the copy engine add, and
 waits until that has been added. One that falls behind stays so, and with it all programs whose turns come later. With two copies, each has
-the time of two tiles. So a copy can ask for its turn before the tile is there, and no number has to be read ahead.
+the time of two tiles. So a copy can ask for its turn before the tile is there, and no turn has to be read ahead.
 
 Each copy needs a slot of its own. Where there is room for one slot, one writer is left; so it is where tiles have more than 64 queries and
 no blocks are listed.
@@ -50,12 +50,15 @@ def _pays(module: Module, kernel: Kernel) -> bool:
     Measured: docs/perf-log.md, section 31.
     """
     few = all(row.block_q == ROWS for row in module.rows(kernel.name, kernel.backend))
-    return _sums(kernel).slots == WRITERS and (few or module.blocks is not None)
+    return _sums(kernel, _add(kernel)).slots == WRITERS and (few or module.blocks is not None)
 
 
-def _sums(kernel: Kernel) -> Ring:
+def _add(kernel: Kernel) -> Add:
+    return next(op for op in kernel.ops() if isinstance(op, Add))
+
+
+def _sums(kernel: Kernel, add: Add) -> Ring:
     """The ring of what the writer adds."""
-    add = next(op for op in kernel.ops() if isinstance(op, Add))
     take = kernel.op(add.value)
     assert isinstance(take, Take)
     ring = kernel.op(take.ring)
@@ -64,8 +67,8 @@ def _sums(kernel: Kernel) -> Ring:
 
 
 def _dealt(kernel: Kernel) -> Kernel:
-    ring = _sums(kernel)
-    add = next(op for op in kernel.ops() if isinstance(op, Add))
+    add = _add(kernel)
+    ring = _sums(kernel, add)
     assert add.turns is not None and add.turn is not None
     body, follow = kernel.graph.nodes[add.name]["block"], Follow("follow_dq", add.turns, add.turn)
 

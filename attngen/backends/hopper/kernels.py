@@ -24,6 +24,7 @@ def context(module: Module) -> dict[str, Any]:
     forwards = [kernel for kernel in module.divided if kernel.stands_for == FORWARD]
     chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in forwards]
     ops = [op for kernel in module.divided for op in kernel.ops()]
+    adds = [(kernel, op) for kernel in module.divided for op in kernel.ops() if isinstance(op, Add)]
     kinds, held = {type(op) for op in ops}, [{*op.type.dims} for op in ops if isinstance(op, Hold)]
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
@@ -40,9 +41,9 @@ def context(module: Module) -> dict[str, Any]:
         "ramps": Ramp in kinds,
         "rows_beside": Read in kinds,
         "weighs_halves": Halve in kinds,
-        "adds": Add in kinds,
-        "looks_ahead": any(isinstance(op, Add) and not follow_of(kernel, op) for kernel in module.divided for op in kernel.ops()),
-        "writers": max((role.copies for view in views for role in view.roles if role.name.endswith("_writer")), default=0),
+        "adds": bool(adds),
+        "looks_ahead": any(not follow_of(kernel, op) for kernel, op in adds),
+        "writers": max((b.role.copies for kernel, op in adds for b in kernel.roles if b.role and op in kernel.within(b.name)), default=0),
         "recomputes": any(isinstance(op, Pipeline) and op.recompute for op in ops),
         "counts": Count in kinds,
         "heads_by_tile": any(isinstance(op, Pipeline) and op.by_tile for op in ops),
