@@ -138,7 +138,7 @@ class DividedLaunch(Launch):
     def program(self, place: Mapping[str, int], start: Values) -> Any:
         """All roles of a program, in turns. It pauses where all that is left to do may wait for other programs."""
         values = {"num_stages": SLOTS, CHAINS: SUMS, **{half: start[whole] // 2 for whole, half in HALVES.items()}, **start}
-        copies = next(block.role.copies for block in self.kernel.roles if block.role and block.role.rows)
+        copies = self.kernel.sharing_role.copies
         values |= {whole: start[own] for own, whole in WHOLE.items()} | {part: start[of] // copies for of, part in PARTS.items()}
         for axis, number in place.items():
             values |= self.turn(axis, number, values)

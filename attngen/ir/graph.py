@@ -35,6 +35,7 @@ from attngen.ir.ops import (
     Map,
     Op,
     Position,
+    Role,
     Scatter,
     SoftmaxStep,
     Store,
@@ -222,6 +223,15 @@ class Kernel:
     def roles(self) -> tuple[Block, ...]:
         """The roles of a divided kernel, in the order written."""
         return tuple(block for block in self.blocks if block.role)
+
+    def role_of(self, op: Op) -> Role | None:
+        """The role that runs an op of a divided kernel; None for what comes before the roles."""
+        return next((block.role for block in self.roles if any(o is op for o in self.within(block.name))), None)
+
+    @cached_property
+    def sharing_role(self) -> Role:
+        """The role whose copies share the rows of the program's tile."""
+        return next(block.role for block in self.roles if block.role and block.role.rows)
 
     @cached_property
     def args(self) -> list[Arg]:

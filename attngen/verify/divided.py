@@ -198,15 +198,16 @@ def _dealing(module: Module, kernel: Kernel, op: Pipeline) -> Iterator[str]:
     if op.dealt is None:
         return
     ring, alone = kernel.op(op.dealt), op.bodies == (op.step,) and not op.carry
-    roles = [b for b in kernel.roles if op in kernel.within(b.name)]
+    role = kernel.role_of(op)
     takes = [o for b in kernel.roles for o in kernel.within(b.name) if isinstance(o, Take) and o.ring == op.dealt]
     used = [type(o) for o in kernel.block(op.step).ops if isinstance(o, (Take, Give, Turn, Fill, Share, Issue))]
     if not isinstance(ring, Ring) or not alone or len(takes) != 1 or used != [Take, Give] or takes[0] not in kernel.block(op.step).ops:
         yield f"%{op.name} deals turns by %{op.dealt}; expected a ring from which @step takes a tile and gives it back, and nothing carried"
         return
-    copies, slots = ({b.role.copies for b in roles if b.role}, compiled(ring.slots))
+    slots = compiled(ring.slots)
     for row in module.rows(kernel.name, kernel.backend):
-        if copies != {n := int(slots({"num_stages": row.num_stages}))} or n < 2:
+        n = int(slots({"num_stages": row.num_stages}))
+        if role is None or role.copies != n or n < 2:
             yield f"%{op.name} deals turns by %{op.dealt}, of {n} slots; expected as many as the role has copies, and two or more"
 
 
@@ -600,15 +601,15 @@ def _add_errors(kernel: Kernel, op: Add) -> Iterator[str]:
             yield "has a turn, and it is not raised once after it, in the same block"
     if [o in later for o in kernel.ops() if isinstance(o, Give) and o.value == op.value] != [True]:
         yield f"adds %{op.value}, which is not given back once after that"
-    warps = [b.role.warps for b in kernel.roles if b.role and op in kernel.within(b.name)]
-    if warps != [1]:
-        yield f"is told to the copy engine by {warps[0] if warps else 'no'} warps; expected a role of one, which waits until that has added"
+    role = kernel.role_of(op)
+    if role is None or role.warps != 1:
+        yield "is told to the copy engine by several warps, or outside of roles; expected a role of one warp, which waits for the engine"
 
 
 def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
     if op.do not in TURNS:
         yield f"does `{op.do}`; expected {', '.join(TURNS)}"
-    role = next((b.role for b in kernel.roles if any(o is op for o in kernel.within(b.name))), None)
+    role = kernel.role_of(op)
     if role is None or role.copies == 1 or not role.rows:
         yield "is in a role of one copy; expected several, which share the rows of a tile"
 

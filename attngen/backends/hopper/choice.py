@@ -178,7 +178,7 @@ def key_bytes(module: Module, row: Row) -> int:
 
 def keeps_columns(module: Module, kernel: Kernel) -> bool:
     """Whether a consumer has registers for numbers of columns that are the same in all tiles: others spill, which were compiled."""
-    consumer = next(block.role for block in kernel.roles if block.role and block.role.rows)
+    consumer = kernel.sharing_role
     light = work(kernel) <= LITTLE_WORK and max(module.head_dim_qk, module.head_dim_v) <= STEADY
     return light and consumer.registers == REGISTERS[ROOMY][0]
 
@@ -408,11 +408,6 @@ def handed_over(kernel: Kernel) -> dict[str, bool]:
     return {ring: takes.get(ring) != role for ring, role in shares.items()}
 
 
-def sharers(kernel: Kernel) -> int:
-    """The copies of the role whose rows are the program's, which share tiles."""
-    return next(block.role.copies for block in kernel.roles if block.role and block.role.rows)
-
-
 def barriers_of(kernel: Kernel, ring: str) -> int:
     """The named barriers of each slot of a ring: of one that is filled again, one; of a tile that copies share, one for each of them.
 
@@ -420,7 +415,7 @@ def barriers_of(kernel: Kernel, ring: str) -> int:
     """
     shared = handed_over(kernel)
     if ring in shared:
-        return 0 if shared[ring] else sharers(kernel)
+        return 0 if shared[ring] else kernel.sharing_role.copies
     return int(is_reused(kernel, ring) and not counted(kernel, ring))
 
 

@@ -19,7 +19,6 @@ from attngen.backends.hopper.choice import (
     is_reused,
     is_taken_in_turns,
     place_names,
-    sharers,
     told_numbers,
     turns,
 )
@@ -147,7 +146,7 @@ class DividedContext(PipelineContext):
             nodes=nodes,
             rings=[self._ring(op) for op in self.rings.values()],
             roles=roles,
-            copies=sharers(self.kernel),
+            copies=self.kernel.sharing_role.copies,
             dtype=f"{self._output()}.dtype",
             resident=self.kernel.resident,
             stays=self.kernel.stays,
@@ -223,7 +222,7 @@ class DividedContext(PipelineContext):
 
     def _tiles_of(self, ring: Ring) -> int:
         """The buffers of a tile that copies share with the copy engine: one for each part, or for each of its pieces."""
-        return pieces(self.module, ring) if ring.columns else sharers(self.kernel)
+        return pieces(self.module, ring) if ring.columns else self.kernel.sharing_role.copies
 
     def _times(self, ring: Ring, count: str) -> str:
         """So many tiles of a ring, as a number of buffers: each has as many as its tile has pieces."""
@@ -245,7 +244,7 @@ class DividedContext(PipelineContext):
 
     def _columns(self, dim: str) -> int:
         """The columns of a tile of sums for dQ, or of a copy's part of it."""
-        return self.module.head_dim_qk // (sharers(self.kernel) if dim == PARTS["D_QK"] else 1)
+        return self.module.head_dim_qk // (self.kernel.sharing_role.copies if dim == PARTS["D_QK"] else 1)
 
     def _widths(self, type_: Type) -> list[int]:
         """The columns of the pieces in which sums lie in registers, as their tiles do in shared memory; none where they are whole.
@@ -514,7 +513,7 @@ class DividedContext(PipelineContext):
         if self.shared[op.ring] and self.rings[op.ring].columns:
             return {**text, "stored": self._stored_pieces(op), "index": one, "waits": True}
         if self.shared[op.ring]:
-            place = f"COPY + {sharers(self.kernel)} * {one}" if text["slot"] else "COPY"
+            place = f"COPY + {self.kernel.sharing_role.copies} * {one}" if text["slot"] else "COPY"
             shape = ", ".join(self._dims(value.dims))
             tile = f"{text['ring']}_ring.index({place}).reshape([{shape}])"
             wide = self._columns(value.dims[1]) >= TURNED
@@ -534,7 +533,7 @@ class DividedContext(PipelineContext):
 
     def _shared_slot(self, name: str) -> dict[str, Any]:
         """The slot of a tile that copies share, and the named barrier of its first part, with the threads that meet there."""
-        short, slots, copies = self._short(name), self._slots(self.rings[name]), sharers(self.kernel)
+        short, slots, copies = self._short(name), self._slots(self.rings[name]), self.kernel.sharing_role.copies
         slot, each = "" if slots == "1" else f"{self._counter(name)}_slot", barriers_of(self.kernel, name)
         barrier = " + ".join([self._free(name), *([f"{each} * {slot}" if each > 1 else slot] if slot else [])])
         text = {"ring": short, "slot": slot, "slots": slots, "barrier": barrier, "threads": copies * THREADS, "copies": copies}
@@ -667,7 +666,9 @@ class DividedContext(PipelineContext):
 
     def _warps(self, op: Op) -> int:
         """The warps of the role that an op belongs to."""
-        return next(block.role.warps for block in self.kernel.roles if block.role and op in self.kernel.within(block.name))
+        role = self.kernel.role_of(op)
+        assert role is not None
+        return role.warps
 
     def _numbers(self) -> dict[str, Any]:
         """The variables that are passed: where a tile is, the first of them never negative, and what is known of it; how many say where."""

@@ -43,7 +43,7 @@ def context(module: Module) -> dict[str, Any]:
         "weighs_halves": Halve in kinds,
         "adds": bool(adds),
         "looks_ahead": any(not follow_of(kernel, op) for kernel, op in adds),
-        "writers": max((b.role.copies for kernel, op in adds for b in kernel.roles if b.role and op in kernel.within(b.name)), default=0),
+        "writers": max((role.copies for kernel, op in adds if (role := kernel.role_of(op))), default=0),
         "recomputes": any(isinstance(op, Pipeline) and op.recompute for op in ops),
         "counts": Count in kinds,
         "heads_by_tile": any(isinstance(op, Pipeline) and op.by_tile for op in ops),

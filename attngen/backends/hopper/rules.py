@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import PLACE_SLOTS, barriers_of, handed_over, is_taken_in_turns, room_of, sharers, takes_from, turns
+from attngen.backends.hopper.choice import PLACE_SLOTS, barriers_of, handed_over, is_taken_in_turns, room_of, takes_from, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
@@ -85,4 +85,4 @@ def _widths(module: Module, kernel: Kernel) -> Iterator[str]:
 def _pieces_of_sums(module: Module, kernel: Kernel, ring: Ring) -> int:
     """The columns of a ring's pieces in a kernel whose sums lie in pieces as Q and K do, and those of dQ in parts of them; 0 for none."""
     piece = piece_of(module.head_dim_qk) if "D_QK" in ring.type.dims else 0
-    return piece // sharers(kernel) if ring.name in handed_over(kernel) else piece
+    return piece // kernel.sharing_role.copies if ring.name in handed_over(kernel) else piece
