@@ -224,6 +224,10 @@ class Kernel:
         """The roles of a divided kernel, in the order written."""
         return tuple(block for block in self.blocks if block.role)
 
+    def block_of(self, op: Op) -> Block:
+        """The block that an op stands in."""
+        return self.block(self.graph.nodes[op.name]["block"])
+
     def role_of(self, op: Op) -> Role | None:
         """The role that runs an op of a divided kernel; None for what comes before the roles."""
         return next((block.role for block in self.roles if any(o is op for o in self.within(block.name))), None)

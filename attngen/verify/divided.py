@@ -441,7 +441,7 @@ def _tell_errors(kernel: Kernel, op: Tell) -> Iterator[str]:
 
 def _order_errors(kernel: Kernel, op: Fill | Tell, ring: Ring) -> Iterator[str]:
     """What lies beside a tile is filled just before it."""
-    ops = list(kernel.block(kernel.graph.nodes[op.name]["block"]).ops)
+    ops = list(kernel.block_of(op).ops)
     at, tiles = ops.index(op), ring.beside or ring.name
     beside = [o.name for o in kernel.ops() if isinstance(o, Ring) and o.beside == tiles]
     start = at - beside.index(ring.name) if ring.name in beside else at - len(beside)
@@ -456,7 +456,7 @@ def _read_errors(kernel: Kernel, op: Read) -> Iterator[str]:
         return
     if replace(ring.type, space="reg") != op.type:
         yield f"reads numbers of another type than %{op.ring} has"
-    names = [o.value if isinstance(o, Give) else o.name for o in kernel.block(kernel.graph.nodes[op.name]["block"]).ops]
+    names = [o.value if isinstance(o, Give) else o.name for o in kernel.block_of(op).ops]
     if take.name not in names or take.name in names[names.index(take.name) + 1 : names.index(op.name)]:
         yield f"reads beside %{op.beside} where this block has not taken it, or has given it back"
 
@@ -554,7 +554,7 @@ def _same_errors(kernel: Kernel, op: Convert | Defer | Hold) -> Iterator[str]:
     if isinstance(op, (Defer, Hold)) and (op.type.dtype, op.type.dims) not in _HELD[type(op)]:
         yield f"{'holds' if isinstance(op, Hold) else 'defers'} {op.type.dtype}[{', '.join(op.type.dims)}]; expected a row of f32"
     if isinstance(op, Defer):
-        home = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
+        home = kernel.block_of(op).ops
         if not any(isinstance(other, Await) for other in home[: home.index(op)]):
             yield "is deferred until after an await, and none comes before it"
 
@@ -591,7 +591,7 @@ def _halve_errors(kernel: Kernel, op: Halve | Join) -> Iterator[str]:
 
 
 def _add_errors(kernel: Kernel, op: Add) -> Iterator[str]:
-    ops = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
+    ops = kernel.block_of(op).ops
     later = ops[ops.index(op) :]
     if not isinstance(kernel.op(op.value), Take):
         return
@@ -617,7 +617,7 @@ def _turn_errors(kernel: Kernel, op: Turn) -> Iterator[str]:
 def _follow_errors(kernel: Kernel, op: Follow) -> Iterator[str]:
     yield from turn_errors(kernel, op.turns, op.turn)
     adds, follows = ([o for o in kernel.ops() if isinstance(o, k) and o.turns and o.turns.tensor == op.turns.tensor] for k in (Add, Follow))
-    later = kernel.block(kernel.graph.nodes[op.name]["block"]).ops
+    later = kernel.block_of(op).ops
     awaited = [(o.turns, o.turn) for o in adds if o in later[later.index(op) :]]
     if adds and (len(follows) > 1 or awaited != [(op.turns, op.turn)]):
         yield "is not the one wait for the turn of an add after it, in the same block"
@@ -639,7 +639,7 @@ def _put_errors(kernel: Kernel, op: Put) -> Iterator[str]:
 
 def _put_back_errors(kernel: Kernel, op: Put) -> Iterator[str]:
     """Numbers of scores leave through the slot of a taken tile that has been lifted to registers, and have left when it is given back."""
-    ops = list(kernel.block(kernel.graph.nodes[op.name]["block"]).ops)
+    ops = list(kernel.block_of(op).ops)
     before, after = ops[: ops.index(op)], ops[ops.index(op) :]
     taken = {o.name for o in before if isinstance(o, Take) and o.ring == op.through}
     lifted = [{o.value for o in ops if isinstance(o, Lift) and o.value in taken} for ops in (before, after)]

@@ -436,7 +436,7 @@ def is_taken_in_turns(kernel: Kernel, ring: str) -> bool:
 
 def follow_of(kernel: Kernel, add: Add) -> Follow | None:
     """The op that waits for the turn of an add, before its tile is taken; None where the add itself waits."""
-    ops = kernel.block(kernel.graph.nodes[add.name]["block"]).ops
+    ops = kernel.block_of(add).ops
     return next((op for op in ops if isinstance(op, Follow) and op.turns == add.turns), None)
 
 

@@ -745,7 +745,7 @@ class DividedContext(PipelineContext):
     def _before(self, op: Put) -> str:
         """What has left through the same slot before, as a comment says; empty text for nothing."""
         same = [o for o in self.kernel.ops() if isinstance(o, Put) and o.through == op.through]
-        flushed = any(isinstance(o, Flush) for o in self.kernel.block(self.kernel.graph.nodes[op.name]["block"]).ops)
+        flushed = any(isinstance(o, Flush) for o in self.kernel.block_of(op).ops)
         if self.kernel.stays and not flushed:
             return "the outputs of the tile before have left"
         return "the output before has left" if same.index(op) else ""

@@ -59,8 +59,8 @@ def _add(kernel: Kernel) -> Add:
 
 def _sums(kernel: Kernel, add: Add) -> Ring:
     """The ring of what the writer adds."""
-    take = kernel.op(add.value)
-    assert isinstance(take, Take)
+    take = kernel.take_of(add.value)
+    assert take is not None
     ring = kernel.op(take.ring)
     assert isinstance(ring, Ring)
     return ring
@@ -70,7 +70,7 @@ def _dealt(kernel: Kernel) -> Kernel:
     add = _add(kernel)
     ring = _sums(kernel, add)
     assert add.turns is not None and add.turn is not None
-    body, follow = kernel.graph.nodes[add.name]["block"], Follow("follow_dq", add.turns, add.turn)
+    body, follow = kernel.block_of(add).name, Follow("follow_dq", add.turns, add.turn)
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if isinstance(op, Pipeline) and op.step == body:
