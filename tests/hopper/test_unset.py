@@ -69,7 +69,7 @@ def test_where_threads_meet_again_is_no_jump() -> None:
         ("UIADD3 UR4, UR9, 0x400, URZ", 9),
         ("UIADD3 UR9, UR9, 0x1, URZ", 9),  # it reads what it writes
         ("UIADD3.X UR4, UP0, UR9, URZ, URZ, UP1, !UPT", 9),
-        ("R2UR UR4, R9\n  UMOV UR5, UR9", 9),
+        ("R2UR UR4, R9\n  UMOV UR5, UR9\n  UIADD3 UR6, UR4, UR5, URZ", 5),  # a move passes on what it is of
         ("ULDC.64 UR8, c[0x0][0x210]\n  UIADD3 UR4, UR10, UR9, URZ", 10),  # a pair is two registers, and no third
         ("UIMAD.WIDE.U32 UR8, UR1, 0x3, URZ", 1),
         ("UISETP.GT.AND UP0, UPT, UR9, UR10, UPT", 9),  # it writes predicates alone
@@ -95,6 +95,18 @@ def test_each_kind_of_instruction_says_what_it_reads(text: str, register: int) -
 )
 def test_what_is_written_first_may_be_read(text: str) -> None:
     assert found(f"  {text}\n  EXIT") == []
+
+
+@pytest.mark.parametrize("move", ["MOV R8, UR9", "IMAD.U32 R8, RZ, RZ, UR9", "MOV R7, UR9\n  IMAD.MOV.U32 R8, RZ, RZ, R7"])
+def test_what_is_moved_is_read_where_something_else_reads_it(move: str) -> None:
+    """ptxas keeps pairs in a thread's own registers, of which one half may be unset: that matters to who reads that half."""
+    kept = f"  {move}\n  R2UR UR10, R8\n"
+    assert found(f"{kept}  UMOV UR10, 0x1\n  UIADD3 UR4, UR10, 0x1, URZ\n  EXIT") == []
+    assert found(f"  {move}\n  LDS.64 R8, [R2]\n  R2UR UR10, R8\n  UIADD3 UR4, UR10, 0x1, URZ\n  EXIT") == []
+    (said,) = found(f"{kept}  UIADD3 UR4, UR10, 0x1, URZ\n  EXIT")
+    assert said.endswith("reads UR10, which not every path has written")
+    (said,) = found(f"  {move}\n  IADD3 R4, R8, 0x1, RZ\n  EXIT")
+    assert said.endswith("reads R8, which not every path has written")
 
 
 def test_a_certificate_names_the_first_reader() -> None:
