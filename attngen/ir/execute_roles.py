@@ -354,7 +354,7 @@ class DividedLaunch(Launch):
             return  # it lies beside another one, whose fill comes next
         copies = len(values[op.ring])
         beside = [o for o in self.kernel.ops() if isinstance(o, (Fill, Tell)) and o.ring in values[op.ring][0].beside]
-        numbers = {o.ring: self.read(o, values) if isinstance(o, Fill) else values["kv_start"] // values["BLOCK_KV"] for o in beside}
+        numbers = {o.ring: self.read(o, values) if isinstance(o, Fill) else self.visited(values) for o in beside}
         yield from self._start(op.ring, values, lambda _, copy: self.read(op, values | self.share(copy, copies, values)), numbers)
 
     def _start(self, ring: str, values: Values, tile: Callable[[_Buffers, int], Any], numbers: Values | None = None) -> Any:
@@ -406,11 +406,16 @@ class DividedLaunch(Launch):
         of: list[_Buffers] = values[ring]
         return of[values["copy"] if len(of) > 1 else 0]
 
+    def visited(self, values: Values) -> Any:
+        """The number of the tile that a loop has come to."""
+        axis = self.kernel.loop_axis
+        return values[f"{axis}_start"] // values[AXIS_DIM[axis]]
+
     def _take(self, op: Take, values: Values) -> Any:
         buffers, slot = yield from self._next(op.ring, values)
         values[op.name] = buffers.tiles[slot]
         told = [buffers.beside[o.ring][slot] for o in self.kernel.ops() if isinstance(o, Tell) and o.ring in buffers.beside]
-        if told and told != [tile := values["kv_start"] // values["BLOCK_KV"]]:
+        if told and told != [tile := self.visited(values)]:
             raise AttngenError(f"@{self.kernel.name}: the tile {tile} is told to be {told[0]}")
         yield False
 

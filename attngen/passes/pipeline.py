@@ -80,7 +80,8 @@ def undivided(spec: Spec, module: Module, tables: Mapping[str, Table] | None = N
     """
     tables = committed() if tables is None else tables
     for divider in DIVIDERS.values():
-        for division in (d for d in divider.divisions if any(kernel.name == d.kernel for kernel in module.kernels)):
+        names = {kernel.name for kernel in module.kernels}
+        for division in (d for d in divider.divisions if names.issuperset({d.kernel, *d.beside})):
             if isinstance(why := choose(divider, spec.schedule, tables, division, module), str):
                 yield f"On {divider.device} the kernel @{division.kernel} has no row for {divider.name}: {why}."
     one_pass = any(kernel.adds for kernel in module.kernels)

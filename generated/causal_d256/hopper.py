@@ -2,11 +2,13 @@
 
 A program has warps of several roles. The producer has the copy engine fill rings of tiles in shared memory; consumers, of 64 rows of
 queries each, take tiles from them. Barriers `..._full` say that a slot is full; named barriers, from 5 on, that it is free.
+In `dk` and `dv` these rows are of keys.
 """
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -19,9 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
     copy_in = tma.async_load
     copy_out = tma.async_store
+    copy_numbers = async_copy.async_load
 else:
     copy_in = tma.async_copy_global_to_shared
     copy_out = tma.async_copy_shared_to_global
+    copy_numbers = async_copy.async_copy_global_to_shared
 
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -85,6 +89,12 @@ def hold(x, NUMBERS: gl.constexpr):
 
 
 @gluon.jit
+def nothing():
+    # 0, of which the compiler knows nothing: what depends on it is computed here, not before the loop.
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def row_max(x):
     # The maximum of each row, by four chains in each thread, which do not wait for each other.
     chains = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
@@ -137,9 +147,20 @@ def following(slot, phase, SLOTS: gl.constexpr):
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
 
+@gluon.jit
+def copy_row(start, left, row, full):
+    # Copy numbers of keys, of which so many are left, to shared memory, 0 beyond them. No thread waits: the tile's barrier does.
+    at = gl.arange(0, row.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
+    copy_numbers(row, start + at, mask=at < left)
+    async_copy.mbarrier_arrive(full)
+
+
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles)
 DESCRIBED = {
     "fwd": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, 64)),
+    "dq": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, 64), (7, 64)),
+    "dk": ((0, "BLOCK_Q"), (1, 64), (2, 64), (3, "BLOCK_Q"), (6, 64)),
+    "dv": ((0, "BLOCK_Q"), (1, 64), (2, "BLOCK_Q"), (4, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
 STAYING = {}
@@ -376,6 +397,680 @@ def fwd(
                 (
                     Q, K, V, kv_end, kv_full_end, q_start, h, b, q_ring, q_full, k_ring, k_full,
                     v_ring, v_full, BLOCK_KV, SLOTS, THREADS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def dq_producer(
+    Q, K, V, dO, kv_end, q_start, h, b, q_ring, q_full, do_ring, do_full, k_ring, k_full, v_ring,
+    v_full,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    k_slot, k_fills = 0, 0
+    v_fills = 0
+    for copy in gl.static_range(2):
+        mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
+        copy_in(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_ring.index(copy))
+    for copy in gl.static_range(2):
+        mbarrier.expect(do_full.index(copy), ROWS * D_V * 2)
+        copy_in(dO, [b, h, q_start + copy * 64, 0], do_full.index(copy), do_ring.index(copy))
+    # tiles in their order
+    for kv_tile in range(kv_end):
+        kv_start = kv_tile * BLOCK_KV
+        if k_fills >= SLOTS:
+            meet(5 + k_slot, THREADS)  # the slot is free
+        mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
+        copy_in(K, [b, h, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
+        k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
+        if v_fills >= 1:
+            meet(5 + SLOTS, THREADS)  # the slot is free
+        mbarrier.expect(v_full.index(0), BLOCK_KV * D_V * 2)
+        copy_in(V, [b, h, kv_start, 0], v_full.index(0), v_ring.index(0))
+        v_fills += 1
+    for _ in range(gl.minimum(k_fills, SLOTS)):
+        k_slot = gl.where(k_slot == 0, SLOTS - 1, k_slot - 1)
+        meet(5 + k_slot, THREADS)
+    if v_fills > 0:
+        meet(5 + SLOTS, THREADS)
+
+
+@gluon.jit
+def dq_consumer(
+    O, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b, stride_o_h, stride_o_n,
+    stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_delta_b, stride_delta_h,
+    stride_lse2_b, stride_lse2_h, kv_end, kv_full_end, q_start, h, b, q_ring, q_full, do_ring,
+    do_full, k_ring, k_full, v_ring, v_full,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    SCORES: gl.constexpr = layout_of(BLOCK_KV)
+    SUMS: gl.constexpr = layout_of(D_V)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+    d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, SUMS))
+    kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
+    dtype = dQ.dtype
+    k_slot, k_phase = 0, 0
+    v_phase = 0
+    q_start = q_start + COPY * ROWS
+    q_idx = q_start + q_off
+    if COPY == 1:
+        arrive(14, 256)  # the first copy's turn comes first
+    qk_scale = LOG2E * scale
+    O_head = O + gl.cast(b, gl.int64) * stride_o_b + gl.cast(h, gl.int64) * stride_o_h
+    o = gl.load(
+        O_head + gl.cast(q_start, gl.int64) * stride_o_n + (q_rows[:, None] * stride_o_n + d_v[None, :]),
+        mask=(q_start + q_rows < Nq)[:, None],
+        other=0.0,
+    )
+    LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
+    lse = gl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    dlse = gl.load(
+        dLSE + gl.cast(b, gl.int64) * stride_dlse_b + gl.cast(h, gl.int64) * stride_dlse_h + q_idx,
+        mask=q_idx < Nlse,
+        other=0,
+    )
+    mbarrier.wait(q_full.index(COPY), 0)
+    mbarrier.wait(do_full.index(COPY), 0)
+    do = do_ring.index(COPY).reshape([ROWS, D_V])
+    do_lifted = do.load(SUMS)
+    product = do_lifted.to(gl.float32) * o.to(gl.float32)
+    o_do = beside(gl.sum(product, 1), SCORES)
+    delta = o_do - gl.where(lse > float("-inf"), dlse, 0)
+    lse2 = gl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    DELTA_head = DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h
+    gl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
+    LSE2_head = LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h
+    gl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
+    dq = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
+    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones
+    for kv_tile in range(kv_end):
+        q_near = q_ring.index(COPY + nothing()).reshape([ROWS, D_QK])
+        do_near = do_ring.index(COPY + nothing()).reshape([ROWS, D_V])
+        mbarrier.wait(v_full.index(0), v_phase)
+        v = v_ring.index(0).reshape([BLOCK_KV, D_V])
+        meet(14 + COPY, 256)  # this copy's turn
+        dp_flight = warpgroup_mma(
+            do_near,
+            v.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        mbarrier.wait(k_full.index(k_slot), k_phase)
+        k = k_ring.index(k_slot).reshape([BLOCK_KV, D_QK])
+        s_flight = warpgroup_mma(
+            q_near,
+            k.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        dp = warpgroup_mma_wait(1, deps=[dp_flight])
+        arrive_soon(5 + SLOTS, THREADS)
+        v_phase ^= 1
+        s = warpgroup_mma_wait(0, deps=[s_flight])
+        if kv_tile >= kv_full_end:
+            kv_start = kv_tile * BLOCK_KV
+            kv_idx = kv_start + kv_off
+            s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
+        p = gl.exp2(s * qk_scale - lse2[:, None])
+        ds = p * (dp - delta[:, None])
+        ds_cast = pack(ds, dtype)
+        meet(14 + COPY, 256)  # this copy's turn
+        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+        dq_flight = warpgroup_mma(ds_cast_operand, k, dq, is_async=True)
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        dq, ds_cast_operand = warpgroup_mma_wait(0, deps=[dq_flight, ds_cast_operand])
+        arrive_soon(5 + k_slot, THREADS)
+        k_slot, k_phase = following(k_slot, k_phase, SLOTS)
+    dq_out = (dq * scale).to(dtype)
+    q_ring.index(COPY).reshape([ROWS, D_QK]).store(dq_out)
+    fence_async_shared()
+    copy_out(dQ, [b, h, q_start, 0], q_ring.index(COPY))
+    if COPY == 0:
+        meet(14, 256)  # the last pass
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["Nq", "Nk", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
+def dq(
+    Q, K, V, O, dO, LSE, dLSE, dQ, DELTA, LSE2, scale, Hq, Nq, Nk, Nlse, stride_q_b, stride_q_h,
+    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b,
+    stride_o_h, stride_o_n, stride_do_b, stride_do_h, stride_do_n, stride_lse_b, stride_lse_h,
+    stride_dlse_b, stride_dlse_h, stride_dq_b, stride_dq_h, stride_dq_n, stride_delta_b,
+    stride_delta_h, stride_lse2_b, stride_lse2_h,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    # Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.
+    pid = gl.program_id(0)
+    q_tiles = gl.cdiv(Nq, BLOCK_Q)
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
+    kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
+    kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
+    q_ring = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    do_ring = gl.allocate_shared_memory(dO.dtype, [2, 1, 1, ROWS, D_V], dO.layout)
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ring = gl.allocate_shared_memory(K.dtype, [SLOTS, 1, 1, BLOCK_KV, D_QK], K.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    v_ring = gl.allocate_shared_memory(V.dtype, [1, 1, 1, BLOCK_KV, D_V], V.layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(q_full.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(do_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(k_full.index(slot), count=1)
+    for slot in gl.static_range(1):
+        mbarrier.init(v_full.index(slot), count=1)
+    fence_async_shared()
+    THREADS: gl.constexpr = 288  # that meet at a named barrier: consumers, and the producer
+    gl.warp_specialize(
+        [
+            (
+                dq_consumer,
+                (
+                    O, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b, stride_o_h,
+                    stride_o_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
+                    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h, kv_end,
+                    kv_full_end, q_start, h, b, q_ring, q_full, do_ring, do_full, k_ring, k_full,
+                    v_ring, v_full, BLOCK_KV, SLOTS, THREADS, 0,
+                ),
+            ),
+            (
+                dq_consumer,
+                (
+                    O, LSE, dLSE, dQ, DELTA, LSE2, scale, Nq, Nk, Nlse, stride_o_b, stride_o_h,
+                    stride_o_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
+                    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h, kv_end,
+                    kv_full_end, q_start, h, b, q_ring, q_full, do_ring, do_full, k_ring, k_full,
+                    v_ring, v_full, BLOCK_KV, SLOTS, THREADS, 1,
+                ),
+            ),
+            (
+                dq_producer,
+                (
+                    Q, K, V, dO, kv_end, q_start, h, b, q_ring, q_full, do_ring, do_full, k_ring,
+                    k_full, v_ring, v_full, BLOCK_KV, SLOTS, THREADS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def dk_producer(
+    Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
+    q_end, q_first, kv_start, h, b, k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring,
+    do_full, lse2_ring, delta_ring,
+    BLOCK_Q: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    q_slot, q_fills = 0, 0
+    do_fills = 0
+    for copy in gl.static_range(2):
+        mbarrier.expect(k_full.index(copy), ROWS * D_QK * 2)
+        copy_in(K, [b, h, kv_start + copy * 64, 0], k_full.index(copy), k_ring.index(copy))
+    for copy in gl.static_range(2):
+        mbarrier.expect(v_full.index(copy), ROWS * D_V * 2)
+        copy_in(V, [b, h, kv_start + copy * 64, 0], v_full.index(copy), v_ring.index(copy))
+    # tiles in their order
+    for q_tile in range(q_first, q_end):
+        q_start = q_tile * BLOCK_Q
+        if q_fills >= SLOTS:
+            meet(5 + q_slot, THREADS)  # the slot is free
+        copy_row(
+            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
+            Nq - q_start,
+            lse2_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        copy_row(
+            DELTA + gl.cast(b, gl.int64) * stride_delta_b + gl.cast(h, gl.int64) * stride_delta_h + q_start,
+            Nq - q_start,
+            delta_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+        if do_fills >= 1:
+            meet(5 + SLOTS, THREADS)  # the slot is free
+        mbarrier.expect(do_full.index(0), BLOCK_Q * D_V * 2)
+        copy_in(dO, [b, h, q_start, 0], do_full.index(0), do_ring.index(0))
+        do_fills += 1
+    for _ in range(gl.minimum(q_fills, SLOTS)):
+        q_slot = gl.where(q_slot == 0, SLOTS - 1, q_slot - 1)
+        meet(5 + q_slot, THREADS)
+    if do_fills > 0:
+        meet(5 + SLOTS, THREADS)
+
+
+@gluon.jit
+def dk_consumer(
+    dK, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b, k_ring, k_full,
+    v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring,
+    BLOCK_Q: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    SCORES: gl.constexpr = layout_of(BLOCK_Q)
+    SUMS: gl.constexpr = layout_of(D_V)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
+    dtype = dK.dtype
+    q_slot, q_phase = 0, 0
+    do_phase = 0
+    kv_start = kv_start + COPY * ROWS
+    kv_idx = kv_start + kv_off
+    if COPY == 1:
+        arrive(14, 256)  # the first copy's turn comes first
+    qk_scale = LOG2E * scale
+    mbarrier.wait(k_full.index(COPY), 0)
+    mbarrier.wait(v_full.index(COPY), 0)
+    dk = gl.full([ROWS, D_QK], 0.0, gl.float32, SUMS)
+    # tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones
+    for q_tile in range(q_first, q_end):
+        k_near = k_ring.index(COPY + nothing()).reshape([ROWS, D_QK])
+        v_near = v_ring.index(COPY + nothing()).reshape([ROWS, D_V])
+        mbarrier.wait(do_full.index(0), do_phase)
+        do = do_ring.index(0).reshape([BLOCK_Q, D_V])
+        meet(14 + COPY, 256)  # this copy's turn
+        dp_flight = warpgroup_mma(
+            v_near,
+            do.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        mbarrier.wait(q_full.index(q_slot), q_phase)
+        q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+        s_flight = warpgroup_mma(
+            k_near,
+            q.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        dp = warpgroup_mma_wait(1, deps=[dp_flight])
+        arrive_soon(5 + SLOTS, THREADS)
+        do_phase ^= 1
+        s = warpgroup_mma_wait(0, deps=[s_flight])
+        if (q_tile < q_full_first) | (q_tile >= q_full_end):
+            q_start = q_tile * BLOCK_Q
+            q_idx = q_start + q_off
+            s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
+        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        p = gl.exp2(s * qk_scale - lse2[None, :])
+        delta = delta_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        ds = p * (dp - delta[None, :])
+        ds_cast = pack(ds, dtype)
+        meet(14 + COPY, 256)  # this copy's turn
+        ds_cast_operand = gl.convert_layout(unpack(ds_cast, dtype), OPERAND)
+        dk_flight = warpgroup_mma(ds_cast_operand, q, dk, is_async=True)
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        dk, ds_cast_operand = warpgroup_mma_wait(0, deps=[dk_flight, ds_cast_operand])
+        arrive_soon(5 + q_slot, THREADS)
+        q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+    dk_out = (dk * scale).to(dtype)
+    k_ring.index(COPY).reshape([ROWS, D_QK]).store(dk_out)
+    fence_async_shared()
+    copy_out(dK, [b, h, kv_start, 0], k_ring.index(COPY))
+    if COPY == 0:
+        meet(14, 256)  # the last pass
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["Nq", "Nk"])
+def dk(
+    Q, K, V, dO, LSE2, DELTA, dK, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
+    stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b, stride_do_h,
+    stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h, stride_dk_b,
+    stride_dk_h, stride_dk_n,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    # Backward, dK: one program per key tile, over query tiles; scores are transposed.
+    pid = gl.program_id(0)
+    kv_tiles = gl.cdiv(Nk, BLOCK_KV)
+    first_head = pid // (8 * kv_tiles) * 8
+    heads_abreast = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    turn = pid - first_head * kv_tiles
+    own_head = first_head + turn % heads_abreast
+    kv_start = (turn // heads_abreast) * BLOCK_KV
+    h = own_head % Hq
+    b = own_head // Hq
+    q_end = gl.cdiv(Nq, BLOCK_Q)
+    q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
+    q_full_first = gl.cdiv(gl.maximum(0, Nq + gl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
+    q_full_end = gl.maximum(q_full_first, Nq // BLOCK_Q)
+    k_ring = gl.allocate_shared_memory(K.dtype, [2, 1, 1, ROWS, D_QK], K.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_ring = gl.allocate_shared_memory(V.dtype, [2, 1, 1, ROWS, D_V], V.layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(Q.dtype, [SLOTS, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    do_ring = gl.allocate_shared_memory(dO.dtype, [1, 1, 1, BLOCK_Q, D_V], dO.layout)
+    do_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    lse2_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for slot in gl.static_range(2):
+        mbarrier.init(k_full.index(slot), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(v_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(slot), count=1)
+    for slot in gl.static_range(1):
+        mbarrier.init(do_full.index(slot), count=1)
+    fence_async_shared()
+    THREADS: gl.constexpr = 288  # that meet at a named barrier: consumers, and the producer
+    gl.warp_specialize(
+        [
+            (
+                dk_consumer,
+                (
+                    dK, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
+                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+                    delta_ring, BLOCK_Q, SLOTS, THREADS, 0,
+                ),
+            ),
+            (
+                dk_consumer,
+                (
+                    dK, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
+                    k_ring, k_full, v_ring, v_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+                    delta_ring, BLOCK_Q, SLOTS, THREADS, 1,
+                ),
+            ),
+            (
+                dk_producer,
+                (
+                    Q, K, V, dO, LSE2, DELTA, Nq, stride_lse2_b, stride_lse2_h, stride_delta_b,
+                    stride_delta_h, q_end, q_first, kv_start, h, b, k_ring, k_full, v_ring, v_full,
+                    q_ring, q_full, do_ring, do_full, lse2_ring, delta_ring, BLOCK_Q, SLOTS,
+                    THREADS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def dv_producer(
+    Q, K, dO, LSE2, Nq, stride_lse2_b, stride_lse2_h, q_end, q_first, q_full_first, q_full_end,
+    kv_start, h, b, k_ring, k_full, q_ring, q_full, do_ring, do_full, lse2_ring,
+    BLOCK_Q: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    q_slot, q_fills = 0, 0
+    do_slot, do_fills = 0, 0
+    for copy in gl.static_range(2):
+        mbarrier.expect(k_full.index(copy), ROWS * D_QK * 2)
+        copy_in(K, [b, h, kv_start + copy * 64, 0], k_full.index(copy), k_ring.index(copy))
+    # what consumers take in a turn
+    for q_tile in range(q_first, q_full_first + (q_end - q_full_end)):
+        q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
+        q_start = q_tile * BLOCK_Q
+        if q_fills >= SLOTS:
+            meet(5 + q_slot, THREADS)  # the slot is free
+        copy_row(
+            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
+            Nq - q_start,
+            lse2_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+        if do_fills >= SLOTS:
+            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
+        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
+        copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
+        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+    # what consumers take in a turn
+    for q_tile in range(q_full_first, q_full_end):
+        q_start = q_tile * BLOCK_Q
+        if q_fills >= SLOTS:
+            meet(5 + q_slot, THREADS)  # the slot is free
+        copy_row(
+            LSE2 + gl.cast(b, gl.int64) * stride_lse2_b + gl.cast(h, gl.int64) * stride_lse2_h + q_start,
+            Nq - q_start,
+            lse2_ring.index(q_slot),
+            q_full.index(q_slot),
+        )
+        mbarrier.expect(q_full.index(q_slot), BLOCK_Q * D_QK * 2)
+        copy_in(Q, [b, h, q_start, 0], q_full.index(q_slot), q_ring.index(q_slot))
+        q_slot, q_fills = gl.where(q_slot + 1 == SLOTS, 0, q_slot + 1), q_fills + 1
+        if do_fills >= SLOTS:
+            meet(5 + SLOTS + do_slot, THREADS)  # the slot is free
+        mbarrier.expect(do_full.index(do_slot), BLOCK_Q * D_V * 2)
+        copy_in(dO, [b, h, q_start, 0], do_full.index(do_slot), do_ring.index(do_slot))
+        do_slot, do_fills = gl.where(do_slot + 1 == SLOTS, 0, do_slot + 1), do_fills + 1
+    for _ in range(gl.minimum(q_fills, SLOTS)):
+        q_slot = gl.where(q_slot == 0, SLOTS - 1, q_slot - 1)
+        meet(5 + q_slot, THREADS)
+    for _ in range(gl.minimum(do_fills, SLOTS)):
+        do_slot = gl.where(do_slot == 0, SLOTS - 1, do_slot - 1)
+        meet(5 + SLOTS + do_slot, THREADS)
+
+
+@gluon.jit
+def dv_consumer(
+    dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b, k_ring, k_full,
+    q_ring, q_full, do_ring, do_full, lse2_ring,
+    BLOCK_Q: gl.constexpr,
+    SLOTS: gl.constexpr,
+    THREADS: gl.constexpr,
+    COPY: gl.constexpr,
+):
+    SCORES: gl.constexpr = layout_of(BLOCK_Q)
+    SUMS: gl.constexpr = layout_of(D_V)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    kv_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    q_off = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, SCORES))
+    dtype = dV.dtype
+    q_slot, q_phase = 0, 0
+    do_slot, do_phase = 0, 0
+    kv_start = kv_start + COPY * ROWS
+    kv_idx = kv_start + kv_off
+    if COPY == 1:
+        arrive(14, 256)  # the first copy's turn comes first
+    qk_scale = LOG2E * scale
+    mbarrier.wait(k_full.index(COPY), 0)
+    k = k_ring.index(COPY).reshape([ROWS, D_QK])
+    dv = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
+    partial_tiles = (q_full_first - q_first) + (q_end - q_full_end)
+    full_tiles = q_full_end - q_full_first
+    if partial_tiles + full_tiles > 0:
+        first_tile = q_first
+        first_tile = gl.where(first_tile < q_full_first, first_tile, first_tile + (q_full_end - q_full_first))
+        first_full = q_full_first
+        first_tile = gl.where(partial_tiles > 0, first_tile, first_full)
+        q_tile = first_tile
+        q_start = q_tile * BLOCK_Q
+        q_idx = q_start + q_off
+        mbarrier.wait(q_full.index(q_slot), q_phase)
+        q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+        meet(14 + COPY, 256)  # this copy's turn
+        s_flight = warpgroup_mma(
+            k,
+            q.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+        s = warpgroup_mma_wait(0, deps=[s_flight])
+        s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
+        lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+        p = gl.exp2(s * qk_scale - lse2[None, :])
+        arrive_soon(5 + q_slot, THREADS)
+        q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+        weights = pack(p, dtype)
+        # tiles that the mask or the ends of the tensors cut
+        for q_tile in range(q_first + 1, q_full_first + (q_end - q_full_end)):
+            q_tile = gl.where(q_tile < q_full_first, q_tile, q_tile + (q_full_end - q_full_first))
+            q_start = q_tile * BLOCK_Q
+            q_idx = q_start + q_off
+            mbarrier.wait(q_full.index(q_slot), q_phase)
+            q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+            meet(14 + COPY, 256)  # this copy's turn
+            s_flight = warpgroup_mma(
+                k,
+                q.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+                use_acc=False,
+                is_async=True,
+            )
+            mbarrier.wait(do_full.index(do_slot), do_phase)
+            do = do_ring.index(do_slot).reshape([BLOCK_Q, D_V])
+            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+            s = warpgroup_mma_wait(1, deps=[s_flight])
+            s = gl.where((q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None]) & (q_idx < Nq)[None, :], s, float("-inf"))
+            lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+            p = gl.exp2(s * qk_scale - lse2[None, :])
+            arrive_soon(5 + q_slot, THREADS)
+            q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+            weights = pack(p, dtype)
+            dv, weights_operand = warpgroup_mma_wait(0, deps=[dv_flight, weights_operand])
+            arrive(5 + SLOTS + do_slot, THREADS)
+            do_slot, do_phase = following(do_slot, do_phase, SLOTS)
+        # tiles with nothing to mask: no mask, no bounds checks
+        for _ in range(q_full_first + gl.where(partial_tiles > 0, 0, 1), q_full_end):
+            mbarrier.wait(q_full.index(q_slot), q_phase)
+            q = q_ring.index(q_slot).reshape([BLOCK_Q, D_QK])
+            meet(14 + COPY, 256)  # this copy's turn
+            s_flight = warpgroup_mma(
+                k,
+                q.permute((1, 0)),
+                gl.zeros([ROWS, BLOCK_Q], gl.float32, SCORES),
+                use_acc=False,
+                is_async=True,
+            )
+            mbarrier.wait(do_full.index(do_slot), do_phase)
+            do = do_ring.index(do_slot).reshape([BLOCK_Q, D_V])
+            weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+            dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
+            arrive(14 + (COPY + 1) % 2, 256)  # the next copy's turn
+            s = warpgroup_mma_wait(1, deps=[s_flight])
+            lse2 = lse2_ring.index(q_slot).load(gl.SliceLayout(0, SCORES))
+            p = gl.exp2(s * qk_scale - lse2[None, :])
+            arrive_soon(5 + q_slot, THREADS)
+            q_slot, q_phase = following(q_slot, q_phase, SLOTS)
+            weights = pack(p, dtype)
+            dv, weights_operand = warpgroup_mma_wait(0, deps=[dv_flight, weights_operand])
+            arrive(5 + SLOTS + do_slot, THREADS)
+            do_slot, do_phase = following(do_slot, do_phase, SLOTS)
+        mbarrier.wait(do_full.index(do_slot), do_phase)
+        do = do_ring.index(do_slot).reshape([BLOCK_Q, D_V])
+        weights_operand = gl.convert_layout(unpack(weights, dtype), OPERAND)
+        dv_flight = warpgroup_mma(weights_operand, do, dv, is_async=True)
+        dv, weights_operand = warpgroup_mma_wait(0, deps=[dv_flight, weights_operand])
+        arrive(5 + SLOTS + do_slot, THREADS)
+        do_slot, do_phase = following(do_slot, do_phase, SLOTS)
+    dv_out = dv.to(dtype)
+    k_ring.index(COPY).reshape([ROWS, D_V]).store(dv_out)
+    fence_async_shared()
+    copy_out(dV, [b, h, kv_start, 0], k_ring.index(COPY))
+    if COPY == 0:
+        meet(14, 256)  # the last pass
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["Nq", "Nk"])
+def dv(
+    Q, K, dO, LSE2, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b,
+    stride_k_h, stride_k_n, stride_do_b, stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h,
+    stride_dv_b, stride_dv_h, stride_dv_n,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    # Backward, dV: one program per key tile, over query tiles; scores are transposed.
+    pid = gl.program_id(0)
+    kv_tiles = gl.cdiv(Nk, BLOCK_KV)
+    first_head = pid // (8 * kv_tiles) * 8
+    heads_abreast = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    turn = pid - first_head * kv_tiles
+    own_head = first_head + turn % heads_abreast
+    kv_start = (turn // heads_abreast) * BLOCK_KV
+    h = own_head % Hq
+    b = own_head // Hq
+    q_end = gl.cdiv(Nq, BLOCK_Q)
+    q_first = gl.minimum(q_end, gl.maximum(0, Nq + kv_start - Nk) // BLOCK_Q)
+    q_full_first = gl.cdiv(gl.maximum(0, Nq + gl.minimum(Nk, kv_start + BLOCK_KV) - 1 - Nk), BLOCK_Q)
+    q_full_end = gl.maximum(q_full_first, Nq // BLOCK_Q)
+    k_ring = gl.allocate_shared_memory(K.dtype, [2, 1, 1, ROWS, D_QK], K.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ring = gl.allocate_shared_memory(Q.dtype, [SLOTS, 1, 1, BLOCK_Q, D_QK], Q.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    do_ring = gl.allocate_shared_memory(dO.dtype, [SLOTS, 1, 1, BLOCK_Q, D_V], dO.layout)
+    do_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    lse2_ring = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for slot in gl.static_range(2):
+        mbarrier.init(k_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(slot), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(do_full.index(slot), count=1)
+    fence_async_shared()
+    THREADS: gl.constexpr = 288  # that meet at a named barrier: consumers, and the producer
+    gl.warp_specialize(
+        [
+            (
+                dv_consumer,
+                (
+                    dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
+                    k_ring, k_full, q_ring, q_full, do_ring, do_full, lse2_ring, BLOCK_Q, SLOTS,
+                    THREADS, 0,
+                ),
+            ),
+            (
+                dv_consumer,
+                (
+                    dV, scale, Nq, Nk, q_end, q_first, q_full_first, q_full_end, kv_start, h, b,
+                    k_ring, k_full, q_ring, q_full, do_ring, do_full, lse2_ring, BLOCK_Q, SLOTS,
+                    THREADS, 1,
+                ),
+            ),
+            (
+                dv_producer,
+                (
+                    Q, K, dO, LSE2, Nq, stride_lse2_b, stride_lse2_h, q_end, q_first, q_full_first,
+                    q_full_end, kv_start, h, b, k_ring, k_full, q_ring, q_full, do_ring, do_full,
+                    lse2_ring, BLOCK_Q, SLOTS, THREADS,
                 ),
             ),
         ],

@@ -72,6 +72,10 @@ SCHEDULES = {
         ("any", 2): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4}),
+        ),
     },
     "delta": {
         ("sm80", 2): (
@@ -112,6 +116,10 @@ SCHEDULES = {
         ("any", 2): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+        ),
     },
     "dv": {
         ("sm80", 2): (
@@ -135,6 +143,10 @@ SCHEDULES = {
         ("any", 2): (
             (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
         ),
     },
 }

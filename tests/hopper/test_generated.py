@@ -57,7 +57,7 @@ def generation(text: str, version: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("version", [*PAIRS.values(), "3.10.0+git1234"])
 def test_its_head_has_the_names_of_each_version(version: str, folder: Path) -> None:
-    text = (folder / "causal_d256" / "hopper.py").read_text()
+    text = (folder / "relative_bias_mha" / "hopper.py").read_text()
     old = {"copy_in": "async_copy_global_to_shared", "copy_out": "async_copy_shared_to_global"}
     new = {"copy_in": "async_load", "copy_out": "async_store"}
     assert generation(text, version) == (old if version.startswith(("3.6", "3.7")) else new)
@@ -68,7 +68,7 @@ def test_its_head_has_the_names_of_each_version(version: str, folder: Path) -> N
 def test_gluon_has_the_names_of_the_version_that_is_installed(folder: Path) -> None:
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
-    named = generation((folder / "causal_d256" / "hopper.py").read_text(), triton.__version__)
+    named = generation((folder / "relative_bias_mha" / "hopper.py").read_text(), triton.__version__)
     assert all(hasattr(tma, name) for name in named.values())
 
 

@@ -16,6 +16,15 @@ Where another row is chosen for long sequences, it has a kernel of its own, @fwd
 A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before the roles start,
 as all of them need it. The producer has nothing to do yet.
 
+Where a loop over the query heads of a group is around loops over tiles, these get the heads. Where they end is the same for all heads.
+
+         %total = loop g ranges(0 .. group) carry(dk=%dk_init) body(@group) cls(all)
+         block @group
+           %q_end = map expr(cdiv(Nq, BLOCK_Q))
+           %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk) body(@step) cls(full)
+           yield values(dk=%queries_full.dk_step)
+after:   %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk_init) body(@step) cls(full) heads(0 .. group)
+
 Tiles of V and O whose width is no power of two are padded to the next one, as D_V_PAD: registers hold powers of two.
 """
 
@@ -27,11 +36,11 @@ from typing import ClassVar
 from attngen.backends.base import Choose, Division
 from attngen.backends.hopper.choice import is_shared, resident
 from attngen.backends.hopper.divisions import DIVISIONS
-from attngen.backends.hopper.facts import NAME, REGISTERS, ROWS, SHARED_REGISTERS, WRITER_REGISTERS
+from attngen.backends.hopper.facts import FORWARD, NAME, REGISTERS, ROWS, SHARED_REGISTERS, WRITER_REGISTERS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Block, Role
+from attngen.ir.ops import MEMBER, Arg, Block, Loop, Role, Yield
 from attngen.passes.base import Pass, padded
 
 
@@ -53,9 +62,9 @@ def _assigned(module: Module, division: Division, chosen: tuple[Row, ...]) -> Mo
     name = division.kernel
     if why := division.obstacle(module):
         raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be divided into roles: {why}")
-    kernel = _padded(module, module.kernel(name))
+    kernel = _joined(_padded(module, module.kernel(name)))
     own = kernel.own_axis
-    divided = [_divided(kernel, _copies(module, row, own), resident(module, row) if own == "q" else 1) for row in chosen]
+    divided = [_divided(kernel, _copies(module, row, own), resident(module, row) if name == FORWARD else 1) for row in chosen]
     longer = [replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in divided[1:]]
     schedules = [(of, (*has, chosen[0]) if of == name else has) for of, has in module.schedules]
     schedules += [(k.name, (row,)) for k, row in zip(longer, chosen[1:], strict=True)]
@@ -76,6 +85,21 @@ def _padded(module: Module, kernel: Kernel) -> Kernel:
     """The kernel with columns of zeros behind those of V, up to the next power of two."""
     wide = () if is_power_of_two(module.head_dim_v) else ("D_V",)
     return kernel.rewrite(lambda _, op: [padded(op, wide)])
+
+
+def _joined(kernel: Kernel) -> Kernel:
+    """The kernel without a loop over heads around those over tiles, which have its heads."""
+    loop = next((op for op in kernel.block("entry").ops if isinstance(op, Loop) and op.var == MEMBER), None)
+    if loop is None:
+        return kernel
+    group = kernel.block(loop.body).ops
+    starts = dict(loop.carry)
+    results = {f"{loop.name}.{field}": ref for op in group if isinstance(op, Yield) for field, ref in op.values}
+    inside = [op.with_operands(starts) for op in group if not isinstance(op, (Arg, Yield))]
+    inside = [replace(op, heads=loop.ranges) if isinstance(op, Loop) else op for op in inside]
+    blocks = tuple(block for block in kernel.blocks if block.name != loop.body)
+    whole = replace(kernel, blocks=blocks)
+    return whole.rewrite(lambda _, op: inside if op is loop else [op.with_operands(results)])
 
 
 def _divided(kernel: Kernel, copies: int, programs: int) -> Kernel:

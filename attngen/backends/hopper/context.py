@@ -28,7 +28,7 @@ from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, piece_of, pieces
 from attngen.ir.expr import select, symbol
 from attngen.ir.graph import MIRRORED, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, MEMBER, Access, Add, Arg, Base, Block, Init, Loop, Map, Mask, Merge, Op, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, MEMBER, Access, Add, Arg, Base, Block, Init, Load, Loop, Map, Mask, Merge, Op, Type, Yield
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
@@ -338,6 +338,9 @@ class DividedContext(PipelineContext):
             lines.append("CHAINED: gl.constexpr = chained_layout()")
         if f"{self.own}_off" in words or (f"{self.own}_idx" in words and not self.places_rows):
             lines.append(f"{self.own}_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
+        if f"{self.own}_rows" in words:
+            lines.append(f"{self.own}_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))")
+            lines.append("d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, SUMS))")
         if words & {f"{self.loop}_off", f"{self.loop}_idx"}:
             lines.append(f"{self.loop}_off = gl.arange(0, {AXIS_DIM[self.loop]}, layout=gl.SliceLayout(0, SCORES))")
         if "dtype" in words:
@@ -448,7 +451,7 @@ class DividedContext(PipelineContext):
 
     def _tell(self, op: Tell, cls: str) -> dict[str, Any]:
         tiles = str(self.rings[op.ring].beside)
-        return {"ring": self._short(op.ring), "number": "kv_tile", "index": self._slot(tiles)["index"]}
+        return {"ring": self._short(op.ring), "number": f"{self.loop}_tile", "index": self._slot(tiles)["index"]}
 
     def _read(self, op: Read, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.beside)
@@ -549,7 +552,16 @@ class DividedContext(PipelineContext):
 
     def _lift(self, op: Lift, cls: str) -> dict[str, Any]:
         turned = self.kernel.type_of(op.value).dims != op.type.dims
-        return {"var": self.var(op.name), "tile": self.var(op.value) + ".permute((1, 0))" * turned}
+        layout = "SCORES" if set(op.type.dims) == PAIR else "SUMS"
+        return {"var": self.var(op.name), "tile": self.var(op.value) + ".permute((1, 0))" * turned, "layout": layout}
+
+    def _load(self, op: Load, cls: str) -> dict[str, Any]:
+        """A tile that is as wide as sums is read by the threads that have its rows of these."""
+        text, own = super()._load(op, cls), self.own
+        if op.type.dims[1:] == ("D_V",):
+            for of in ("ptr", "check"):
+                text[of] = text[of].replace(f"{own}_idx", f"{own}_start + {own}_off").replace(f"{own}_off", f"{own}_rows")
+        return text
 
     def _own(self, op: Own, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}

@@ -9,6 +9,8 @@ from __future__ import annotations
 NAME = "hopper"
 FORWARD = "fwd"  # the kernel of the forward
 FUSED = "bwd"  # that of dQ, dK and dV
+APART = ("dq", "dk", "dv")  # those of each of them
+OF_WEIGHTS = "dv"  # of these, the one whose sums add up weights times a tile, as the forward's do
 DEVICE = "sm90"  # the device class of attngen/devices.py
 ROWS = 64  # of the program's tile that each consumer has
 REGISTERS = {1: (240, 64), 2: (240, 24), 3: (160, 32)}  # copies of the consumer -> registers per thread, of it and of the producer

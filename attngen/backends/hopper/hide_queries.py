@@ -17,10 +17,10 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.backends.hopper.forward import with_backward
+from attngen.backends.hopper.forward import with_apart, with_backward
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Load, Mask, Op
+from attngen.ir.ops import Load, Map, Mask, Op
 from attngen.passes.base import Pass
 
 INSIDE = symbol("q_idx") < symbol("Nq")
@@ -32,15 +32,21 @@ class HideQueries(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_backward(module, _hiding)
+        return with_apart(with_backward(module, _hiding), lambda kernel: _hiding(kernel) if kernel.own_axis == "kv" else kernel)
 
 
 def _hiding(kernel: Kernel) -> Kernel:
     lse2 = next(op for op in kernel.ops() if isinstance(op, Load) and op.other == sympy.oo)
+    weights = next(op for op in kernel.ops() if isinstance(op, Map) and lse2.name in op.operands())
+    (scores,) = (ref for _, ref in weights.uses if kernel.type_of(ref).dims == weights.type.dims)
+    masked = any(isinstance(op, Mask) for op in kernel.ops())
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if op is lse2:
             yield replace(lse2, other=sympy.Integer(0))
+        elif op is weights and not masked:
+            yield Mask("masked", scores, INSIDE, (), weights.type)
+            yield weights.with_operands({scores: "masked"})
         elif isinstance(op, Mask):
             yield replace(op, where=sympy.And(op.where, INSIDE))
         else:

@@ -35,6 +35,8 @@ def context(module: Module) -> dict[str, Any]:
         "rows": ROWS,
         "first_barrier": FIRST_BARRIER,
         "softmax": bool(forwards),
+        "of_queries": any(kernel.own_axis == "q" for kernel in module.divided),
+        "of_keys": [f"`{kernel.name}`" for kernel in module.divided if kernel.own_axis == "kv" and not kernel.adds],
         "chains": any(chained),
         "sums": not all(chained),
         "tells": Tell in kinds,

@@ -14,6 +14,7 @@ after:   %p_operand = convert %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
 
 - A value is spread over threads as scores are, or, if one of its dimensions is D_V or CHAINS, as sums or chains are. A row that these
   need is converted; so is an operand of a product in registers.
+- What is computed of a tile in shared memory, such as delta of dO, is computed of its numbers in registers (`lift`).
 - ptxas may move arithmetic past an await that does not name it, so that it would not run beside the product: the sums of a row are held.
 - LLVM may move arithmetic up past an await: of what weights after it are measured from it knows nothing before (`defer`).
 - The copy engine stores outputs, from shared memory that nothing needs any more: the slot of queries, or of V in the backward; or a ring
@@ -35,7 +36,7 @@ from attngen.backends.hopper.choice import is_taken_in_turns, output_columns, ov
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Access, Add, Base, Block, Load, Map, Merge, Op, Reduce, Store, Type
-from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Follow, Give, Hold, Issue, Put, Raise, Ring, Take, Weigh
+from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Follow, Give, Hold, Issue, Lift, Put, Raise, Ring, Take, Weigh
 from attngen.passes.base import Pass
 
 
@@ -56,6 +57,9 @@ def _spread(kernel: Kernel) -> Kernel:
         if isinstance(op, Issue) and kernel.type_of(op.a).space == "reg":
             yield Convert(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
             yield replace(op, a=_operand(op.a))
+        elif isinstance(op, Map) and (tiles := [ref for _, ref in op.uses if kernel.type_of(ref).space == "sram"]):
+            yield from (Lift(f"{ref}_lifted", ref, replace(kernel.type_of(ref), space="reg")) for ref in tiles)
+            yield op.with_operands({ref: f"{ref}_lifted" for ref in tiles})
         elif isinstance(op, Await) and op.holds:
             yield replace(op, holds=_operand(op.holds))
         elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,)):

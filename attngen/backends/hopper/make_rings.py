@@ -35,6 +35,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import is_of_keys
+from attngen.backends.hopper.facts import APART, OF_WEIGHTS
 from attngen.backends.hopper.widths import piece_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
@@ -59,7 +60,8 @@ def _with_rings(kernel: Kernel, piece: int) -> Kernel:
     once = [op for home, op in loads if home == "consumer"]
     rings = []
     for _, op in loads:
-        slots, each = (sympy.Integer(1), "consumer") if op in once else (symbol("num_stages"), "")
+        slots = sympy.Integer(1) if op in once or _is_lone(kernel, op) else symbol("num_stages")
+        each = "consumer" if op in once else ""
         rings.append(Ring(f"{op.src.tensor}_ring", op.type, slots, each, piece if "D_QK" in op.type.dims else 0))
     loops = [op for op in blocks["consumer"].ops if isinstance(op, Loop)]
     producer: list[Op] = [Fill(f"fill_{op.name}", f"{op.src.tensor}_ring", op.src) for op in once]
@@ -85,6 +87,15 @@ def _with_rings(kernel: Kernel, piece: int) -> Kernel:
         if block.name not in made:
             made[block.name] = replace(block, ops=tuple(_taking(block.ops, taken, {op.name for op in streamed})))
     return replace(kernel, blocks=(*made.values(), Block("copy", copies, about="what consumers take in a turn")))
+
+
+def _is_lone(kernel: Kernel, tile: Load) -> bool:
+    """Whether one product reads a tile that lies beside one of which two products read, in a kernel of dQ or dK.
+
+    It is given back early in a turn. There is room for one slot.
+    """
+    readers = [op for op in kernel.dots if tile.name in (op.a, op.b)]
+    return kernel.stands_for in APART and kernel.stands_for != OF_WEIGHTS and len(readers) == 1
 
 
 def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> Iterable[Op]:

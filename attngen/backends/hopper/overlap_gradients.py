@@ -20,19 +20,26 @@ loop computes its numbers again in each turn, and dQ is issued last:
              issue dV with P; issue dK with dS
              await dV; give dO; await dK; give Q
              issue dQ with the dS of all; await dQ
+
+Kernels of dQ and of dK alone have two products of scores, and one of sums. The tile of dP is given back first:
+
+             take dO; issue dP; take Q; issue S
+             await dP; give dO; await S; weights P of S; gradients dS of P and dP
+             issue dK with dS; await dK; give Q
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import networkx as nx
 
+from attngen.backends.hopper.apart import runs_ahead
 from attngen.backends.hopper.choice import work
 from attngen.backends.hopper.facts import FUSED, NAME, ROWS
-from attngen.backends.hopper.forward import with_backward
+from attngen.backends.hopper.forward import with_apart, with_backward
 from attngen.backends.hopper.gradients import is_late, is_wide
 from attngen.backends.hopper.hide_tiles import as_pipeline
 from attngen.bounds.turns import differs, whole_range
@@ -56,12 +63,15 @@ class OverlapGradients(Pass):
             late = is_late(module)
             light = module.dropout or late or work(module.kernel(FUSED)) <= LIGHT
             wide = is_wide(module)
-            return _overlapped(kernel, narrow and light and not wide, late, wide)
+            return _overlapped(kernel, lambda ops: _ordered(kernel, ops, narrow and light and not wide, late, wide), wide)
 
-        return with_backward(module, change)
+        def apart(kernel: Kernel) -> Kernel:
+            return kernel if runs_ahead(kernel) else _overlapped(kernel, lambda ops: _ordered_apart(kernel, ops))
+
+        return with_apart(with_backward(module, change), apart)
 
 
-def _overlapped(kernel: Kernel, early: bool, late: bool, last: bool) -> Kernel:
+def _overlapped(kernel: Kernel, order: Callable[[tuple[Op, ...]], Iterable[Op]], recompute: bool = False) -> Kernel:
     """One loop over the tiles of both classes in all roles.
 
     Tiles come by their numbers where the mask bounds or lists them: a program then comes to a tile after those whose turns are before its
@@ -69,8 +79,8 @@ def _overlapped(kernel: Kernel, early: bool, late: bool, last: bool) -> Kernel:
     """
     loops = [[op for op in role.ops if isinstance(op, Loop)] for role in kernel.roles]
     visited = whole_range([pair for loop in loops[0] for pair in loop.ranges])
-    bounded = visited is not None and (loops[0][0].listed is not None or any(differs(kernel, end) for end in visited))
-    whole = {same[0].name: replace(as_pipeline(same), in_order=bounded, recompute=last and bool(same[0].carry)) for same in loops}
+    ordered = visited is not None and (not kernel.adds or loops[0][0].listed is not None or any(differs(kernel, end) for end in visited))
+    whole = {same[0].name: replace(as_pipeline(same), in_order=ordered, recompute=recompute and bool(same[0].carry)) for same in loops}
     later = [op for same in loops for op in same[1:]]
     results = {f"{op.name}.{field}": f"{whole[same[0].name].name}.{field}" for same in loops for op in same for field, _ in op.carry}
     kept_tiles = [op for op in kernel.block("consumer").ops if isinstance(op, (Own, Take))]
@@ -78,7 +88,7 @@ def _overlapped(kernel: Kernel, early: bool, late: bool, last: bool) -> Kernel:
     for block in kernel.blocks:
         ops = block.ops
         if any(isinstance(op, Issue) for op in ops):
-            ops = _with_addresses(kept_tiles, tuple(_ordered(kernel, ops, early, late, last)))
+            ops = _with_addresses(kept_tiles, tuple(order(ops)))
         elif block.name == "consumer":
             ops = tuple(op for op in ops if not isinstance(op, Own))
         kept = (whole.get(op.name, op) for op in ops if op not in later)
@@ -94,25 +104,35 @@ def _with_addresses(tiles: Sequence[Own | Take], ops: tuple[Op, ...]) -> tuple[O
     return (*args, *made, *(op.with_operands(names) for op in ops if op not in args))
 
 
+class _Kinds:
+    """The ops of a turn, by what they do."""
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.args = [op for op in ops if isinstance(op, Arg)]
+        self.takes = {op.name: op for op in ops if isinstance(op, Take)}
+        self.reads = [op for op in ops if isinstance(op, Read)]
+        self.issues = [op for op in ops if isinstance(op, Issue)]
+        self.awaits = {op.value: op for op in ops if isinstance(op, Await)}
+        self.shares = {op.value: op for op in ops if isinstance(op, Share)}
+        self.gives = {op.value: op for op in ops if isinstance(op, Give)}
+        self.yields = [op for op in ops if isinstance(op, Yield)]
+        placed = {*self.args, *self.takes.values(), *self.reads, *self.issues, *self.awaits.values(), *self.shares.values()}
+        placed |= {*self.gives.values(), *self.yields}
+        self.computed = [op for op in ops if op not in placed]
+
+
 def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last: bool) -> Iterator[Op]:
     """early: weights are packed before dP is awaited. Otherwise they are held after that: else registers spill.
 
     late: dP is issued once all that S alone gives is computed, of which what dS needs is held, so that it is all that registers hold.
     last: dQ is issued once the other products have been awaited, in registers that their operands have left.
     """
-    graph = kernel.graph
-    awaits = {op.value: op for op in ops if isinstance(op, Await)}
-    issues = [op for op in ops if isinstance(op, Issue)]
-    takes = {op.name: op for op in ops if isinstance(op, Take)}
-    gives = {op.value: op for op in ops if isinstance(op, Give)}
-    reads = [op for op in ops if isinstance(op, Read)]
-    shares = {op.value: op for op in ops if isinstance(op, Share)}
+    graph, of = kernel.graph, _Kinds(ops)
+    takes, issues, awaits, shares, gives, rest = of.takes, of.issues, of.awaits, of.shares, of.gives, of.computed
     sums = [op for op in issues if op.acc]
     dq = next(op for op in issues if op.a in takes)  # of dS that all consumers share
     dp, s = sorted((op for op in issues if not op.acc and op is not dq), key=lambda op: len(nx.descendants(graph, op.name)))
     of_s, of_dp = (nx.descendants(graph, op.name) for op in (s, dp))
-    placed = {*issues, *awaits.values(), *takes.values(), *gives.values(), *reads, *shares.values()}
-    rest = [op for op in ops if op not in placed and not isinstance(op, (Arg, Yield))]
     packs = [op for op in rest if isinstance(op, Pack)]
     weights = next(op.value for op in packs if op.name in of_s - of_dp)
     needed = [op.name for op in rest if op.name in of_s - of_dp and op not in packs and of_dp & set(graph.successors(op.name))]
@@ -122,13 +142,13 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last:
     def stage(at: int) -> Iterator[Op]:
         """The ops of a stage. What lies beside a tile is read just before, so that registers hold it for no longer."""
         earlier, mine = set().union(*stages[:at]), stages[at]
-        waiting = [op for op in reads if mine & set(graph.successors(op.name)) and not earlier & set(graph.successors(op.name))]
+        waiting = [op for op in of.reads if mine & set(graph.successors(op.name)) and not earlier & set(graph.successors(op.name))]
         for op in (op for op in rest if op.name in mine and op not in packs):
             beside = [read for read in waiting if read.name in op.operands()]
             waiting = [read for read in waiting if read not in beside]
             yield from (*beside, op.with_operands(held) if at == 2 else op)
 
-    yield from (op for op in ops if isinstance(op, Arg))
+    yield from of.args
     yield from (takes[s.b], s, *(() if late else (takes[dp.b], dp)))
     yield from stage(0)
     yield awaits[s.name]
@@ -148,4 +168,32 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last:
     awaited = [op for product in sums for op in (awaits[product.name], gives[product.b])]
     yield from (*sums, takes[dq.a], *((*awaited, dq) if last else (dq, *awaited)))
     yield from (awaits[dq.name], gives[dq.a], shares[awaits[dq.name].name])
-    yield from (op for op in ops if isinstance(op, Yield))
+    yield from of.yields
+
+
+def _ordered_apart(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
+    """The products of scores at once, that of dP first, whose tile is given back while the other one runs; then that of the sums.
+
+    A tile beside which numbers lie is given back once these have been read.
+    """
+    of = _Kinds(ops)
+    sums, reads = [op for op in of.issues if op.acc], {op.name: op for op in of.reads}
+    scores = sorted((op for op in of.issues if not op.acc), key=lambda op: len(nx.descendants(kernel.graph, op.name)))
+    early = [op.b for op in scores]
+    summed, beside = {op.b for op in sums}, {read.beside for read in of.reads}
+    later = set().union(*(nx.descendants(kernel.graph, op.name) for op in (*scores, *of.reads)))
+
+    yield from of.args
+    yield from (one for op in scores for one in (of.takes[op.b], op))
+    yield from (op for op in of.computed if op.name not in later)
+    for op in scores:
+        yield of.awaits[op.name]
+        yield from [] if op.b in summed | beside else [of.gives[op.b]]
+    for one in (op for op in of.computed if op.name in later):
+        yield from [reads.pop(name) for name in one.operands() if name in reads]
+        yield one
+    yield from (of.gives[name] for name in early if name in beside - summed)
+    yield from (of.takes[op.b] for op in sums if op.b not in early)
+    yield from sums
+    yield from (one for op in sums for one in (of.awaits[op.name], of.gives[op.b]))
+    yield from of.yields

@@ -20,15 +20,14 @@ from typing import ClassVar
 
 import networkx as nx
 
+from attngen.backends.hopper.apart import runs_ahead
 from attngen.backends.hopper.choice import overlaps
-from attngen.backends.hopper.forward import with_forwards
+from attngen.backends.hopper.forward import with_apart, with_forwards
 from attngen.bounds.intervals import mentions
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Gather, Load, Loop, Mask, Op, Type, Yield
 from attngen.ir.roles import PLACE, Await, Fill, Give, Issue, Pipeline, Read, Ring, Take, Tell
 from attngen.passes.base import Pass
-
-PLACES = "KV_TILES_ring"  # numbers of listed tiles, beside the tiles of keys
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class OverlapSoftmax(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_forwards(module, lambda kernel: _overlapped(kernel) if overlaps(kernel) else kernel)
+        module = with_forwards(module, lambda kernel: _overlapped(kernel) if overlaps(kernel) else kernel)
+        return with_apart(module, lambda kernel: _overlapped(kernel) if runs_ahead(kernel) else kernel)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def _overlapped(kernel: Kernel) -> Kernel:
     step = kernel.block(loops[0].body)
     parts = _parts(kernel, step.ops)
     ranges = {loop.cls: loop.ranges for loop in loops}
+    places = f"{loops[0].var.upper()}_TILES_ring"  # numbers of listed tiles, beside the tiles
     whole = Pipeline(
         loops[0].name.rpartition("_")[0],
         loops[0].var,
@@ -84,7 +85,7 @@ def _overlapped(kernel: Kernel) -> Kernel:
         step=step.name,
         last="last",
         listed=loops[0].listed,
-        places=PLACES if (told := _comes_with_tiles(kernel, loops, step.ops)) else None,
+        places=places if (told := _comes_with_tiles(kernel, loops, step.ops)) else None,
     )
     results = {f"{loop.name}.{field}": f"{whole.name}.{field}" for loop in loops for field, _ in loop.carry}
     copying = [op for op in kernel.block("producer").ops if isinstance(op, Loop)]
@@ -105,10 +106,10 @@ def _overlapped(kernel: Kernel) -> Kernel:
             blocks.append(replace(block, ops=tuple(op.with_operands(results) for op in kept)))
         elif told and block.name == "entry":
             keys = next(op for op in block.ops if isinstance(op, Ring) and op.name == told)
-            blocks.append(replace(block, ops=(*block.ops, Ring(PLACES, Type("i32", (), "sram"), keys.slots, beside=told))))
+            blocks.append(replace(block, ops=(*block.ops, Ring(places, Type("i32", (), "sram"), keys.slots, beside=told))))
         elif told and block.name == copying[0].body:
             at = next(i for i, op in enumerate(block.ops) if isinstance(op, Fill) and op.ring == told)
-            blocks.append(replace(block, ops=(*block.ops[:at], Tell("tell_place", PLACES), *block.ops[at:])))
+            blocks.append(replace(block, ops=(*block.ops[:at], Tell("tell_place", places), *block.ops[at:])))
         else:
             blocks.append(replace(block, ops=tuple(reordered.get(op.name, op) for op in block.ops)))
     return replace(kernel, blocks=tuple(blocks))
@@ -172,7 +173,7 @@ def _step(parts: _Parts) -> Iterable[Op]:
     late = [op.with_operands(summed) for op in parts.late]
     second = [issue.with_operands(weights), awaited.with_operands(weights)]
     yield from (*args, *parts.loaded, take, second[0], *parts.early, *parts.middle, second[1], give, *late)
-    yield replace(parts.yielded, values=_carried(parts))
+    yield replace(parts.yielded, values=_carried(parts)).with_operands(summed)
 
 
 def _first(parts: _Parts) -> Iterable[Op]:

@@ -74,7 +74,7 @@ class SoftmaxContext(KernelContext):
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())
-        return {**super()._reduce(op, cls), "chains": chains, "half": op.over in HALVES.values(), "last": op.over == CHAINS}
+        return {**super()._reduce(op, cls), "chains": chains, "half": op.over in HALVES.values(), "last": op.over in (CHAINS, "D_V")}
 
     def _chains(self, op: Chains, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "value": self.var(op.value), "layout": "CHAINED"}

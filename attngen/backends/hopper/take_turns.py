@@ -34,7 +34,8 @@ from itertools import takewhile
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import in_turns
-from attngen.backends.hopper.forward import with_backward, with_forwards
+from attngen.backends.hopper.facts import FORWARD
+from attngen.backends.hopper.forward import with_apart, with_backward, with_forwards
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Op
 from attngen.ir.roles import Await, Issue, Pipeline, Turn
@@ -51,7 +52,7 @@ class TakeTurns(Pass):
             return all(in_turns(module, row) for row in module.rows(kernel.name, kernel.backend))
 
         module = with_forwards(module, lambda kernel: _in_turns(kernel) if chosen(kernel) else kernel)
-        return with_backward(module, _in_turns)
+        return with_apart(with_backward(module, _in_turns), _in_turns)
 
 
 def _in_turns(kernel: Kernel) -> Kernel:
@@ -60,7 +61,7 @@ def _in_turns(kernel: Kernel) -> Kernel:
     for block in kernel.blocks:
         ops = block.ops
         if block.name in (loop.first, loop.step):
-            ops = tuple(_turns(block, two=kernel.adds))
+            ops = tuple(_turns(block, two=kernel.stands_for != FORWARD and not loop.first))
         elif block.name == loop.skip:
             ops = (Turn("turn_take_skip", "take"), Turn("turn_pass_skip", "pass"), *ops)
         elif block.name == "consumer":
