@@ -1,4 +1,4 @@
-"""The backend for Hopper: kernels whose warps have roles, printed in Gluon. It divides the forward; the rest is portable."""
+"""The backend for Hopper: kernels whose warps have roles, printed in Gluon. It divides forwards and backwards."""
 
 from __future__ import annotations
 

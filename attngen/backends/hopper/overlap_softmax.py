@@ -10,6 +10,8 @@ The loops over full and partial tiles become one `pipeline`. Its @first does the
 Partial tiles come first: @first masks its tile, so that where one tile is partial, as under a causal mask, no loop masks any.
 
 What does not depend on S, such as what dropout draws and loads of biases, stands between issue and await.
+
+The kernel of dV alone, which has no softmax, has the weights of a tile so, while dV of the tile before runs.
 """
 
 from __future__ import annotations
