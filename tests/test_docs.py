@@ -51,6 +51,7 @@ def test_excerpts_of_ir_are_real() -> None:
         *(
             m
             for name in (
+                "causal_d256",
                 "causal_gqa",
                 "mla_dims",
                 "full_mha",

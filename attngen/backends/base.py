@@ -127,7 +127,7 @@ class Division:
     """How a backend divides one kernel: whether it does, and under which schedule rows."""
 
     kernel: str
-    beside: tuple[str, ...]  # kernels that a module also has if this one is ever divided: of another module it goes without saying
+    beside: tuple[str, ...]  # other kernels of the modules in which it may be divided: of those without them nobody is told why it is not
     obstacle: Callable[[Module], str]  # why it cannot be divided, as the end of a sentence; empty text if it can
     row: Callable[[Module, int | None, int | None, int | None], Row]  # its own choice, with a spec's block_q, block_kv and stages in place
     long: Callable[[Module], Row | None]  # a row that is faster than that one from some number of rows on, if there is one

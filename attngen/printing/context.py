@@ -316,6 +316,14 @@ class KernelContext:
         indices = ((i, stride) for i, stride in zip(access.index, stride_names(tensor.name, tensor.type.dims)) if i != 0)
         return " + ".join([access.tensor, *(f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in indices)])
 
+    def _row_of_tile(self, axis: str, tile: tuple[str, ...]) -> str:
+        """The variable of the rows of a tile along an axis, from its first row on."""
+        return f"{axis}_off"
+
+    def _row_of_tensor(self, axis: str, tile: tuple[str, ...]) -> str:
+        """The expression for the same from the first row of the tensor on."""
+        return f"{axis}_idx"
+
     def _pointer(self, access: Access, tile: tuple[str, ...] = ()) -> str:
         """Address of a tile: 64-bit scalar start of its rows, 32-bit offsets inside it."""
         source = self.kernel.op(access.tensor)
@@ -333,7 +341,7 @@ class KernelContext:
             spread = "" if len(dims) == 1 else "[" + ", ".join(":" if d == AXIS_DIM[axis] else "None" for d in dims) + "]"
             if axis in ("q", "kv"):
                 scalars.append(f"tl.cast({axis}_start, tl.int64){times}" if times else f"{axis}_start")
-                tiles.append(f"{axis}_off{spread}{times}")
+                tiles.append(f"{self._row_of_tile(axis, tile)}{spread}{times}")
             else:
                 tiles.append(f"{axis}{spread}")
         inner = " + ".join(tiles)
@@ -344,7 +352,7 @@ class KernelContext:
         conditions = []
         for axis, when in checks:
             if _applies(when, cls):
-                index = f"{axis}_idx" if axis in ("q", "kv") else axis
+                index = self._row_of_tensor(axis, tile) if axis in ("q", "kv") else axis
                 text = f"{index} < {AXIS_EXTENT[axis]}"
                 if len(dims) > 1:
                     text = f"({text})[{', '.join(':' if d == AXIS_DIM[axis] else 'None' for d in dims)}]"

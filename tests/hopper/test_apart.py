@@ -204,7 +204,18 @@ def test_legalize_gluon_lifts_the_tile_that_delta_is_computed_of() -> None:
 @pytest.mark.parametrize(
     ("asked_for", "why"),
     [
-        ({"head_dim": {"qk": 256, "v": 192}}, "@dv has no row for hopper: its heads have 256 and 192 columns; expected 256"),
+        ({"head_dim": {"qk": 256, "v": 192}}, "@dv has no row for hopper: its heads have 256 and 192 columns; expected 256."),
+        (
+            {"heads": {"sharing": "gqa"}, "mask": "causal", "score": "alibi"},
+            "@dk has no row for hopper: what it reads or runs over differs among the query heads of a group.",
+        ),
+        (
+            {
+                "mask": {"all_of": ["causal", "key_padding"]},
+                "score": [{"expr": "s * exp(t[b, h, q_idx])", "params": {"t": {"tensor": ["B", "H", "Nq"]}}}],
+            },
+            "@dk has no row for hopper: its mask and modifiers take 17 operations for each score, and of more than 14 registers spill",
+        ),
         ({"dropout": True}, "@dk has no row for hopper: with dropout registers spill"),
         ({"mask": {"block_sparse": {"block": 64}}}, "@dq has no row for hopper: its mask lists blocks of 64 rows, and a program has 128"),
         ({"score": "dense_bias"}, "@dk has no row for hopper: a number is read for each score"),
@@ -213,11 +224,11 @@ def test_legalize_gluon_lifts_the_tile_that_delta_is_computed_of() -> None:
         ({"mask": "key_padding"}, "@dq has no row for hopper: with numbers of keys that cannot lie beside their tile registers spill"),
         (
             {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": [{"softcap": 5.0}]},
-            "@dk has no row for hopper: its mask and modifiers take 22 operations for each score, and of more than 18 registers spill",
+            "@dk has no row for hopper: its mask and modifiers take 22 operations for each score, and of more than 14 registers spill",
         ),
         (
             {"heads": {"sharing": "gqa"}, "mask": {"all_of": ["causal", BLOCKS]}},
-            "@dv has no row for hopper: what its loops run over differs from head to head",
+            "@dv has no row for hopper: what it reads or runs over differs among the query heads of a group",
         ),
         ({"dtype": "fp32"}, "@dk has no row for hopper: no dtype of the spec has 16 bits"),
     ],
@@ -257,6 +268,21 @@ REFUSED = {
         ("shared", "dk"),
         [(f"heads({OF_GROUP})", "heads(0 .. group)")],
         "`walks`: .*@producer runs over other tiles of class partial than @dk as it is portable",
+    ),
+    "a tile that is given back before what lies beside it is read": (
+        ("plain", "dk"),
+        [("    %lse2 = read %LSE2_ring beside(%q)", "    give %q\n    %lse2 = read %LSE2_ring beside(%q)")],
+        "`types`: .*reads beside %q where this block has not taken it, or has given it back",
+    ),
+    "a tile of the tile before, given back while dV is multiplied": (
+        ("plain", "dv"),
+        [
+            (
+                "    %dv_next = await %dv_flight holds(%weights_operand) : f32[BLOCK_KV, D_V] @reg\n    give %do\n",
+                "    give %do\n    %dv_next = await %dv_flight holds(%weights_operand) : f32[BLOCK_KV, D_V] @reg\n",
+            )
+        ],
+        "`protocol`: .*gives back a tile of %dO_ring while %dv_flight reads it",
     ),
     "a lift of what is in registers": (("plain", "dq"), [("lift %do :", "lift %o :")], "`types`: .*lifts %o as .*; expected a taken tile"),
     "a lift to another type": (

@@ -109,6 +109,39 @@ def test_what_is_moved_is_read_where_something_else_reads_it(move: str) -> None:
     assert said.endswith("reads R8, which not every path has written")
 
 
+WAYS = {  # what reads a register beside the one that it names, or may leave what was moved there
+    "a group of the copy engine": ("UMOV UR9, UR20", "UTMALDG.2D [UR8], [UR4]", "UR9"),
+    "a descriptor": ("UMOV UR9, UR20", "LDG.E R4, desc[UR8][R2.64]", "UR9"),
+    "an address": ("MOV R3, UR20", "LDG.E R4, desc[UR4][R2.64]", "R3"),
+    "what is stored": ("MOV R3, UR20", "STG.E.64 [R6.64], R2", "R3"),
+    "a sum of two": ("MOV R9, UR20", "IMAD.WIDE R4, R2, 0x4, R8", "R9"),
+    "an operand of a product": ("MOV R25, UR20", "HGMMA.64x64x16.F32.BF16 R40, R24, gdesc[UR4], R40, gsb0", "R25"),
+    "sums of a product": ("MOV R55, UR20", "HGMMA.64x64x16.F32.BF16 R40, gdesc[UR4], R40, gsb0", "R55"),
+    "no move, but a product": ("MOV R11, UR20", "IMAD.WIDE.U32 R8, RZ, RZ, R10", "R11"),
+    "a write of one register": ("MOV R9, UR20", "CS2R.32 R8, SR_CLOCKLO\n  IADD3 R4, R9, 0x1, RZ", "R9"),
+    "a write that may not happen": ("MOV R8, UR20", "@P0 MOV R8, 0x1\n  IADD3 R4, R8, 0x1, RZ", "R8"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_registers_that_are_not_named_are_read_too(way: str) -> None:
+    move, reader, register = WAYS[way]
+    there = "".join(f"  UMOV UR{n}, 0x1\n" for n in range(4, 10))
+    (said,) = found(f"{there}  {move}\n  {reader}\n  EXIT")
+    assert said.endswith(f"reads {register}, which not every path has written")
+
+
+def test_a_move_that_may_not_happen_reads() -> None:
+    (said,) = found("  @!P0 MOV R8, UR20\n  EXIT")
+    assert said.endswith("reads UR20, which not every path has written")
+
+
+def test_a_product_reads_as_many_registers_as_it_has_sums() -> None:
+    there = "".join(f"  UMOV UR{n}, 0x1\n" for n in range(4, 8))
+    product = "HGMMA.64x64x16.F32.BF16 R40, gdesc[UR4], R40, gsb0"
+    assert found(f"{there}  MOV R72, UR20\n  MOV R39, UR20\n  MOV R4, UR20\n  {product}\n  EXIT") == []
+
+
 def test_a_certificate_names_the_first_reader() -> None:
     (said,) = said_of(CODE.replace("  ULDC.64 UR18, c[0x0][0x218]\n", ""))
     assert said.startswith("reads a register before it is written (instruction ")

@@ -1,19 +1,20 @@
-"""Whether this backend divides the kernels of dQ, dK and dV of wide heads, and the tiles of their programs."""
+"""Whether this backend divides the kernels of dQ, dK and dV of heads of 256 columns, and the tiles of their programs."""
 
 from __future__ import annotations
 
-from attngen.backends.hopper.choice import is_of_keys, is_shared, work
-from attngen.backends.hopper.facts import DEVICE, FORWARD, NAME, OF_WEIGHTS, ROWS
+from attngen.backends.hopper.choice import is_of_keys, is_shared, refused, work
+from attngen.backends.hopper.facts import APART, DEVICE, NAME, OF_WEIGHTS, ROWS
 from attngen.ir.expr import symbol, symbol_names
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import MEMBER, Arg, Gather, Load, Loop, Op, Yield
 from attngen.ir.roles import Pipeline
 
-WIDTH = 256  # columns of a head: sums of as many take half of a consumer's registers, so that dK and dV have kernels of their own
+WIDTH = 256  # columns of a head: a sum of as many takes half of a consumer's registers
 OUTPUTS = {"dq": {"dQ", "DELTA", "LSE2"}, "dk": {"dK"}, "dv": {"dV"}}  # what each kernel writes
 OWN, VISITED = 2 * ROWS, ROWS  # rows of a program's tile, and of the tiles that it visits
 SLOTS = 2  # of the rings of tiles that it visits; of those that one product alone reads, where another ring is read by two, there is one
 MOST_WORK = 18  # operations for each score: those of a dilated mask; of a soft cap, which has 22, registers spill
+MOST_MODIFIED = 14  # the same with a modifier of scores: those of ALiBi; of a number of queries beside padding, which has 17, they spill
 
 
 def obstacle(module: Module, name: str) -> str:
@@ -22,22 +23,17 @@ def obstacle(module: Module, name: str) -> str:
     if kernel is None:
         return "there is no such kernel of this spec"
     if (columns := (module.head_dim_qk, module.head_dim_v)) != (WIDTH, WIDTH):
-        return f"its heads have {columns[0]} and {columns[1]} columns; expected {WIDTH}, as of fewer one pass gives all gradients"
-    if not any(row.elem_bytes == 2 for row in module.rows(FORWARD)):
-        return "no dtype of the spec has 16 bits"
+        return f"its heads have {columns[0]} and {columns[1]} columns; expected {WIDTH}"
     if module.blocks and module.blocks.size < OWN:
         return f"its mask lists blocks of {module.blocks.size} rows, and a program has {OWN}"
     if kernel.writes - OUTPUTS[name]:
         return f"it writes {', '.join(sorted(kernel.writes - OUTPUTS[name]))}, too"
     if kernel.of_pairs:
         return "a number is read for each score"
-    read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
-    if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
-        return "where its loops end is computed of a number for each row of a tile"
     group = next((kernel.block(op.body) for op in kernel.block("entry").ops if isinstance(op, Loop) and op.var == MEMBER), None)
     if group and any(_differs(kernel, op) for op in group.ops):
-        return "what its loops run over differs from head to head"
-    return ""
+        return "what it reads or runs over differs among the query heads of a group"
+    return refused(module, kernel)
 
 
 def _differs(kernel: Kernel, op: Op) -> bool:
@@ -54,18 +50,25 @@ def declined(module: Module, name: str) -> str:
     kernel = module.kernel(name)
     if module.dropout:
         return "with dropout registers spill"
-    if (ops := work(kernel)) > MOST_WORK:
-        return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers spill"
-    if kernel.own_axis == "q" and module.meaning.score != symbol("s"):
+    modified = module.meaning.score != symbol("s")
+    if kernel.own_axis == "q" and modified:
         return "with a modifier of scores registers spill"
+    most = MOST_MODIFIED if modified and has_dp(kernel) else MOST_WORK
+    if (ops := work(kernel)) > most:
+        return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers spill"
     of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",))
     if kernel.own_axis == "q" and not all(is_of_keys(kernel, op) for op in of_keys):
         return "with numbers of keys that cannot lie beside their tile registers spill"
     return ""
 
 
+def has_dp(kernel: Kernel) -> bool:
+    """Whether it multiplies dP beside scores, as the kernels of dQ and of dK do."""
+    return kernel.stands_for in APART and kernel.stands_for != OF_WEIGHTS
+
+
 def runs_ahead(kernel: Kernel) -> bool:
-    """Whether the weights of a tile are computed while the product of the tile before runs, as in the forward, for one head."""
+    """Whether the weights of a tile are computed while the product of the tile before runs, as in the forward: for dV, and one head."""
     return kernel.stands_for == OF_WEIGHTS and not any(isinstance(op, (Loop, Pipeline)) and op.heads for op in kernel.ops())
 
 

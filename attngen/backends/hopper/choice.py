@@ -57,13 +57,18 @@ def obstacle(module: Module, kernel: Kernel) -> str:
     """Why a kernel cannot be divided, as the end of a sentence; empty text if it can."""
     if kernel.name != FORWARD or kernel.walks or kernel.packs:
         return "its programs own no tile of queries (`order: kv_outer`)"
-    if not any(row.elem_bytes == 2 for row in module.rows(kernel.name)):
-        return "no dtype of the spec has 16 bits"
     if module.blocks and module.blocks.size < ROWS:
         return f"its mask lists blocks of {module.blocks.size} queries, and a consumer has {ROWS}"
+    return refused(module, kernel)
+
+
+def refused(module: Module, kernel: Kernel) -> str:
+    """Why a kernel of the forward or the backward cannot be divided, whichever it is; empty text if nothing speaks against it."""
+    if not any(row.elem_bytes == 2 for row in module.rows(FORWARD)):
+        return "no dtype of the spec has 16 bits"
     read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
     if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
-        return "where its loops end is computed of a number for each query of a tile"
+        return f"where its loops end is computed of a number for each {'query' if kernel.own_axis == 'q' else 'key'} of a tile"
     return ""
 
 

@@ -28,7 +28,7 @@ from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, piece_of, pieces
 from attngen.ir.expr import select, symbol
 from attngen.ir.graph import MIRRORED, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, MEMBER, Access, Add, Arg, Base, Block, Init, Load, Loop, Map, Mask, Merge, Op, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, MEMBER, Access, Add, Arg, Base, Block, Init, Loop, Map, Mask, Merge, Op, Type, Yield
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
@@ -555,13 +555,12 @@ class DividedContext(PipelineContext):
         layout = "SCORES" if set(op.type.dims) == PAIR else "SUMS"
         return {"var": self.var(op.name), "tile": self.var(op.value) + ".permute((1, 0))" * turned, "layout": layout}
 
-    def _load(self, op: Load, cls: str) -> dict[str, Any]:
+    def _row_of_tile(self, axis: str, tile: tuple[str, ...]) -> str:
         """A tile that is as wide as sums is read by the threads that have its rows of these."""
-        text, own = super()._load(op, cls), self.own
-        if op.type.dims[1:] == ("D_V",):
-            for of in ("ptr", "check"):
-                text[of] = text[of].replace(f"{own}_idx", f"{own}_start + {own}_off").replace(f"{own}_off", f"{own}_rows")
-        return text
+        return f"{axis}_rows" if tile[1:] == ("D_V",) else super()._row_of_tile(axis, tile)
+
+    def _row_of_tensor(self, axis: str, tile: tuple[str, ...]) -> str:
+        return f"{axis}_start + {axis}_rows" if tile[1:] == ("D_V",) else super()._row_of_tensor(axis, tile)
 
     def _own(self, op: Own, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}

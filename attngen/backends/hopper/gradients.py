@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.choice import NARROW, STEADY, is_shared, work
-from attngen.backends.hopper.facts import DEVICE, FORWARD, FUSED, NAME, ROWS
+from attngen.backends.hopper.choice import NARROW, STEADY, refused, work
+from attngen.backends.hopper.facts import DEVICE, FUSED, NAME, ROWS
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.turns import differs, visited_range
 from attngen.ir.expr import symbol
@@ -27,8 +27,6 @@ def obstacle(module: Module) -> str:
     kernel = next((kernel for kernel in module.kernels if kernel.name == FUSED), None)
     if kernel is None:
         return "there is no such kernel of this spec"
-    if not any(row.elem_bytes == 2 for row in module.rows(FORWARD)):
-        return "no dtype of the spec has 16 bits"
     if module.blocks and module.blocks.size < COPIES * ROWS:
         return f"its mask lists blocks of {module.blocks.size} keys, and a program has {COPIES * ROWS}"
     qk, v = module.head_dim_qk, module.head_dim_v
@@ -39,10 +37,7 @@ def obstacle(module: Module) -> str:
         return why
     if (numbers := _numbers_of_queries(kernel)) > MOST_NUMBERS:
         return f"it reads {numbers} numbers for each query, and there is room for {MOST_NUMBERS}"
-    read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}
-    if any(t.space == "reg" and t.dims for name in read for t in kernel.op(name).results().values()):
-        return "where its loops end is computed of a number for each key of a tile"
-    return ""
+    return refused(module, kernel)
 
 
 def _beside_scores(kernel: Kernel) -> str:

@@ -38,7 +38,7 @@ class HideQueries(Pass):
 def _hiding(kernel: Kernel) -> Kernel:
     lse2 = next(op for op in kernel.ops() if isinstance(op, Load) and op.other == sympy.oo)
     weights = next(op for op in kernel.ops() if isinstance(op, Map) and lse2.name in op.operands())
-    (scores,) = (ref for _, ref in weights.uses if kernel.type_of(ref).dims == weights.type.dims)
+    scores = next(ref for _, ref in weights.uses if kernel.type_of(ref).dims == weights.type.dims)
     masked = any(isinstance(op, Mask) for op in kernel.ops())
 
     def change(_: str, op: Op) -> Iterator[Op]:

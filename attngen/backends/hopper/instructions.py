@@ -18,6 +18,7 @@ class Instruction:
 
     text: str
     then: tuple[int, ...]
+    guarded: bool = False  # it runs where a predicate says so
 
     @cached_property
     def name(self) -> str:
@@ -63,5 +64,5 @@ def parse(text: str) -> list[Instruction]:
         named = tuple(labels[name] for name in jumps if name in labels)
         always = not guard and _ALWAYS.match(body) is not None
         after = () if always or at + 1 == len(lines) else (at + 1,)
-        made.append(Instruction(body, tuple(to for to in (*named, *after) if to < len(lines))))
+        made.append(Instruction(body, tuple(to for to in (*named, *after) if to < len(lines)), bool(guard)))
     return made

@@ -34,8 +34,8 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.backends.hopper.apart import has_dp
 from attngen.backends.hopper.choice import is_of_keys
-from attngen.backends.hopper.facts import APART, OF_WEIGHTS
 from attngen.backends.hopper.widths import piece_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
@@ -95,7 +95,7 @@ def _is_lone(kernel: Kernel, tile: Load) -> bool:
     It is given back early in a turn. There is room for one slot.
     """
     readers = [op for op in kernel.dots if tile.name in (op.a, op.b)]
-    return kernel.stands_for in APART and kernel.stands_for != OF_WEIGHTS and len(readers) == 1
+    return has_dp(kernel) and len(readers) == 1
 
 
 def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> Iterable[Op]:

@@ -57,11 +57,12 @@ class TakeTurns(Pass):
 
 def _in_turns(kernel: Kernel) -> Kernel:
     loop = next(op for op in kernel.ops() if isinstance(op, Pipeline) and op.carry)  # the consumers', which has sums
+    two = kernel.stands_for != FORWARD and not loop.first  # else sums are multiplied together with the scores of the next tile
     blocks = []
     for block in kernel.blocks:
         ops = block.ops
         if block.name in (loop.first, loop.step):
-            ops = tuple(_turns(block, two=kernel.stands_for != FORWARD and not loop.first))
+            ops = tuple(_turns(block, two))
         elif block.name == loop.skip:
             ops = (Turn("turn_take_skip", "take"), Turn("turn_pass_skip", "pass"), *ops)
         elif block.name == "consumer":

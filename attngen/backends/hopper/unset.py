@@ -2,6 +2,9 @@
 
 Descriptors of tiles are in uniform registers. ptxas 12.8 can compute one at the start of a loop, and read it at the start of
 another loop that is also reached past the first one. Then products read whatever tile an old number points to, and nothing says so.
+
+A move alone does no harm: ptxas keeps pairs in a thread's own registers of which one half is unset, and is never read. So what is moved
+is followed, through any moves, to who reads it.
 """
 
 from __future__ import annotations
@@ -10,65 +13,96 @@ import re
 
 from attngen.backends.hopper.instructions import Instruction
 
-_WRITES = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2}  # in names of instructions -> the registers that these write; others write one
-_UNIFORM, _REGISTERS = 64, 256  # numbers of uniform registers, and of a thread's own behind them
-_OWN = ((1 << _REGISTERS) - 1) << _UNIFORM  # a thread's own registers: the compiler says itself if one of them is not set
+_WRITES = {".128": 4, ".64": 2, ".WIDE": 2}  # in names of instructions -> the registers that these write; others write one
+_UNIFORM, _REGISTERS = 64, 256  # uniform registers, and a thread's own, whose numbers come behind those here
+_MOVES = re.compile(r"(MOV|UMOV|R2UR)(\.BROADCAST)?|IMAD(\.U32|\.MOV|\.MOV\.U32)")
+_ENGINE = (
+    "UTMA"  # how instructions of the copy engine start; they name the first of an address, a barrier and coordinates, and a descriptor
+)
+_TILE = 7  # registers of the first, at most
 
 
 def unset(code: list[Instruction]) -> list[str]:
-    """A sentence for each instruction that reads a uniform register which some path to it has not written; none if all is well.
-
-    A move reads nothing yet: what it writes is as unset as what it moves. So a pair is kept of which one half is never read.
-    """
-    known: dict[int, int] = {0: _OWN}  # instruction -> the registers that all paths to it have written, a bit for each
+    """A sentence for each instruction that reads a uniform register which some path to it has not written; none if all is well."""
+    # instruction -> the uniform registers that all paths to it have written, and registers to which some path has moved one that is unset
+    known: dict[int, tuple[int, int]] = {0: (0, 0)}
     left = [0]
     while left:
         at = left.pop()
-        after = _after(code[at], known[at])
+        written, moved = _after(code[at], *known[at])
         for to in code[at].then:
-            both = known[to] & after if to in known else after
+            both = (known[to][0] & written, known[to][1] | moved) if to in known else (written, moved)
             if known.get(to) != both:
                 known[to] = both
                 left.append(to)
     found = []
     for at in sorted(known):
-        missing = [] if _moved(code[at]) is not None else [n for n in sorted(_read(code[at])) if not known[at] >> n & 1]
-        if missing:
-            text = f"{code[at].name} {', '.join(code[at].operands)}"
+        one, (written, moved) = code[at], known[at]
+        missing = [n for n in sorted(_named(one)) if not written >> n & 1] + [n for n in sorted(_group(one)) if moved >> n & 1]
+        if missing and _source(one) is None:
             name = f"UR{missing[0]}" if missing[0] < _UNIFORM else f"R{missing[0] - _UNIFORM}"
+            text = f"{one.name} {', '.join(one.operands)}"
             found.append(f"instruction {at}, {text}, reads {name}, which not every path has written")
     return found
 
 
-def _after(one: Instruction, known: int) -> int:
-    """The registers that are written after an instruction."""
-    moved = _moved(one)
-    if moved is None or known >> moved & 1:
-        return known | sum(1 << n for n in _written(one))
-    return known & ~sum(1 << n for n in _written(one))
+def _after(one: Instruction, written: int, moved: int) -> tuple[int, int]:
+    """The two sets after an instruction. One that may not run sets no register that has what is unset."""
+    targets, source = _bits(_written(one)), _source(one)
+    if source is not None and (moved >> source & 1 or (source < _UNIFORM and not written >> source & 1)):
+        moved |= targets
+    elif not one.guarded:
+        moved &= ~targets
+    return written | targets & _bits(range(_UNIFORM)), moved
 
 
-def _moved(one: Instruction) -> int | None:
-    """The register that an instruction moves to another one, and does nothing else; None of another instruction."""
+def _bits(numbers: set[int] | range) -> int:
+    return sum(1 << n for n in numbers)
+
+
+def _source(one: Instruction) -> int | None:
+    """The register that an instruction moves to another one, if it does nothing else, and always does it."""
     *others, source = one.operands or ("",)
-    plain = one.op in ("MOV", "UMOV", "R2UR") or (one.op == "IMAD" and others[1:] == ["RZ", "RZ"])
-    match = re.fullmatch(r"U?R(\d+)", source)
-    return int(match[1]) + _UNIFORM * (not source.startswith("U")) if plain and match else None
+    plain = _MOVES.fullmatch(one.name) and len(one.operands) == (4 if one.op == "IMAD" else 2) and set(others[1:]) <= {"RZ"}
+    match = re.fullmatch(r"(U?)R(\d+)", source) if plain and not one.guarded else None
+    return _number(match[1], match[2]) if match else None
 
 
-def _written(one: Instruction) -> frozenset[int]:
+def _number(uniform: str, digits: str) -> int:
+    return int(digits) + _UNIFORM * (not uniform)
+
+
+def _written(one: Instruction) -> set[int]:
     match = re.fullmatch(r"(U?)R(\d+)", one.target)
     if not match:
-        return frozenset()
-    start = int(match[2]) + _UNIFORM * (not match[1])
-    count = int(one.name.split("x")[1]) // 2 if one.is_product else next((n for part, n in _WRITES.items() if part in one.name), 1)
-    return frozenset(range(start, start + count))
+        return set()
+    count = _summed(one) or next((n for part, n in _WRITES.items() if part in one.name), 2 * (one.name == "CS2R") or 1)
+    start = _number(match[1], match[2])
+    return set(range(start, start + count))
 
 
-def _read(one: Instruction) -> set[int]:
-    """The registers that an instruction names, but for the one that it writes; of descriptors of a product, all that it reads."""
+def _summed(one: Instruction) -> int:
+    """The registers of a product's sums, in a thread: 64 rows and N columns are 128 threads'; 0 of another instruction."""
+    return int(one.name.split("x")[1]) // 2 if one.is_product else 0
+
+
+def _named(one: Instruction) -> set[int]:
+    """The uniform registers that an instruction names, but for the one that it writes; of descriptors of a product, all that it reads."""
     if one.is_product:
         at = next(int(n) for text in one.operands for n in re.findall(r"gdesc\[UR(\d+)\]", text))
         return set(range(at, at + 4)) if one.operands[1].startswith("gdesc") else {at + 2, at + 3}
-    named = [int(n) + _UNIFORM * (not of) for text in one.operands for of, n in re.findall(r"\b(U?)R(\d+)\b", text)]
-    return set(named[1:] if _written(one) else named)
+    named = [int(n) for text in one.operands for n in re.findall(r"\bUR(\d+)\b", text)]
+    return set(named[1:] if one.target.startswith("UR") else named)
+
+
+def _group(one: Instruction) -> set[int]:
+    """The registers that an instruction may read: from each that it names on, as many as it can read there."""
+    found: set[int] = set()
+    wide = 4 if any(part in one.name for part in _WRITES) else 2 if one.op.startswith(_ENGINE) else 1
+    for i, text in enumerate(one.operands):
+        for uniform, digits, pair in [] if text == one.target and i == 0 and _written(one) else re.findall(r"\b(U?)R(\d+)(\.64)?", text):
+            count = 4 if "gdesc" in text else _summed(one) or max(wide, 2 if pair or "desc[" in text else 1)
+            count = _TILE if one.op.startswith(_ENGINE) and i == 0 else count
+            start, end = _number(uniform, digits), _UNIFORM if uniform else _UNIFORM + _REGISTERS
+            found |= set(range(start, min(start + count, end)))
+    return found
