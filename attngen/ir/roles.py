@@ -92,7 +92,7 @@ class Read(Op):
 
 @dataclass(frozen=True)
 class Lift(Op):
-    """The numbers of a taken tile, one for each score, in registers: in the order of the scores' dimensions, which may be transposed."""
+    """The numbers of a taken tile, in registers. Of one for each score, in the order of the scores' dimensions, which may be transposed."""
 
     value: str = field(metadata=OPERAND)
     type: Type

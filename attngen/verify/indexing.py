@@ -42,7 +42,9 @@ from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}
 # names in the printed kernel that are not values of the IR
-RESERVED = POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
+RESERVED = (
+    POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
+)
 RESERVED |= {*PADDED.values(), "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "q_next", "turn"}
 RESERVED |= {

@@ -196,8 +196,8 @@ def test_take_turns_has_a_turn_for_scores_and_one_for_sums(kernel: str, turns: i
 def test_legalize_gluon_lifts_the_tile_that_delta_is_computed_of() -> None:
     gone, come = changed("plain", "take-turns", "legalize-gluon", "dq", "consumer")
     product = "%product = map expr(do*o) uses(o=%o, do=%{}) : f32[BLOCK_Q, D_V] @reg"
-    assert product.format("do") in gone and product.format("do_lifted") in come
-    assert "%do_lifted = lift %do : T[BLOCK_Q, D_V] @reg" in come
+    assert product.format("do") in gone and product.format("do_sums") in come
+    assert "%do_sums = lift %do : T[BLOCK_Q, D_V] @reg" in come
     assert come[-2:] == ["put %dQ[b, h, q, d_qk] %dq_out through(%Q_ring)", "flush %Q_ring"]
 
 
@@ -287,7 +287,7 @@ REFUSED = {
     "a lift of what is in registers": (("plain", "dq"), [("lift %do :", "lift %o :")], "`types`: .*lifts %o as .*; expected a taken tile"),
     "a lift to another type": (
         ("plain", "dq"),
-        [("%do_lifted = lift %do : T[BLOCK_Q, D_V]", "%do_lifted = lift %do : f32[BLOCK_Q, D_V]")],
+        [("%do_sums = lift %do : T[BLOCK_Q, D_V]", "%do_sums = lift %do : f32[BLOCK_Q, D_V]")],
         "`types`: .*lifts %do as f32.*; expected a taken tile",
     ),
 }
@@ -349,7 +349,7 @@ def test_threads_read_outputs_where_they_have_rows_of_sums() -> None:
         in text
     )
     assert "(q_rows[:, None] * stride_o_n + d_v[None, :]),\n        mask=(q_start + q_rows < Nq)[:, None],\n" in text
-    assert "    do_lifted = do.load(SUMS)\n    product = do_lifted.to(gl.float32) * o.to(gl.float32)\n" in text
+    assert "    do_sums = do.load(SUMS)\n    product = do_sums.to(gl.float32) * o.to(gl.float32)\n" in text
     assert "    o_do = beside(gl.sum(product, 1), SCORES)\n" in text
 
 

@@ -18,7 +18,7 @@ as all of them need it. The producer has nothing to do yet.
 
 Where a loop over the query heads of a group is around loops over tiles, these get the heads. Where they end is the same for all heads.
 
-         %total = loop g ranges(0 .. group) carry(dk=%dk_init) body(@group) cls(all)
+before:  %total = loop g ranges(0 .. group) carry(dk=%dk_init) body(@group) cls(all)
          block @group
            %q_end = map expr(cdiv(Nq, BLOCK_Q))
            %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk) body(@step) cls(full)

@@ -58,8 +58,8 @@ def _spread(kernel: Kernel) -> Kernel:
             yield Convert(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
             yield replace(op, a=_operand(op.a))
         elif isinstance(op, Map) and (tiles := [ref for _, ref in op.uses if kernel.type_of(ref).space == "sram"]):
-            yield from (Lift(f"{ref}_lifted", ref, replace(kernel.type_of(ref), space="reg")) for ref in tiles)
-            yield op.with_operands({ref: f"{ref}_lifted" for ref in tiles})
+            yield from (Lift(f"{ref}_sums", ref, replace(kernel.type_of(ref), space="reg")) for ref in tiles)
+            yield op.with_operands({ref: f"{ref}_sums" for ref in tiles})
         elif isinstance(op, Await) and op.holds:
             yield replace(op, holds=_operand(op.holds))
         elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,)):

@@ -16,10 +16,8 @@ from attngen.backends.hopper.instructions import Instruction
 _WRITES = {".128": 4, ".64": 2, ".WIDE": 2}  # in names of instructions -> the registers that these write; others write one
 _UNIFORM, _REGISTERS = 64, 256  # uniform registers, and a thread's own, whose numbers come behind those here
 _MOVES = re.compile(r"(MOV|UMOV|R2UR)(\.BROADCAST)?|IMAD(\.U32|\.MOV|\.MOV\.U32)")
-_ENGINE = (
-    "UTMA"  # how instructions of the copy engine start; they name the first of an address, a barrier and coordinates, and a descriptor
-)
-_TILE = 7  # registers of the first, at most
+_ENGINE = "UTMA"  # starts the names of instructions for the copy engine: these name a tile's place and a descriptor
+_PLACE = 7  # registers of that place, at most: an address, a barrier and five coordinates
 
 
 def unset(code: list[Instruction]) -> list[str]:
@@ -102,7 +100,7 @@ def _group(one: Instruction) -> set[int]:
     for i, text in enumerate(one.operands):
         for uniform, digits, pair in [] if text == one.target and i == 0 and _written(one) else re.findall(r"\b(U?)R(\d+)(\.64)?", text):
             count = 4 if "gdesc" in text else _summed(one) or max(wide, 2 if pair or "desc[" in text else 1)
-            count = _TILE if one.op.startswith(_ENGINE) and i == 0 else count
+            count = _PLACE if one.op.startswith(_ENGINE) and i == 0 else count
             start, end = _number(uniform, digits), _UNIFORM if uniform else _UNIFORM + _REGISTERS
             found |= set(range(start, min(start + count, end)))
     return found
