@@ -289,6 +289,11 @@ class Kernel:
         return frozenset(op.dealt for op in self.ops() if isinstance(op, Pipeline) and op.dealt)
 
     @cached_property
+    def of_heads(self) -> Loop | None:
+        """The loop over the query heads of a group that is around those over tiles; None where there is none."""
+        return next((loop for loop in self.loops if loop.var == MEMBER), None)
+
+    @cached_property
     def has_groups(self) -> bool:
         """Whether its programs own a K/V head with query heads of its group, over which a loop runs."""
         return any(MEMBER in loop.variables for loop in self.loops)

@@ -21,6 +21,8 @@ def choose(divider: Divider, asked: Schedule, tables: Mapping[str, Table], divis
     A spec that asks for the backend has the kernel divided for any number of rows, others for more than the backend says at least. Its
     tiles are those of the first kernel that the backend divides, the forward. Others are divided where they would be without a word.
     """
+    if all(kernel.name != division.kernel for kernel in module.kernels):
+        return "there is no such kernel of this spec"
     table = tables.get(divider.device)
     if asked.backend == divider.name and division is not divider.divisions[0]:
         return division.declined(module) or _expected(division, module)

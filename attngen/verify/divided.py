@@ -17,7 +17,7 @@ from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import AXIS_DIM, MEMBER, Add, Arg, Load, Loop, Map, Merge, Op, Store, Yield
+from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Merge, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -247,10 +247,10 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"its programs add in other turns than those of @{portable.name} as it is portable"
     yield from _merged(kernel, portable)
     yield from _moved(kernel, portable)
-    of_heads = {loop.body: loop.ranges for loop in portable.loops if loop.var == MEMBER}  # heads, around tiles: here a part of these loops
-    tiles = [loop for loop in portable.loops if loop.body not in of_heads]
+    around = portable.of_heads  # here its heads are a part of the loops inside
+    tiles = (loop for loop in portable.loops if loop is not around)
     wanted: dict[str, Any] = {
-        loop.cls: (loop.ranges, loop.listed, (of_heads.get(portable.block_of(loop).name, loop.heads), loop.by_tile)) for loop in tiles
+        loop.cls: (loop.ranges, loop.listed, (around.ranges if around else loop.heads, loop.by_tile)) for loop in tiles
     }
     scalars = dict(portable.named)
     for name, expr in kernel.named:

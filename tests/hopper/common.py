@@ -46,11 +46,15 @@ def edited(name: str, *changes: tuple[str, str]) -> Module:
     return edited_module(whole(name), *changes)
 
 
-def edited_module(module: Module, *changes: tuple[str, str]) -> Module:
-    """The same of any module."""
-    text = print_module(module)
-    before, at, rest = text.partition("kernel @fwd backend(hopper)")
+def edited_module(module: Module, *changes: tuple[str, str], kernel: str = "fwd") -> Module:
+    """The same of any module, from a divided kernel on."""
+    before, at, rest = print_module(module).partition(f"kernel @{kernel} backend(hopper)")
     return parse_module(before + at + edit(rest, *changes))
+
+
+def gone_and_come(old: list[str], new: list[str]) -> tuple[list[str], list[str]]:
+    """The lines that go, and those that come."""
+    return [line for line in old if line not in new], [line for line in new if line not in old]
 
 
 DIVIDED = [name for name in SPECS if not obstacle(target(name), target(name).kernels[0])]

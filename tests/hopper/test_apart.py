@@ -20,13 +20,13 @@ from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
 from attngen.ir.execute_roles import DividedLaunch
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import stages, undivided
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from attngen.verify.machine import broken
 from attngen.verify.protocol import protocol_of
-from tests.helpers import SPECS, edit, spec, target
+from tests.helpers import SPECS, spec, target
+from tests.hopper.common import edited_module, gone_and_come
 from tests.hopper.test_gradients import lines_of
 from tests.passes.test_equality import Call, must_be_equal, naive
 
@@ -86,14 +86,12 @@ def lines(name: str, after: str, kernel: str, block: str) -> list[str]:
 
 def changed(name: str, before: str, after: str, kernel: str, block: str) -> tuple[list[str], list[str]]:
     """The lines of a block that go, and those that come, from one pass to another."""
-    old, new = (lines(name, stage, kernel, block) for stage in (before, after))
-    return [line for line in old if line not in new], [line for line in new if line not in old]
+    return gone_and_come(lines(name, before, kernel, block), lines(name, after, kernel, block))
 
 
 def edited(name: str, kernel: str, *changes: tuple[str, str]) -> Module:
     """The module with its text edited from a divided kernel on; not verified."""
-    head, at, rest = print_module(whole(name)).partition(f"kernel @{kernel} backend(hopper)")
-    return parse_module(head + at + edit(rest, *changes))
+    return edited_module(whole(name), *changes, kernel=kernel)
 
 
 # ---------------------------------------------------------------------------------------------- passes

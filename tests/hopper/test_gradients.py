@@ -32,6 +32,7 @@ from attngen.verify import verify
 from attngen.verify.machine import broken
 from attngen.verify.protocol import protocol_of
 from tests.helpers import SPECS, edit, in_one_pass, spec, target
+from tests.hopper.common import edited_module, gone_and_come
 from tests.passes.test_equality import Call, must_be_equal, naive
 
 BASE: dict[str, Any] = {"name": "gradients", "head_dim": 128, "backward": {"deterministic": True}}
@@ -152,14 +153,12 @@ def lines_of(kernel: Kernel, block: str) -> list[str]:
 
 def changed(name: str, before: str, after: str, block: str) -> tuple[list[str], list[str]]:
     """The lines of a block that go, and those that come, from one pass to another."""
-    old, new = lines(before, block, name), lines(after, block, name)
-    return [line for line in old if line not in new], [line for line in new if line not in old]
+    return gone_and_come(lines(before, block, name), lines(after, block, name))
 
 
 def edited(name: str, *changes: tuple[str, str]) -> Module:
     """The module with its text edited from the divided kernel of the backward on; not verified."""
-    head, at, rest = print_module(whole(name)).partition(f"kernel @{backward(whole(name)).name} backend(hopper)")
-    return parse_module(head + at + edit(rest, *changes))
+    return edited_module(whole(name), *changes, kernel=backward(whole(name)).name)
 
 
 # ---------------------------------------------------------------------------------------------- passes

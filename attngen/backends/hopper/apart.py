@@ -7,7 +7,6 @@ from attngen.backends.hopper.facts import APART, DEVICE, NAME, OF_WEIGHTS, ROWS
 from attngen.ir.expr import symbol, symbol_names
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import MEMBER, Arg, Gather, Load, Loop, Op, Yield
-from attngen.ir.roles import Pipeline
 
 WIDTH = 256  # columns of a head: a sum of as many takes half of a consumer's registers
 OUTPUTS = {"dq": {"dQ", "DELTA", "LSE2"}, "dk": {"dK"}, "dv": {"dV"}}  # what each kernel writes
@@ -17,11 +16,9 @@ MOST_WORK = 18  # operations for each score: those of a dilated mask; of a soft 
 MOST_MODIFIED = 14  # the same with a modifier of scores: those of ALiBi; of a number of queries beside padding, which has 17, they spill
 
 
-def obstacle(module: Module, name: str) -> str:
+def obstacle(name: str, module: Module) -> str:
     """Why a kernel cannot be divided, as the end of a sentence; empty text if it can."""
-    kernel = next((kernel for kernel in module.kernels if kernel.name == name), None)
-    if kernel is None:
-        return "there is no such kernel of this spec"
+    kernel = module.kernel(name)
     if (columns := (module.head_dim_qk, module.head_dim_v)) != (WIDTH, WIDTH):
         return f"its heads have {columns[0]} and {columns[1]} columns; expected {WIDTH}"
     if module.blocks and module.blocks.size < OWN:
@@ -30,22 +27,21 @@ def obstacle(module: Module, name: str) -> str:
         return f"it writes {', '.join(sorted(kernel.writes - OUTPUTS[name]))}, too"
     if kernel.of_pairs:
         return "a number is read for each score"
-    group = next((kernel.block(op.body) for op in kernel.block("entry").ops if isinstance(op, Loop) and op.var == MEMBER), None)
-    if group and any(_differs(kernel, op) for op in group.ops):
+    if kernel.of_heads and any(_differs(op) for op in kernel.block(kernel.of_heads.body).ops):
         return "what it reads or runs over differs among the query heads of a group"
     return refused(module, kernel)
 
 
-def _differs(kernel: Kernel, op: Op) -> bool:
+def _differs(op: Op) -> bool:
     """Whether an op of a turn for a head computes what is not the same in all of them."""
     if isinstance(op, (Arg, Loop, Yield)):
         return isinstance(op, Loop) and op.listed is not None
     return not is_shared(op) or MEMBER in set().union(*(symbol_names(e) for e in op.expressions))
 
 
-def declined(module: Module, name: str) -> str:
+def declined(name: str, module: Module) -> str:
     """Why a kernel stays portable, as the end of a sentence; empty text if it is divided."""
-    if why := obstacle(module, name):
+    if why := obstacle(name, module):
         return why
     kernel = module.kernel(name)
     if module.dropout:
@@ -69,10 +65,10 @@ def has_dp(kernel: Kernel) -> bool:
 
 def runs_ahead(kernel: Kernel) -> bool:
     """Whether the weights of a tile are computed while the product of the tile before runs, as in the forward: for dV, and one head."""
-    return kernel.stands_for == OF_WEIGHTS and not any(isinstance(op, (Loop, Pipeline)) and op.heads for op in kernel.ops())
+    return kernel.stands_for == OF_WEIGHTS and not kernel.takes_heads
 
 
-def row(module: Module, name: str, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
+def row(name: str, module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of a kernel's schedule, for any number of rows."""
     q, kv = (OWN, VISITED) if module.kernel(name).own_axis == "q" else (VISITED, OWN)
     return Row(DEVICE, 2, None, block_q or q, block_kv or kv, 4, slots or SLOTS, tma=True, backend=NAME)

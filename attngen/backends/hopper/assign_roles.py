@@ -40,7 +40,7 @@ from attngen.backends.hopper.facts import FORWARD, NAME, REGISTERS, ROWS, SHARED
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.errors import BuildError
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import MEMBER, Arg, Block, Loop, Role, Yield
+from attngen.ir.ops import Arg, Block, Loop, Role, Yield
 from attngen.passes.base import Pass, padded
 
 
@@ -89,8 +89,7 @@ def _padded(module: Module, kernel: Kernel) -> Kernel:
 
 def _joined(kernel: Kernel) -> Kernel:
     """The kernel without a loop over heads around those over tiles, which have its heads."""
-    loop = next((op for op in kernel.block("entry").ops if isinstance(op, Loop) and op.var == MEMBER), None)
-    if loop is None:
+    if (loop := kernel.of_heads) is None:
         return kernel
     group = kernel.block(loop.body).ops
     starts = dict(loop.carry)

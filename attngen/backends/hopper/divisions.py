@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from attngen.backends.base import Division
 from attngen.backends.hopper import apart, choice, gradients
 from attngen.backends.hopper.facts import APART, FORWARD, FUSED
+from attngen.ir.graph import Module, Row
+
+
+def _backward(
+    kernel: str,
+    obstacle: Callable[[Module], str],
+    row: Callable[[Module, int | None, int | None, int | None], Row],
+    declined: Callable[[Module], str],
+    beside: tuple[str, ...] = (),
+) -> Division:
+    """That of a kernel of the backward: it has one row, for all calls but the smallest, and no others are measured."""
+    return Division(kernel, beside, obstacle, row, lambda module: None, lambda module, row: choice.FEW, lambda module: (), declined)
 
 
 def _apart(name: str) -> Division:
     """That of one of the kernels of dQ, dK and dV of wide heads."""
-    return Division(
-        kernel=name,
-        beside=APART,
-        obstacle=lambda module: apart.obstacle(module, name),
-        row=lambda module, block_q, block_kv, slots: apart.row(module, name, block_q, block_kv, slots),
-        long=lambda module: None,
-        least=lambda module, row: choice.FEW,
-        candidates=lambda module: (),
-        declined=lambda module: apart.declined(module, name),
-    )
+    return _backward(name, partial(apart.obstacle, name), partial(apart.row, name), partial(apart.declined, name), APART)
 
 
 DIVISIONS = (
@@ -32,15 +38,6 @@ DIVISIONS = (
         candidates=choice.candidates,
         declined=choice.declined,
     ),
-    Division(
-        kernel=FUSED,
-        beside=(),
-        obstacle=gradients.obstacle,
-        row=gradients.row,
-        long=lambda module: None,
-        least=lambda module, row: choice.FEW,
-        candidates=lambda module: (),
-        declined=gradients.declined,
-    ),
+    _backward(FUSED, gradients.obstacle, gradients.row, gradients.declined),
     *map(_apart, APART),
 )

@@ -24,9 +24,7 @@ WIDE = (192, 128)  # columns of q and k, and of v, of multi-head latent attentio
 
 def obstacle(module: Module) -> str:
     """Why the kernel in one pass cannot be divided, as the end of a sentence; empty text if it can."""
-    kernel = next((kernel for kernel in module.kernels if kernel.name == FUSED), None)
-    if kernel is None:
-        return "there is no such kernel of this spec"
+    kernel = module.kernel(FUSED)
     if module.blocks and module.blocks.size < COPIES * ROWS:
         return f"its mask lists blocks of {module.blocks.size} keys, and a program has {COPIES * ROWS}"
     qk, v = module.head_dim_qk, module.head_dim_v

@@ -43,6 +43,19 @@ class Instruction:
             return ""
         return next((text for text in self.operands[:2] if not re.fullmatch(r"U?P[0-9T]", text)), "")  # predicates come before it
 
+    @cached_property
+    def width(self) -> int:
+        """How many registers it writes, by its modifiers; of a product, those of its sums in a thread: N / 2 of 64 rows and N columns."""
+        op, *more = self.name.split(".")
+        if columns := re.search(r"^HGMMA\S*\.64x(\d+)x", self.name):
+            return int(columns[1]) // 2
+        if op == "LDSM":
+            return int(more[-1]) if more[-1].isdigit() else 1
+        if op.startswith(("LD", "ATOM", "F2I")):
+            return 4 if "128" in more else 2 if {"64", "U64", "S64"} & {*more} else 1
+        uniform = op.startswith("U") and "64" in more
+        return 2 if uniform or op in ("DADD", "DMUL", "DFMA", "LEPC") or "WIDE" in more or (op == "CS2R" and "32" not in more) else 1
+
     @property
     def is_product(self) -> bool:
         """Whether the matrix units run it."""

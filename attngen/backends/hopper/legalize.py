@@ -57,16 +57,16 @@ def _spread(kernel: Kernel) -> Kernel:
         if isinstance(op, Issue) and kernel.type_of(op.a).space == "reg":
             yield Convert(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
             yield replace(op, a=_operand(op.a))
-        elif isinstance(op, Map) and (tiles := [ref for _, ref in op.uses if kernel.type_of(ref).space == "sram"]):
-            yield from (Lift(f"{ref}_sums", ref, replace(kernel.type_of(ref), space="reg")) for ref in tiles)
-            yield op.with_operands({ref: f"{ref}_sums" for ref in tiles})
         elif isinstance(op, Await) and op.holds:
             yield replace(op, holds=_operand(op.holds))
         elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,)):
             to = "sums" if "D_V" in op.type.unpadded else "chains"
-            rows = {ref: f"{ref.replace('.', '_')}_{to}" for _, ref in op.uses if kernel.type_of(ref).dims == ("BLOCK_Q",)}
-            yield from (Convert(name, ref, to, kernel.type_of(ref)) for ref, name in rows.items())
-            yield op.with_operands(rows)
+            types = {ref: kernel.type_of(ref) for _, ref in op.uses}
+            names = {ref: f"{ref.replace('.', '_')}_{to}" for ref, of in types.items() if of.space == "sram" or of.dims == ("BLOCK_Q",)}
+            for ref, name in names.items():
+                of = types[ref]
+                yield Lift(name, ref, replace(of, space="reg")) if of.space == "sram" else Convert(name, ref, to, of)
+            yield op.with_operands(names)
         else:
             yield op
 

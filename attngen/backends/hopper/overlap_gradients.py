@@ -112,6 +112,7 @@ class _Kinds:
         self.takes = {op.name: op for op in ops if isinstance(op, Take)}
         self.reads = [op for op in ops if isinstance(op, Read)]
         self.issues = [op for op in ops if isinstance(op, Issue)]
+        self.sums = [op for op in self.issues if op.acc]  # the products that add to carried sums
         self.awaits = {op.value: op for op in ops if isinstance(op, Await)}
         self.shares = {op.value: op for op in ops if isinstance(op, Share)}
         self.gives = {op.value: op for op in ops if isinstance(op, Give)}
@@ -119,6 +120,10 @@ class _Kinds:
         placed = {*self.args, *self.takes.values(), *self.reads, *self.issues, *self.awaits.values(), *self.shares.values()}
         placed |= {*self.gives.values(), *self.yields}
         self.computed = [op for op in ops if op not in placed]
+
+    def ends(self, products: Sequence[Issue]) -> Iterator[Op]:
+        """Products awaited, one after another, each with its tile given back."""
+        return (op for product in products for op in (self.awaits[product.name], self.gives[product.b]))
 
 
 def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last: bool) -> Iterator[Op]:
@@ -128,8 +133,7 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last:
     last: dQ is issued once the other products have been awaited, in registers that their operands have left.
     """
     graph, of = kernel.graph, _Kinds(ops)
-    takes, issues, awaits, shares, gives, rest = of.takes, of.issues, of.awaits, of.shares, of.gives, of.computed
-    sums = [op for op in issues if op.acc]
+    takes, issues, awaits, shares, gives, sums, rest = of.takes, of.issues, of.awaits, of.shares, of.gives, of.sums, of.computed
     dq = next(op for op in issues if op.a in takes)  # of dS that all consumers share
     dp, s = sorted((op for op in issues if not op.acc and op is not dq), key=lambda op: len(nx.descendants(graph, op.name)))
     of_s, of_dp = (nx.descendants(graph, op.name) for op in (s, dp))
@@ -165,8 +169,7 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last:
     for op in (op for op in packs if op not in first):
         yield op.with_operands(held)
         yield from (shares[op.name],) if op.name in shares else ()
-    awaited = [op for product in sums for op in (awaits[product.name], gives[product.b])]
-    yield from (*sums, takes[dq.a], *((*awaited, dq) if last else (dq, *awaited)))
+    yield from (*sums, takes[dq.a], *((*of.ends(sums), dq) if last else (dq, *of.ends(sums))))
     yield from (awaits[dq.name], gives[dq.a], shares[awaits[dq.name].name])
     yield from of.yields
 
@@ -174,14 +177,12 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last:
 def _ordered_apart(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
     """The products of scores at once, that of dP first, whose tile is given back while the other one runs; then that of the sums.
 
-    A tile beside which numbers lie is given back once these have been read.
+    A tile beside which numbers lie is given back once these have been read, each just before it is needed.
     """
     of = _Kinds(ops)
-    sums, reads = [op for op in of.issues if op.acc], {op.name: op for op in of.reads}
     scores = sorted((op for op in of.issues if not op.acc), key=lambda op: len(nx.descendants(kernel.graph, op.name)))
-    early = [op.b for op in scores]
-    summed, beside = {op.b for op in sums}, {read.beside for read in of.reads}
-    later = set().union(*(nx.descendants(kernel.graph, op.name) for op in (*scores, *of.reads)))
+    early, summed, beside = [op.b for op in scores], {op.b for op in of.sums}, {read.beside for read in of.reads}
+    later = {read.name for read in of.reads}.union(*(nx.descendants(kernel.graph, op.name) for op in (*scores, *of.reads)))
 
     yield from of.args
     yield from (one for op in scores for one in (of.takes[op.b], op))
@@ -189,11 +190,7 @@ def _ordered_apart(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
     for op in scores:
         yield of.awaits[op.name]
         yield from [] if op.b in summed | beside else [of.gives[op.b]]
-    for one in (op for op in of.computed if op.name in later):
-        yield from [reads.pop(name) for name in one.operands() if name in reads]
-        yield one
+    yield from (op for op in ops if op.name in later and (op in of.reads or op in of.computed))
     yield from (of.gives[name] for name in early if name in beside - summed)
-    yield from (of.takes[op.b] for op in sums if op.b not in early)
-    yield from sums
-    yield from (one for op in sums for one in (of.awaits[op.name], of.gives[op.b]))
-    yield from of.yields
+    yield from (of.takes[op.b] for op in of.sums if op.b not in early)
+    yield from (*of.sums, *of.ends(of.sums), *of.yields)

@@ -47,7 +47,7 @@ def reused(code: list[Instruction]) -> list[str]:
 def _written(one: Instruction) -> frozenset[int]:
     """The registers that it writes, but for a product's sum."""
     found = None if one.is_product else re.fullmatch(r"R(\d+)", one.target)
-    return _span(int(found[1]), _width(one.name)) if found else frozenset()
+    return _span(int(found[1]), one.width) if found else frozenset()
 
 
 def _touched(one: Instruction) -> frozenset[int]:
@@ -62,24 +62,12 @@ def _operand(product: Instruction) -> frozenset[int]:
 
 
 def _sum(product: Instruction) -> frozenset[int]:
-    """The registers of a product's sum: of each thread, N / 2 numbers of fp32, of 64 rows and N columns."""
-    columns = re.search(r"\.64x(\d+)x", product.name)
-    assert columns, product.name
-    return _span(int(product.operands[0][1:]), int(columns[1]) // 2)
+    """The registers of a product's sum."""
+    return _span(int(product.operands[0][1:]), product.width)
 
 
 def _span(first: int, count: int) -> frozenset[int]:
     return frozenset(range(first, first + count))
-
-
-def _width(name: str) -> int:
-    """How many registers an instruction writes, by its modifiers."""
-    op, *more = name.split(".")
-    if op == "LDSM":
-        return int(more[-1]) if more[-1].isdigit() else 1
-    if op.startswith(("LD", "ATOM", "F2I")):
-        return 4 if "128" in more else 2 if {"64", "U64", "S64"} & {*more} else 1
-    return 2 if op in ("DADD", "DMUL", "DFMA", "LEPC") or "WIDE" in more or (op == "CS2R" and "32" not in more) else 1
 
 
 def _wrong(op: Instruction, flight: Flight) -> str:

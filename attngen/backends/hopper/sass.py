@@ -55,11 +55,10 @@ def parts(code: list[Instruction]) -> Iterator[Part]:
 
 def registers_named(one: Instruction) -> int:
     """One more than the highest register that it names: wide results and data take several, and wide addresses two."""
-    tile = re.match(r"HGMMA\.64x(\d+)x", one.text)
-    wide = int(tile[1]) // 2 if tile else 4 if ".128" in one.name else 2 if re.search(r"\.64|\.WIDE|^CS2R$", one.name) else 1
+    wide = one.width if one.is_product else 4 if ".128" in one.name else 2 if re.search(r"\.64|\.WIDE|^CS2R$", one.name) else 1
     found = [int(n) + (2 if pair else 1) for place in _PLACES.findall(one.text) for n, pair in re.findall(r"\bR(\d+)(\.64)?", place)]
     named = [int(n) for n in re.findall(r"\bR(\d+)\b", _PLACES.sub("", one.text))]
-    return max([*found, *(n + (wide if i == 0 else 4 if tile else 1) for i, n in enumerate(named))], default=0)
+    return max([*found, *(n + (wide if i == 0 else 4 if one.is_product else 1) for i, n in enumerate(named))], default=0)
 
 
 def _next(code: list[Instruction], at: int, start: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ import re
 
 from attngen.backends.hopper.instructions import Instruction
 
-_WRITES = {".128": 4, ".64": 2, ".WIDE": 2}  # in names of instructions -> the registers that these write; others write one
+_WIDE = (".128", ".64", ".WIDE")  # in names of instructions whose operands may be several registers, four at most
 _UNIFORM, _REGISTERS = 64, 256  # uniform registers, and a thread's own, whose numbers come behind those here
 _MOVES = re.compile(r"(MOV|UMOV|R2UR)(\.BROADCAST)?|IMAD(\.U32|\.MOV|\.MOV\.U32)")
 _ENGINE = "UTMA"  # starts the names of instructions for the copy engine: these name a tile's place and a descriptor
@@ -74,14 +74,8 @@ def _written(one: Instruction) -> set[int]:
     match = re.fullmatch(r"(U?)R(\d+)", one.target)
     if not match:
         return set()
-    count = _summed(one) or next((n for part, n in _WRITES.items() if part in one.name), 2 * (one.name == "CS2R") or 1)
     start = _number(match[1], match[2])
-    return set(range(start, start + count))
-
-
-def _summed(one: Instruction) -> int:
-    """The registers of a product's sums, in a thread: 64 rows and N columns are 128 threads'; 0 of another instruction."""
-    return int(one.name.split("x")[1]) // 2 if one.is_product else 0
+    return set(range(start, start + one.width))
 
 
 def _named(one: Instruction) -> set[int]:
@@ -96,10 +90,10 @@ def _named(one: Instruction) -> set[int]:
 def _group(one: Instruction) -> set[int]:
     """The registers that an instruction may read: from each that it names on, as many as it can read there."""
     found: set[int] = set()
-    wide = 4 if any(part in one.name for part in _WRITES) else 2 if one.op.startswith(_ENGINE) else 1
+    wide = 4 if any(part in one.name for part in _WIDE) else 2 if one.op.startswith(_ENGINE) else 1
     for i, text in enumerate(one.operands):
         for uniform, digits, pair in [] if text == one.target and i == 0 and _written(one) else re.findall(r"\b(U?)R(\d+)(\.64)?", text):
-            count = 4 if "gdesc" in text else _summed(one) or max(wide, 2 if pair or "desc[" in text else 1)
+            count = 4 if "gdesc" in text else one.width if one.is_product else max(wide, 2 if pair or "desc[" in text else 1)
             count = _PLACE if one.op.startswith(_ENGINE) and i == 0 else count
             start, end = _number(uniform, digits), _UNIFORM if uniform else _UNIFORM + _REGISTERS
             found |= set(range(start, min(start + count, end)))
