@@ -37,6 +37,15 @@ FEW_ABREAST, OF_COLUMNS = 4, 64
 # (docs/perf-log.md, section 31).
 PLAIN, SUMMED = 64, 32
 
+# ---------------------------------------------------------------- keys of a cache that are dealt among programs
+
+UNIT = 64  # keys of a unit of work, which tiles divide or are made of
+# So many parts, at most, for each program that the device holds at once, so that all end together where sequences differ; fewer where parts
+# would have less than so many units (docs/perf-log.md, section 33).
+WAVES, LEAST_UNITS = 16, 64
+RESIDENT = 2  # programs of a part that share a multiprocessor
+PARTS_AHEAD = 8  # parts that are in flight while they are joined: each is small, and most of its time is a latency
+
 # ---------------------------------------------------------------- lists of blocks that data gives
 
 LISTED = 128  # rows and columns of a block: the largest tile, since tiles divide blocks

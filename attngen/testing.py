@@ -268,21 +268,21 @@ def run_case(
 
     wide = (*(x.to(out_dtype) for x in (q, k, v)), *learned.values())
     with _whole_products():
-        naive = _errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
-    found = _errors(_gradients(ours, leaves, grads, names), truth)
+        naive = errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
+    found = errors(_gradients(ours, leaves, grads, names), truth)
     fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
     stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else in_dtype) for key, x in truth.items()}
-    return Result(case, dtype, found, naive, _rounding(truth, stored, rounded, operand))
+    return Result(case, dtype, found, naive, rounding_of(truth, stored, rounded, operand))
 
 
-def _rounding(
+def rounding_of(
     truth: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], changes: list[dict[str, torch.Tensor]], operand: float
 ) -> dict[str, float]:
     """What rounding alone gives: of the exact results as they are `stored`, by changes that a fused backward makes, and of operands."""
     single = torch.finfo(torch.float32).eps
-    rounding = {key: max(e, single, 0.0 if key.startswith("lse") else operand) for key, e in _errors(stored, truth).items()}
+    rounding = {key: max(e, single, 0.0 if key.startswith("lse") else operand) for key, e in errors(stored, truth).items()}
     for change in changes:
-        for key, e in _errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
+        for key, e in errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
             rounding[key] = max(rounding[key], e)
     return rounding
 
@@ -352,7 +352,7 @@ def _exact(
     return {**{key: torch.cat(x, 2) for key, x in parts.items()}, **exact}, *rounded
 
 
-def _errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
     """Errors under the keys of Result."""
     errors = {}
     for key in truth:

@@ -91,6 +91,7 @@ def _compiled(e: Expr) -> tuple[list[str], Any]:
         "floordiv": lambda a, b: a // b,
         "cdiv": lambda a, b: -(-a // b),
         "mod": lambda a, b: a % b,
+        "portion": lambda n, i, parts: i * (n // parts) + min(i, n % parts),
         "clamp": lambda x, a, b: min(max(x, a), b),
         "select": lambda c, a, b: a if c else b,
     }

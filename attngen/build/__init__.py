@@ -13,6 +13,7 @@ from attngen.build.packed import PACKED
 from attngen.build.programs import add_programs
 from attngen.build.results import with_results
 from attngen.build.semantics import listed_blocks, meaning
+from attngen.build.serving import add_cache
 from attngen.errors import BuildError
 from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Kernel, Module
 from attngen.ir.heads import SHARINGS
@@ -69,7 +70,7 @@ def build_module(spec: Spec) -> Module:
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
     )
-    return add_programs(with_results(build_hosts(module, ways, spec.trains)))
+    return add_programs(with_results(add_cache(build_hosts(module, ways, spec.trains), spec)))
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -12,7 +13,7 @@ from attngen.build.semantics import S, listed_blocks, modified, of_product, shar
 from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
-from attngen.ir.graph import Kernel, Learned, Read, input_tensors
+from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SCALARS
 from attngen.ir.ops import (
@@ -29,6 +30,7 @@ from attngen.ir.ops import (
     Gather,
     Init,
     Keep,
+    Length,
     Load,
     Loop,
     Map,
@@ -65,6 +67,7 @@ class KernelBuilder:
         self.types: dict[str, Type] = {}
         self.grid = grid(signature, spec.heads.sharing)
         self.shares = next(iter(sharing(self.grid)), None)  # the axis whose programs share a loop
+        self.deal: Deal | None = None  # how keys of a cache are dealt among programs
         self.heads = _heads(spec, signature)
         self.score = modified(spec)
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
@@ -87,10 +90,18 @@ class KernelBuilder:
 
     def tensors(self, learned: Iterable[Learned] = ()) -> None:
         """Declare all tensors that the kernel reads and writes, also for mask and modifiers."""
-        read = {read.tensor: self.tensor_types[read.tensor] for read in self.needed}
+        read = {read.tensor: self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
         for arg in tensor_args(self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
+
+    def _in_cache(self, type_: Type) -> Type:
+        """The type of an input: where keys are in a cache, one of each key has room for all keys that a sequence may have.
+
+        Where rows are the queries of all heads of a group, those of one head are `queries`.
+        """
+        named = ({"Nk": "Nc"} if self.signature.cache else {}) | ({"Nq": "queries"} if self.signature.packs else {})
+        return replace(type_, dims=tuple(named.get(d, d) for d in type_.dims))
 
     def scalar(self, name: str) -> None:
         self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.numbers}[name])))
@@ -101,18 +112,44 @@ class KernelBuilder:
         packs, heads = self.signature.packs, SHARINGS[self.spec.heads.sharing]
         names += ["queries"] if packs else []
         named = _symbols((self.where, *self.wants, *(e for read in self.needed for e in read.index)))
-        shared = heads.counts_group and ((not packs and self.signature.scores) or symbol("h" if packs else "hkv") in named)
-        if shared or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs):
+        shared = heads.counts_group and not packs and (self.signature.scores or symbol("hkv") in named)
+        if (
+            shared
+            or (packs and symbol("h") in named)
+            or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs)
+        ):
             names.append("group")
-        names += [str(self.shares.extent)] if self.shares else []
+        names += [str(self.shares.extent)] if self.shares and not self.deal else []
+        names += ["B", "items"] if self.deal else []
+        names += ["Nc", "Nn"] if self.signature.cache or self.deal else []
+        names += ["page_rows"] if self.signature.cache and self.signature.cache.page == "page_rows" else []
         names += [PAIRS] if self.signature.merges else []
         places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
         bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv"}
-        by_keys = self.signature.masks or symbol("Nk") in named | _symbols(places)
+        by_keys = (self.signature.masks or symbol("Nk") in named | _symbols(places)) and not self.signature.cache
         for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_numbers)):
             self.scalar(name)
+        if self.signature.cache and self.signature.masks:
+            self.add(Length("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
 
-    def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0) -> str:
+    def load_keys(self, name: str, tensor: str, head: Any, column: str, block: str) -> None:
+        """Load a tile of K or V: of the sequence and head; in a cache of pages, of those that the sequence has."""
+        cache = self.signature.cache
+        if cache is None or not cache.page:
+            self.load(name, tensor, ("b", head, "kv", column), block)
+            return
+        self.pages("page", symbol("kv_idx"), block)
+        self.load(name, tensor, (head, "kv", column), block, pages="page")
+
+    def pages(self, name: str, row: Any, block: str) -> None:
+        """The number of the page in which each row of a sequence lies, where the sequence has the row; once in a block."""
+        assert self.signature.cache is not None
+        if name not in self.types:
+            where = sympy.And(in_bounds("kv"), *([row >= 0, row < symbol("Nc")] if row != symbol("kv_idx") else []))
+            at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(self.signature.cache.page))))
+            self.add(Gather(name, at, self._uses((*at.index, where)), Type("i32", ("BLOCK_KV",)), where), block)
+
+    def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0, pages: str | None = None) -> str:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
         access = _access(tensor, index)
         dims = tuple(AXIS_DIM[a] for a in access.axes())
@@ -120,7 +157,7 @@ class KernelBuilder:
             dims = self.score_dims
         always = (self.own_axis, *(("q", "kv") if block == "entry" else ()))
         check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ("q", "kv"))
-        return self.add(Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other)), block)
+        return self.add(Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block)
 
     def store(self, tensor: str, index: tuple[Any, ...], value: str, block: str = "entry") -> None:
         access = _access(tensor, index)
@@ -201,7 +238,7 @@ class KernelBuilder:
         tensor = read.tensor.upper()
         plain = self._natural(read)
         rows = [d in POSITIONS for d, _, _ in plain]
-        if all(e == natural for _, e, natural in plain) and rows == sorted(rows):
+        if all(e == natural for _, e, natural in plain) and rows == sorted(rows) and not self._is_packed(read):
             self.load(read.name, tensor, tuple(POSITIONS.get(d, e) for d, e, _ in plain), block)
             return
         at, inside = self._inside(read, block)
@@ -216,6 +253,10 @@ class KernelBuilder:
             value = self.reduce_sum(f"{tensor.lower()}_{AXIS_OF[over]}_sum", value, over, block)
         name = f"scatter_{sum(map(len, self.ops.values()))}"
         self.add(Scatter(name, Access(tensor, at), value, self._uses((*at, inside)), inside), block)
+
+    def _is_packed(self, read: Read) -> bool:
+        """Whether rows of a tile, which are queries of several heads, read different heads or queries of a tensor."""
+        return self.signature.packs and not {"Hq", "Nq"}.isdisjoint(self.tensor_types[read.tensor].dims)
 
     def _natural(self, read: Read) -> list[tuple[str, Any, Any]]:
         """For each dimension of a read: its name, its index in this kernel, and the natural index of the dimension."""
@@ -241,7 +282,7 @@ class KernelBuilder:
         at = []
         for dim, e, natural in self._natural(read):
             e = e if block is None else self._place(read, e, block)
-            extent = dimension(dim)
+            extent = dimension(dim).xreplace(self.heads)
             low, high = span(e)
             if e != natural and low < 0:  # from the end
                 e = select(e < 0, e + extent, e)
@@ -250,7 +291,7 @@ class KernelBuilder:
             if not (prove_le(high, extent - 1) or (e == natural and dim not in POSITIONS)):
                 inside.append(e < extent)
             at.append(e)
-        where = sympy.And(*inside)
+        where = sympy.And(*inside, *([in_bounds("q")] if self._is_packed(read) else []))
         if where == sympy.false:
             places = ", ".join(map(to_text, read.index))
             outside = f"reads `{read.tensor}` at `{places}`, which is outside of it; expected places inside"
@@ -307,7 +348,8 @@ class KernelBuilder:
 
     def kernel(self) -> Kernel:
         blocks = tuple(Block(n, tuple(ops)) for n, ops in self.ops.items())
-        return Kernel(self.signature.name, self.grid, blocks, self.own_axis, self.signature.packs, self.signature.about)
+        of = self.signature
+        return Kernel(of.name, self.grid, blocks, self.own_axis, of.packs, of.about, deal=self.deal)
 
 
 def _symbols(expressions: Iterable[Any]) -> set[Any]:

@@ -11,8 +11,9 @@ from attngen.build.semantics import S, unbounded
 from attngen.build.signature import Signature
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
-from attngen.ir.graph import Kernel
+from attngen.ir.graph import Deal, Kernel
 from attngen.ir.ops import SoftmaxStep, Type, Yield
+from attngen.ir.shares import part
 from attngen.spec import Spec
 
 FWD = Signature("fwd", "q", ("Q", "K", "V"), ("O", "LSE"), about="Forward: online softmax over key tiles, one program per query tile.")
@@ -33,16 +34,23 @@ FWD_END = Signature(
 )
 
 
-def build_forward(spec: Spec, signature: Signature = FWD) -> Kernel:
+def sink_of(spec: Spec) -> Expr | None:
+    """One more logit of each row's softmax, if there is one."""
+    return next((s.sink() for s in spec.score if s.sink() is not None), None)
+
+
+def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = None) -> Kernel:
     """FlashAttention-2 (Dao 2023), Algorithm 1: one program per query tile, online softmax over key tiles.
 
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
 
-    If the signature packs heads, a tile has the queries of all heads that share a K/V head.
+    If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each program has a part of
+    them, and stores what it finds of these: its output, and its LSE to base 2.
     """
-    sink = next((s.sink() for s in spec.score if s.sink() is not None), None)
-    b = KernelBuilder(spec, signature, [] if sink is None else [sink])
+    sink = sink_of(spec)
+    b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
+    b.deal = deal
     kv = b.heads[symbol("hkv")]
     own = kv if signature.packs else "h"
     b.tensors()
@@ -58,10 +66,13 @@ def build_forward(spec: Spec, signature: Signature = FWD) -> Kernel:
         "acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"),
     }
     b.reads()
-    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
+    first, end = sympy.Integer(0), cdiv(symbol("Nk"), symbol("BLOCK_KV"))
+    if b.shares:
+        first, end = part(first, end, b.shares)
+    b.loop("keys", "kv", end, "step", first=first, **starts)
 
     b.carried("step", **starts)
-    b.load("k", "K", ("b", kv, "kv", "d_qk"), "step")
+    b.load_keys("k", "K", kv, "d_qk", "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     b.dot("s", "q", "k", "D_QK", "step")
     scores(b)
@@ -69,15 +80,33 @@ def build_forward(spec: Spec, signature: Signature = FWD) -> Kernel:
     guard = "always" if unbounded(spec) else "partial"
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
-    b.load("v", "V", ("b", kv, "kv", "d_v"), "step")
+    b.load_keys("v", "V", kv, "d_v", "step")
     p = _raised(b, b.dropped("soft.p"))
     b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), ("acc", "acc_next"))), "step")
 
-    _store_results(b, own, sink)
+    if b.shares:
+        _store_part(b, own)
+    else:
+        _store_results(b, own, sink)
     return b.kernel()
+
+
+def item() -> Expr:
+    """The number of the program's part among those of all sequences."""
+    return symbol("first_item") + symbol("part")
+
+
+def _store_part(b: KernelBuilder, own: Any) -> None:
+    """The output and the LSE, to base 2, of a part of the keys."""
+    m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
+    b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
+    b.map("o_part", acc * symbol("inv_l") / _factor(b), acc="keys.acc", inv_l="inv_l")
+    b.store("O_PARTS", (item(), own, "q", "d_v"), "o_part")
+    b.map("lse2_part", select(l > 0, m + log2(l), -sympy.oo), m="keys.m", l="keys.l")
+    b.store("LSE2_PARTS", (item(), own, "q"), "lse2_part")
 
 
 def _factor(b: KernelBuilder) -> int:
@@ -94,7 +123,7 @@ def _store_results(b: KernelBuilder, own: Any, sink: Expr | None) -> None:
     """The output, divided by the sums of weights, and the LSE. `own`: the index of the program's head."""
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     if sink is not None:
-        _join_sink(b, sink)
+        join_sink(b, sink, {"m": "keys.m", "l": "keys.l"})
     else:
         b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
     if b.spec.dropout:  # kept weights are scaled up for the dropped ones
@@ -173,11 +202,14 @@ def build_forward_end(spec: Spec) -> Kernel:
     return b.kernel()
 
 
-def _join_sink(b: KernelBuilder, sink: Expr) -> None:
-    """Add one more logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then."""
+def join_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
+    """Add one more logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then.
+
+    end: the values that the row's maximum `m` and its sum `l` have in the end.
+    """
     m, l, m_all, sink2 = map(symbol, ("m", "l", "m_all", "sink2"))  # noqa: E741
     b.compute("sink2", sink * symbol("LOG2E"), "entry")
-    b.map("m_all", sympy.Max(m, sink2), m="keys.m", sink2="sink2")
-    b.map("shrunk", exp2(m - m_all), m="keys.m", m_all="m_all")
-    b.map("l_all", l * symbol("shrunk") + exp2(sink2 - m_all), l="keys.l", shrunk="shrunk", sink2="sink2", m_all="m_all")
+    b.map("m_all", sympy.Max(m, sink2), m=end["m"], sink2="sink2")
+    b.map("shrunk", exp2(m - m_all), m=end["m"], m_all="m_all")
+    b.map("l_all", l * symbol("shrunk") + exp2(sink2 - m_all), l=end["l"], shrunk="shrunk", sink2="sink2", m_all="m_all")
     b.map("inv_l", symbol("shrunk") / symbol("l_all"), shrunk="shrunk", l_all="l_all")

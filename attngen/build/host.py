@@ -92,7 +92,7 @@ def known_type(name: str) -> Type:
     return Type(tensor_dtype(name), SHAPES[name], "hbm")
 
 
-def _operands(b: HostBuilder, module: Module, direction: str) -> None:
+def operands(b: HostBuilder, module: Module, direction: str) -> None:
     """The arguments after q, k and v: what mask, modifiers and dropout read, block lists and numbers.
 
     Lists that are the same for all sequences or heads are repeated for these.
@@ -119,7 +119,7 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
     b = HostBuilder("forward")
     for name in ("Q", "K", "V"):
         b.tensor(name)
-    _operands(b, module, "forward")
+    operands(b, module, "forward")
     b.alloc("O", like="Q")
     b.alloc("LSE")
     b.branch("Launched", "launches", of=("O",))
@@ -145,7 +145,7 @@ def _backward(module: Module) -> Host:
     b = HostBuilder("backward")
     for name in ("dO", "dLSE", "Q", "K", "V", "O", "LSE"):
         b.tensor(name)
-    _operands(b, module, "backward")
+    operands(b, module, "backward")
     flags = ["need_q", "need_kv", *(["need_inputs"] if module.learned else [])]
     for flag in flags:
         b.add(Arg(flag, "flag", Type("b1", (), "reg")))

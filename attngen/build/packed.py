@@ -34,8 +34,13 @@ def applies(spec: Spec) -> bool:
     """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
     shared = SHARINGS[spec.heads.sharing].is_shared
     alone = not shared or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
+    return not alone and packs(spec)
+
+
+def packs(spec: Spec) -> bool:
+    """Whether mask and scores read nothing for a single query or head."""
     own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
-    return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
+    return not ({"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
 
 
 def kernels(spec: Spec) -> tuple[Kernel, ...]:

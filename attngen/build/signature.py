@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from attngen.ir.expr import cdiv, symbol
-from attngen.ir.graph import Blocks, GridAxis, Input, Learned
+from attngen.ir.graph import Blocks, Cache, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import BLOCK_LISTS, GRADIENTS, PAIRS, SHAPES, SHARES, block_lists, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
@@ -19,7 +19,7 @@ class Signature(NamedTuple):
     One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
     Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part; if it `merges`, two of them
     write the sum of theirs. To what it `adds` to, other programs add, too. If its heads are `apart`, a program has one of the query heads
-    that share a K/V head, and writes gradients for that.
+    that share a K/V head, and writes gradients for that. Its keys and values lie in `cache`, if it has one.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Signature(NamedTuple):
     apart: bool = False
     merges: bool = False
     about: str = ""
+    cache: Cache | None = None
 
     @property
     def transposed(self) -> bool:
@@ -42,7 +43,7 @@ class Signature(NamedTuple):
     @property
     def by_key_head(self) -> bool:
         """Whether a program owns a K/V head, for all query heads that share it."""
-        return self.packs or (self.transposed and not self.apart)
+        return self.packs or "K" in self.writes or (self.transposed and not self.apart)
 
     @property
     def scores(self) -> bool:
@@ -57,6 +58,10 @@ class Signature(NamedTuple):
 
 def tensor_type(name: str, signature: Signature) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes."""
+    if len(SHAPES[name]) < 3:
+        return Type(tensor_dtype(name), SHAPES[name])
+    if signature.cache and name in ("K", "V"):
+        return Type(tensor_dtype(name), (*signature.cache.rows, SHAPES[name][-1]))
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS
     parts = [PAIRS if signature.merges else SHARES[signature.shares]] if signature.shares and written else []

@@ -20,7 +20,8 @@ from attngen.ir.expr import parse, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Base, Load, Map, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Load, Map, Type, Yield
+from attngen.policy import RESIDENT
 
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
@@ -110,10 +111,8 @@ def _numbers(kernel: Kernel) -> list[Arg]:
 def _described(kernel: Kernel, tensor: str) -> str:
     """The name of the tile size, as in `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty if it does not."""
     for op in kernel.ops():
-        if isinstance(op, Load) and op.via:
-            base = kernel.op(op.src.tensor)
-            if isinstance(base, Base) and base.src.tensor == tensor:
-                return AXIS_DIM[op.src.axes()[0]]
+        if isinstance(op, Load) and op.via and kernel.accessed(op)[0].name == tensor:
+            return AXIS_DIM[op.src.axes()[0]]
     return ""
 
 
@@ -133,7 +132,7 @@ class HostContext:
         nodes = self._block("entry")
         params = [a.name if a.name in SIZES else variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
         results = [variable(ref) for ref in self.host.results.values()]
-        returned = f"return {', '.join(results)}"
+        returned = f"return {', '.join(results)}" if results else ""
         returned = returned if len(returned) < LONGEST else fitted("return ", results, "")
         return HostView(params, self._definitions(), nodes, returned, self._remembered())
 
@@ -159,7 +158,7 @@ class HostContext:
             names: list[str] = [name if name in wanted else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
             names += [f"{strides.pop(name)}_strides" if name in strides else "_" for name in ("q", "k", "v")]
             lines = [f"{', '.join(names)} = shapes or runtime.shapes_of(q, k, v)"]
-        elif any(a.name == "Q" for a in self.host.args):
+        elif {"Q", "K"} <= {a.name for a in self.host.args}:
             lines = sizes_of(wanted)
         else:
             lines = self.sizes_of_args(wanted)
@@ -184,7 +183,7 @@ class HostContext:
 
     def _python(self, e: Any) -> str:
         """The Python source of an expression of sizes and flags; the sizes are added to `self.sizes`."""
-        self.sizes |= {str(s) for s in e.free_symbols} & FOUND.keys()
+        self.sizes |= {str(s) for s in e.free_symbols} & (FOUND.keys() | self.host.sizes)
         if isinstance(e, select):
             where, then, orelse = map(self._python, e.args)
             return f"{then} if {where} else {orelse}"
@@ -345,7 +344,10 @@ class HostContext:
         given, sizes = dict(op.args), dict(op.sizes)
         tensors = [a for a in kernel.args if a.role != "scalar"]
         extent = AXIS_EXTENT[kernel.own_axis]
-        heads = sympy.Mul(*(sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT))
+        axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
+        if "part" in axes:  # programs take one after another
+            axes = {"part": RESIDENT * symbol("processors")}
+        heads = sympy.Mul(*axes.values())
         numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
         strides: list[str] = []
         for a in tensors:

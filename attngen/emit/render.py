@@ -97,6 +97,8 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
 TITLES = {
     "forward": "Launch the forward kernels: (out, lse).",
     "backward": "Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed.",
+    "append": "Store new keys and values in the cache.",
+    "decode": "Launch the kernels that read keys from the cache: (out, lse).",
     "count": "Evaluate the mask: how many pairs are visible in each strip of a block of scores.",
     "lists": "The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers.",
 }

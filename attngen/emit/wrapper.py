@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attngen.emit.host import sizes_of
@@ -128,6 +128,40 @@ class Wrapper:
     def taken(self) -> list[str]:
         """Statements that check and convert the inputs which every call gives: those that are not planned."""
         return [self.take(i) for i in self.module.inputs if i.name not in self.planned]
+
+    # ------------------------------------------------------------------ caches
+
+    @property
+    def page(self) -> int | None:
+        """Keys of a page of the cache: 0 where a call says it, None where there are no pages."""
+        cache = self.module.cache
+        return None if cache is None or not cache.page else int(cache.page) if cache.page.isdigit() else 0
+
+    def _in_cache(self, i: Input) -> Input:
+        """An input of a call over a cache, where one of each key has room for all that a sequence may have."""
+        return replace(i, shape=tuple("Nc" if d == "Nk" else d for d in i.shape))
+
+    def help_in_cache(self, i: Input) -> str:
+        return self.help(replace(self._in_cache(i), options=tuple(o for o in i.options if o != "grad"))).replace("Nc", "S")
+
+    @property
+    def taken_in_cache(self) -> list[str]:
+        """Statements that check and convert the inputs of a call over a cache."""
+        return [self.take(self._in_cache(i)) for i in self.module.inputs]
+
+    @property
+    def sizes_in_cache(self) -> list[str]:
+        """Statements that define the sizes which these use."""
+        used = set(re.findall(r"\w+", " ".join(self.taken_in_cache)))
+        room = "keys.shape[2]" if not self.page and self.page != 0 else f"page_table.shape[1] * {self.page or 'keys.shape[2]'}"
+        sources = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "keys.shape[1]", "Nq": "q.shape[2]", "Nc": room}
+        return [f"{name} = {source}" for name, source in sources.items() if name in used]
+
+    @property
+    def passed_in_cache(self) -> list[str]:
+        """What a call over a cache gives for each argument of the host program `decode` after those of the cache."""
+        cached = ("Q", "K_CACHE", "V_CACHE", "CACHE_SEQLENS", "PAGE_TABLE", "Nn")
+        return [a.name.lower() for a in self.module.host("decode").args if a.name not in cached]
 
     def derive(self, wanted: Any = None) -> list[tuple[list[str], str]]:
         """(names, call) of functions that derive what kernels read: those that give `wanted` names, else those without planned inputs."""

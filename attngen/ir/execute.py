@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from attngen.errors import AttngenError
+from attngen.ir.deal import deal
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, symbol_names
 from attngen.ir.graph import MIRRORED, Kernel, Module
@@ -35,6 +36,7 @@ from attngen.ir.ops import (
     PADDED,
     Access,
     Add,
+    Append,
     Arg,
     Barrier,
     Base,
@@ -45,6 +47,7 @@ from attngen.ir.ops import (
     Gather,
     Init,
     Keep,
+    Length,
     Load,
     Loop,
     Map,
@@ -106,13 +109,36 @@ def execute_kernel(
     widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in widths.items()}
     start = {**CONSTANTS, **widths, **padded, **tensors, **scalars, **tiles}
-    axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(start)))] for axis in kernel.grid]
-    places = [dict(place) for place in product(*axes)]
+    if kernel.deal:
+        places = _dealt(kernel, start)
+    else:
+        axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(start)))] for axis in kernel.grid]
+        places = [dict(place) for place in product(*axes)]
     if kernel.grid[0].mirrored:
         together = int(compiled(kernel.grid[0].heads)(start))
         places = [place | {MIRRORED: _is_of_last(place, axes[1:], together)} for place in places]
     with np.errstate(all="ignore"):
         run_together(launch.programs(places, start))
+
+
+def _dealt(kernel: Kernel, start: Values) -> list[dict[str, int]]:
+    """The places of a grid whose programs have parts of the keys of sequences, or, without an axis of parts, all parts of a sequence."""
+    assert kernel.deal is not None
+    lengths = start["CACHE_SEQLENS"]
+    work = [int(compiled(kernel.deal.work)({**start, "Nk": keys_of(length, start)})) for length in lengths]
+    parts = deal(work, int(start["items"]), kernel.deal.each)
+    places = []
+    for b, count in enumerate(parts):
+        known = {**start, "parts": count}
+        rest = [axis for axis in kernel.grid if axis.var != "b"]
+        axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(known)))] for axis in rest]
+        places += [{**dict(place), "b": b, "parts": count, "first_item": sum(parts[:b])} for place in product(*axes)]
+    return places
+
+
+def keys_of(length: int, values: Mapping[str, Any]) -> int:
+    """How many keys a sequence has that had so many before the call (see Length)."""
+    return min(int(values["Nc"]), max(0, int(length) + int(values["Nn"])))
 
 
 def _is_of_last(place: Mapping[str, int], heads: Sequence[Sequence[tuple[str, int]]], together: int) -> int:
@@ -334,7 +360,28 @@ class Launch:
         places, _ = self.window(op, op.src, (), (), values, cls)
         return values[op.src.tensor][places]
 
+    def _length(self, op: Length, values: Values, cls: str) -> int:
+        return keys_of(values[op.src.tensor][values["b"]], values)
+
+    def _load_pages(self, op: Load, values: Values, cls: str) -> Any:
+        """Rows by their pages: those that are checked and past the end are `other`."""
+        assert op.pages is not None
+        head, axis, _ = op.src.index
+        rows, pages = values[f"{axis}_idx"], values[op.pages]
+        tensor = values[op.src.tensor]
+        inside = rows < values[AXIS_EXTENT[str(axis)]]
+        if not any(a == str(axis) and applies(when, cls) for a, when in op.check):
+            self.must_be_inside(op, op.src, 2, int(rows.min()), int(rows.max()) + 1, values[AXIS_EXTENT[str(axis)]])
+        if inside.any():
+            self.must_be_inside(op, op.src, 0, int(pages[inside].min()), int(pages[inside].max()) + 1, len(tensor))
+        tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
+        width = tensor.shape[3]
+        tile[inside, :width] = tensor[pages[inside], int(self.expression(head, values)), rows[inside] % tensor.shape[2]]
+        return tile
+
     def _load(self, op: Load, values: Values, cls: str) -> Any:
+        if op.pages:
+            return self._load_pages(op, values, cls)
         places, part = self.window(op, op.src, op.check, op.type.dims, values, cls)
         read = values[op.src.tensor][places]
         if not op.type.dims:
@@ -351,6 +398,18 @@ class Launch:
         written = values[op.value][part] if dims else values[op.value]
         values[op.dst.tensor][places] = spread(written, dims, self._axes(op.dst, dims))
         return None
+
+    def _append(self, op: Append, values: Values, cls: str) -> None:
+        """Rows go to those of their sequence, or of their pages, that `rows` names, if these are below Nc."""
+        *heads, axis, _ = op.dst.index
+        tensor, rows = values[op.dst.tensor], values[op.rows]
+        inside = (values[f"{axis}_idx"] < values[AXIS_EXTENT[str(axis)]]) & (rows >= 0) & (rows < values["Nc"])
+        places: list[Any] = [int(self.expression(e, values)) for e in heads]
+        if op.pages:
+            places = [values[op.pages][inside], *places, rows[inside] % tensor.shape[2]]
+        else:
+            places.append(rows[inside])
+        tensor[tuple(places)] = values[op.value][inside, : tensor.shape[3]]
 
     def add(self, op: Add | Merge, values: Values, cls: str) -> Program:
         """In its turn: until then the program pauses."""

@@ -116,6 +116,27 @@ class clamp(sympy.Function):  # noqa: N801
         return all(e.is_integer for e in self.args) or None
 
 
+class portion(sympy.Function):  # noqa: N801
+    """How many of n things the first i of some parts have: each part has n // parts, and the first n % parts of them one more.
+
+    For parts > 0, and i from 0 to parts.
+    """
+
+    nargs = 3
+    is_integer = True
+
+    @classmethod
+    def eval(cls, n: Expr, i: Expr, parts: Expr) -> Expr | None:
+        if n == 0 or i == 0:
+            return sympy.Integer(0)
+        if all(e.is_Integer for e in (n, i, parts)):
+            return i * (n // parts) + sympy.Min(i, n % parts)
+        return n if i == parts else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return (self.args[0].is_nonnegative and self.args[1].is_nonnegative) or None
+
+
 class divisor(sympy.Function):  # noqa: N801
     """The greatest divisor of a that is not above b; 1 if b is 0. Host programs have it, kernels do not."""
 
@@ -215,6 +236,7 @@ FUNCTIONS: dict[str, Any] = {
     "sigmoid": sigmoid,
     "sqrt": sqrt,
     "divisor": divisor,
+    "portion": portion,
     "floor": floor,
     "nearest": nearest,
     "trunc": trunc,

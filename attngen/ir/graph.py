@@ -30,6 +30,7 @@ from attngen.ir.ops import (
     Fact,
     Gather,
     Keep,
+    Length,
     Load,
     Loop,
     Map,
@@ -76,6 +77,23 @@ class GridAxis:
         return sympy.Max(1, fits if most == 1 else sympy.Min(most, fits))
 
 
+@dataclass(frozen=True)
+class Deal:
+    """How the keys of all sequences in a cache are dealt among programs: a sequence has cdiv(work, each) parts (see ir/deal.py).
+
+    work: units of work of a sequence, in terms of `Nk`, its number of keys, and of what is the same for all sequences.
+    each: units of a part, at most; 0: as many as make the parts of all sequences keep the device busy, and no more than `items`.
+
+    Programs know `parts`, the number of those of their sequence, and `first_item`, of those of all sequences before it.
+    """
+
+    work: Expr
+    each: int = 0
+
+
+DEALT = ("parts", "first_item")  # what programs know of it
+
+
 @cache
 def _written_out(e: Expr, named: tuple[tuple[Expr, Expr], ...]) -> Expr:
     """An expression with named scalars replaced by what they stand for. Cached, because nested Min and Max are slow in sympy."""
@@ -95,6 +113,7 @@ class Kernel:
     backend: of a divided kernel, the backend whose it is (see Module.divided).
     resident: of a divided kernel, the programs that share a multiprocessor.
     of: of a divided kernel that has a name of its own, the kernel that it stands in for.
+    deal: how the keys of sequences are dealt among programs, whose grid then has the axis `part`, or among those of another kernel.
 
     Its arguments say what it reads (`in`), writes (`out`) and rewrites (`inout`).
     """
@@ -108,6 +127,7 @@ class Kernel:
     backend: str = ""
     resident: int = 1
     of: str = ""
+    deal: Deal | None = None
 
     @property
     def stands_for(self) -> str:
@@ -166,7 +186,7 @@ class Kernel:
         """An expression with the named integer scalars of the kernel written out."""
         return _written_out(e, self.named)
 
-    def accessed(self, op: Base | Count | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
+    def accessed(self, op: Base | Count | Length | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
         """The argument that an access reads or writes, and all indices: first those of its `base`, if it goes through one."""
         return self.through(op.dst if isinstance(op, Store) else op.src)
 
@@ -193,6 +213,7 @@ class Kernel:
     def variables(self) -> frozenset[str]:
         """The variables of loops and of the grid, and the letters of axes: names in expressions that are not values."""
         flags = {MIRRORED for axis in self.grid if axis.mirrored} | ({MEMBER} if self.takes_heads else set())
+        flags |= {*DEALT} if self.deal else set()
         return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | flags | set(AXIS_DIM))
 
     def scalars_of(self, op: Op) -> set[str]:
@@ -307,6 +328,11 @@ class Kernel:
     def normalises(self) -> bool:
         """Whether it keeps the running maximum of the softmax."""
         return any(isinstance(op, SoftmaxStep) for op in self.ops())
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether its keys are in a cache, in which each sequence has a number of them of its own."""
+        return any(isinstance(op, Length) for op in self.ops())
 
     @cached_property
     def reads_pairs(self) -> bool:
@@ -499,6 +525,25 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """The module also reads keys and values from a cache: one row of keys for each sequence; or pages, each of `page` rows.
+
+    page: empty where there are no pages; a number; or `page_rows`, where a call gives it.
+    """
+
+    page: str = ""
+
+    @property
+    def rows(self) -> tuple[str, str, str]:
+        """The dimensions of a tensor of the cache, without the last one."""
+        return ("pages", "Hkv", self.page) if self.page else ("B", "Hkv", "Nc")
+
+    def describe(self) -> str:
+        """`contiguous`, `paged 64` or `paged any`."""
+        return f"paged {'any' if self.page == 'page_rows' else self.page}" if self.page else "contiguous"
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of a kernel's schedule table: tiles and launch options for a device class, an element size and up to `max_rows` rows.
 
@@ -564,6 +609,7 @@ class Module:
     hosts: tuple[Host, ...] = ()
     schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
     meaning: Meaning = Meaning()
+    cache: Cache | None = None
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)

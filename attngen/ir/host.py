@@ -14,6 +14,7 @@ import sympy
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import Bool, Expr
+from attngen.ir.names import DIMS
 from attngen.ir.ops import OPERAND, Arg, Block, Map, Op, Type, Uses, Yield
 
 Given = tuple[tuple[str, Expr], ...]  # (size as the kernel names it, its value)
@@ -188,6 +189,11 @@ class Host:
     @cached_property
     def args(self) -> tuple[Arg, ...]:
         return tuple(op for op in self.block("entry").ops if isinstance(op, Arg))
+
+    @cached_property
+    def sizes(self) -> set[str]:
+        """The sizes that its arguments' dimensions name, besides widths of heads."""
+        return {d for arg in self.args for d in arg.type.dims if d in DIMS}
 
     @property
     def results(self) -> dict[str, str]:

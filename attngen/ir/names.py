@@ -47,11 +47,23 @@ INTEGERS = {
     "group": Name("query heads that share a K/V head", ("group", ""), 1, _MOST_HEADS, "", "Hq // max(Hkv, 1)", uses="scalar few"),
     "splits": Name("programs among which the query heads of a group are split", ("splits", ""), 1, _MOST_HEADS, "s", uses="scalar few dim"),
     "split_pairs": Name("pairs of these programs, which sum gradients in place", ("pairs", ""), 1, _MOST_HEADS, "s", uses="scalar few dim"),
-    "queries": Name("queries of each head, of which a tile packs those of a group", ("queries", ""), 1, _LONGEST, uses="scalar few"),
+    "queries": Name(
+        "queries of each head, of which a tile packs those of a group", ("queries", ""), 1, _LONGEST, "n", uses="scalar few dim"
+    ),
     "split": Name("number of such a program", ("split", ""), 0, _MOST_HEADS, counts="splits"),
     "Nq": Name("queries of a sequence", ("N", "q"), 0, _LONGEST, "n", "q.shape[2]", uses="scalar dim", word="q_len"),
     "Nk": Name("keys of a sequence", ("N", "k"), 0, _LONGEST, "n", "k.shape[2]", uses="scalar dim", word="kv_len"),
     "Gq": Name("queries of a sequence, of all heads of a group", source="group * Nq"),
+    # Sizes of a call that reads keys from a cache.
+    "Nc": Name("keys for which a sequence has room in the cache", ("N", "c"), 0, _LONGEST, "n", uses="scalar dim"),
+    "Nn": Name("new keys of a sequence, which a call appends", ("N", "n"), 0, _LONGEST, "n", uses="scalar dim"),
+    "pages": Name("pages of the cache", ("P", ""), 0, None, "p", uses="dim"),
+    "max_pages": Name("pages of a sequence, at most", ("P", "max"), 0, None, "p", uses="scalar dim"),
+    "page_rows": Name("keys of a page", ("N", "p"), 1, _LONGEST, "n", uses="scalar few dim"),
+    "items": Name("parts into which the keys of all sequences are dealt, at most", ("items", ""), 1, None, "i", uses="scalar dim"),
+    "parts": Name("parts of a sequence's keys, each of one program", ("parts", ""), 1, None),
+    "part": Name("number of such a part", ("part", ""), 0, None, counts="parts"),
+    "first_item": Name("parts of the sequences before", None, 0, None),
     "processors": Name("multiprocessors of the device", None, 1, source="runtime.processors(q.device)"),
     "fused": Name("1 if one kernel computes dQ, dK and dV", None, 0, 1, source='runtime.is_scheduled(kernels, "bwd", q, k.shape[2])'),
     "Nlse": Name("Nq, or 0 if the LSE has no gradient", source="grad_lse.shape[2]", uses="scalar dim"),
@@ -109,14 +121,21 @@ SHAPES = {
     "DKDV_TURNS": ("B", "Hkv", "split_pairs", "Nk"),
     "DK_PARTS": ("B", "Hkv", "splits", "Nk", "D_QK"),
     "DV_PARTS": ("B", "Hkv", "splits", "Nk", "D_V"),
+    "CACHE_SEQLENS": ("B",),
+    "PAGE_TABLE": ("B", "max_pages"),
+    "K_NEW": ("B", "Hkv", "Nn", "D_QK"),
+    "V_NEW": ("B", "Hkv", "Nn", "D_V"),
+    "O_PARTS": ("items", "Hkv", "Nq", "D_V"),
+    "LSE2_PARTS": ("items", "Hkv", "Nq"),
 }
 PAIRS = "split_pairs"  # of programs that share the query heads of a group
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
 # How generated Python calls tensors that it does not name by their small letters.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
-STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM")
-FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC")
+STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS")
+FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS")
+INT32 = ("DQ_TURNS", "DKDV_TURNS", "CACHE_SEQLENS", "PAGE_TABLE")
 SCALARS = {"scale": "f32", **dict.fromkeys(SIZES, "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
@@ -151,6 +170,7 @@ WRAPPER |= {
 }
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
+WRAPPER |= {"k_cache", "v_cache", "cache_seqlens", "page_table", "k_new", "v_new", "o_parts", "lse2_parts", "items", "with_kvcache"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 ORDERS = ("q_outer", "kv_outer")  # of loops
 DIRECTIONS = ("forward", "backward")
@@ -159,12 +179,14 @@ DIRECTIONS = ("forward", "backward")
 def stride_names(tensor: str, dims: Sequence[str]) -> list[str]:
     """Stride parameters of a tensor: every dimension but the last, which is contiguous."""
     letters = [INTEGERS[d].letter if d in INTEGERS else "" for d in dims[:-1]]
+    if dims[:1] == ("pages",):
+        letters[-1] = "n"  # a row of the page
     return [f"stride_{tensor.lower()}_{c if c and letters.count(c) == 1 else at}" for at, c in enumerate(letters)]
 
 
 def tensor_dtype(name: str) -> str:
     """The element type of a tensor that has one in every module."""
-    return "f32" if name in FP32 else "i32" if name.endswith("_TURNS") else "T"
+    return "f32" if name in FP32 else "i32" if name in INT32 else "T"
 
 
 def block_lists(own: str, from_data: bool) -> dict[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ import numpy as np
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import Expr, cdiv, clamp, divisor, exp2, floordiv, log, log2, mod, select, sigmoid, sqrt, to_text
+from attngen.ir.expr import Expr, cdiv, clamp, divisor, exp2, floordiv, log, log2, mod, portion, select, sigmoid, sqrt, to_text
 
 Function = Callable[[Mapping[str, Any]], Any]
 
@@ -53,6 +53,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sigmoid: lambda x: 1 / (1 + np.exp(-x)),
     sqrt: np.sqrt,
     divisor: lambda a, b: next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1),
+    portion: lambda n, i, parts: i * (n // parts) + np.minimum(i, n % parts),
     sympy.Not: np.logical_not,
     sympy.Lt: operator.lt,
     sympy.Le: operator.le,

@@ -164,6 +164,8 @@ class Load(Op):
     """Read a tile; elements out of bounds are `other`. In a loop, a tile in SRAM has a ring of `num_stages` buffers.
 
     With `via` descriptor and `TMA=1` in the schedule, a copy engine fetches the tile by a descriptor of the tensor, and checks its bounds.
+    With `pages`, the tensor's first dimension counts pages of so many rows as its third one has; row i of the tile's axis lies in the page
+    whose number `pages` has for it, as row i modulo that many. The access has no index for pages.
     """
 
     src: Access = field(metadata=OPERAND)
@@ -171,6 +173,18 @@ class Load(Op):
     check: Checks = ()
     other: Expr = sympy.Integer(0)
     via: str = ""
+    pages: str | None = field(default=None, metadata=OPERAND)
+
+
+@dataclass(frozen=True)
+class Length(Op):
+    """How many keys of the program's sequence are in the cache: those before the call, in `src`, and the `Nn` new ones; at most `Nc`.
+
+    It is named `Nk`, as the number of keys of a sequence is in other kernels.
+    """
+
+    src: Access = field(metadata=OPERAND)
+    type: Type
 
 
 @dataclass(frozen=True)
@@ -224,6 +238,7 @@ class Loop(Op):
     tiles: set by classify-tiles: visible start, full start, full end, visible end.
     listed: a row of a list of blocks. Ranges are then positions in it (see Position). Each tile's number is read one turn ahead.
     recompute: values that do not change from turn to turn are computed again in each turn, not kept in registers.
+    ahead: of a loop without products, so many turns have their loads in flight; 0 where the schedule says it.
     heads: the loop runs once for each of these query heads of a group, one after another; `g` is the number of the head in its group.
     by_tile: the other way round: it comes to each tile once, for all of these heads, one after another.
     """
@@ -236,6 +251,7 @@ class Loop(Op):
     tiles: tuple[Expr, ...] = ()
     listed: str | None = field(default=None, metadata=OPERAND)
     recompute: bool = False
+    ahead: int = 0
     heads: tuple[tuple[Expr, Expr], ...] = ()
     by_tile: bool = False
 
@@ -415,6 +431,17 @@ class Merge(Store):
 
 
 @dataclass(frozen=True)
+class Append(Store):
+    """Store the rows of a tile in a cache: row i as row `rows[i]` of its sequence, unless that has no room for it.
+
+    With `pages`, the tensor is one of pages, as in Load; row i goes to the page whose number `pages` has for it.
+    """
+
+    rows: str = field(default="", metadata=OPERAND)
+    pages: str | None = field(default=None, metadata=OPERAND)
+
+
+@dataclass(frozen=True)
 class Barrier(Op):
     """The program's threads wait for each other. Loads after it see what stores before it wrote, and no load after it starts earlier."""
 
@@ -450,6 +477,7 @@ OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "base": Base,
     "load": Load,
+    "length": Length,
     "gather": Gather,
     "position": Position,
     "count": Count,
@@ -469,6 +497,7 @@ OPS: dict[str, type[Op]] = {
     "scatter": Scatter,
     "add": Add,
     "merge": Merge,
+    "append": Append,
     "barrier": Barrier,
 }
 KIND = {cls: kind for kind, cls in OPS.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import sympy
 
-from attngen.ir.expr import Expr, floordiv, symbol
+from attngen.ir.expr import Expr, floordiv, portion, symbol
 from attngen.ir.graph import GridAxis, Kernel
 from attngen.ir.names import SHARES
 from attngen.ir.ops import Loop
@@ -23,8 +23,11 @@ def sharing(grid: Iterable[GridAxis]) -> tuple[GridAxis, ...]:
 def part(lo: Expr, hi: Expr, axis: GridAxis) -> Range:
     """What one program has of the range lo .. hi, which the programs along an axis share.
 
-    If lo <= hi, together they have each number of it once. Their parts differ in length by one at most.
+    If lo <= hi, together they have each number of it once. Their parts differ in length by one at most. Of keys, of which there may be too
+    many to be multiplied by a number of parts, the first parts are the longer ones.
     """
+    if axis.var == "part":
+        return lo + portion(hi - lo, symbol(axis.var), axis.extent), lo + portion(hi - lo, symbol(axis.var) + 1, axis.extent)
     scaled = (hi - lo) * symbol(axis.var)
     return lo + floordiv(scaled, axis.extent), lo + floordiv(scaled + hi - lo, axis.extent)
 

@@ -13,7 +13,7 @@ from typing import Any
 from attngen.errors import IRError
 from attngen.ir.codecs import MASKS, MEANING, SCORES, codecs_of, parse_type, parse_word, print_type, split
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Blocks, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
+from attngen.ir.graph import Blocks, Cache, Deal, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
 from attngen.ir.host import HOST_KIND, HOST_OPS, Host
 from attngen.ir.ops import OPS, Block, Op, Role
 from attngen.ir.roles import DIVIDED_KIND, DIVIDED_OPS
@@ -23,6 +23,7 @@ _POSITIONAL = {
     "arg": ("role",),
     "base": ("src",),
     "load": ("src",),
+    "length": ("src",),
     "gather": ("src",),
     "position": ("src",),
     "count": ("src",),
@@ -40,6 +41,7 @@ _POSITIONAL = {
     "scatter": ("dst", "value"),
     "add": ("dst", "value"),
     "merge": ("dst", "value"),
+    "append": ("dst", "value"),
     "view": ("src",),
     "copy": ("src",),
     "launch": ("kernel",),
@@ -87,6 +89,7 @@ _UNNAMED = (
     "scatter",
     "add",
     "merge",
+    "append",
     "barrier",
     "launch",
     "copy",
@@ -154,8 +157,12 @@ def print_kernel(kernel: Kernel) -> str:
     backend = f" backend({kernel.backend})" if kernel.backend else ""
     resident = f" resident({kernel.resident})" if kernel.resident > 1 else ""
     of = f" of(@{kernel.of})" if kernel.of else ""
-    header = f"kernel @{kernel.name}{of}{backend}{resident}{own}{' packs' * kernel.packs} grid({', '.join(axes)})"
+    header = f"kernel @{kernel.name}{of}{backend}{resident}{own}{' packs' * kernel.packs} grid({', '.join(axes)}){_print_deal(kernel.deal)}"
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
+
+
+def _print_deal(deal: Deal | None) -> str:
+    return f" deals({to_text(deal.work)}{f', {deal.each}' if deal.each else ''})" if deal else ""
 
 
 def _print_abreast(axis: GridAxis) -> str:
@@ -200,6 +207,7 @@ def print_module(module: Module) -> str:
         *([f"  order {module.order}"] if module.order != "q_outer" else []),
         f"  blocks {module.blocks.describe() if module.blocks else 'no'}",
         f"  dropout {'yes' if module.dropout else 'no'}",
+        *([f"  cache {module.cache.describe()}"] if module.cache else []),
     ]
     for i in module.inputs:
         options = f"{' '.join(i.options)} | " if i.options else ""
@@ -393,7 +401,7 @@ def _parse_header_line(s: _Sections, word: str, rest: str, where: str) -> None:
     elif word in ("mask", "score"):
         s.header[word], said = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
         s.meaning |= said
-    elif word in (*_HEADER_KEYS, "order"):
+    elif word in (*_HEADER_KEYS, "order", "cache"):
         s.header[word] = rest
     else:
         known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "read", "learn"))
@@ -425,11 +433,25 @@ def _parse_role(text: str, where: str) -> _Lines:
 
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
     divided = r"(?: of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: resident\((?P<resident>[1-9][0-9]{0,2})\))?"
-    match = re.fullmatch(rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*)\)", text)
+    match = re.fullmatch(
+        rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*)\))?", text
+    )
     if not match:
         raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
     said = {name: word or "" for name, word in match.groupdict().items()}
-    return {**said, "grid": _parse_grid(said["grid"], where), "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
+    fields = {"grid": _parse_grid(said["grid"], where), "deal": _parse_deal(said["deal"], where)}
+    return {**said, **fields, "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
+
+
+def _parse_deal(text: str, where: str) -> Deal | None:
+    if not text:
+        return None
+    work, *each = split(text, ",")
+    if len(each) > 1 or not all(re.fullmatch(_N, part.strip()) for part in each):
+        raise IRError(
+            f"{where}: `deals({text})`; expected units of work, as in `deals(cdiv(Nk, 64))`, and of a part, as in `deals(..., 16)`"
+        )
+    return Deal(parse(work, where), *(int(part) for part in each))
 
 
 def _parse_input(text: str, where: str) -> Input:
@@ -509,7 +531,15 @@ def _module(s: _Sections, source: str) -> Module:
         divided=tuple(kernel for kernel in kernels if kernel.backend),
         schedules=tuple((name, tuple(rows)) for name, rows in s.schedules),
         meaning=Meaning(**s.meaning, reads=tuple(s.reads)),
+        cache=_parse_cache(header["cache"], source) if "cache" in header else None,
     )
+
+
+def _parse_cache(text: str, source: str) -> Cache:
+    match = re.fullmatch("contiguous|paged (any|[1-9][0-9]{0,8})", text)
+    if not match:
+        raise IRError(f"{source}: `cache {text}`; expected contiguous, `paged any` or `paged 64`")
+    return Cache("page_rows" if match[1] == "any" else match[1] or "")
 
 
 def _parse_blocks(text: str, source: str) -> Blocks | None:

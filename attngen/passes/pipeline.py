@@ -15,6 +15,7 @@ from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.dce import Dce
+from attngen.passes.deal_keys import DealKeys
 from attngen.passes.drop_undivided import DropUndivided
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
@@ -46,6 +47,7 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         HoistScalars(),
         ClassifyTiles(),
         SplitLoops(),
+        DealKeys(),
         ListTiles(),
         PlaceBarriers(),
         Simplify(),

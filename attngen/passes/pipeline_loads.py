@@ -4,7 +4,8 @@ before:  sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages
 after:   sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=3
 
 Every row of the schedule gets the number of stages that the cost model finds cheapest. A deeper ring of buffers hides more latency, but
-leaves less room for other programs on the same SM. Measured rows keep their number.
+leaves less room for other programs on the same SM. Measured rows keep their number. Where keys of a cache are dealt among programs, the
+ring is the deepest with which as many fit in a multiprocessor as are launched for each, and of two buffers at least.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends import backend_of
+from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.passes.base import Pass
 from attngen.passes.select_tiles import depths, joined
+from attngen.policy import RESIDENT
 
 
 @dataclass(frozen=True)
@@ -43,4 +46,15 @@ def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
     def price(r: Row) -> tuple[float, bool]:
         return backend.cost.cycles(module, kernel, r), backend.footprint.misfit(module, kernel, r) is not None
 
+    if kernel.deal:
+        deep = [r for r in depths(row) if r.num_stages > 2 and _is_resident(module, kernel, r)]
+        two = replace(row, num_stages=2)
+        return deep[0] if deep else two if not backend.footprint.misfit(module, kernel, two) else min(depths(row), key=price)
     return min(depths(row), key=price)
+
+
+def _is_resident(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether as many programs fit in a multiprocessor as are launched for each."""
+    backend, device = backend_of(row), CLASSES[row.device]
+    each = backend.footprint.sram_bytes(module, kernel, row) + device.smem_reserved
+    return RESIDENT * each <= device.smem_per_sm and not backend.footprint.misfit(module, kernel, row)

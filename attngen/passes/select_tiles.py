@@ -47,6 +47,7 @@ from attngen.policy import (
     TOGETHER,
     TOGETHER_LISTED,
     UNEVEN,
+    UNIT,
     WALKED,
     WALKED_EACH,
 )
@@ -98,7 +99,7 @@ class SelectTiles(Pass):
     def _measured(self, module: Module, kernel: Kernel, few: Row, chosen: Row) -> Iterator[Row]:
         """Lines for rising numbers of rows: measured ones if there are any, else the model's."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
-        table = None if asked else self.tables.get(chosen.device)
+        table = None if asked or kernel.deal else self.tables.get(chosen.device)
         if kernel.packs:  # however many heads share its tiles, each of its programs has few turns
             yield replace(table and table.row(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
             return
@@ -108,17 +109,23 @@ class SelectTiles(Pass):
 
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
-            described = any(isinstance(op, Load) and op.via for op in kernel.ops())
-            tma = described and elem == 2 and CLASSES[device].tma and limit is None
-            for q, kv, w in product(blocks_q, blocks_kv, warps):
-                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma, backend=module.backend)
+            loads = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
+            page = int(module.cache.page) if module.cache and any(op.pages for op in loads) else 0
+            tma = bool(loads) and elem == 2 and CLASSES[device].tma and (limit is None or kernel.deal is not None)
+            for q, kv, w in product(blocks_q, blocks_kv, warps):  # a page has whole tiles, if these are read by descriptor
+                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma and page % kv == 0, backend=module.backend)
 
         backend = backend_of(module)
         most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks
         blocks = tuple(b for b in backend.choices.blocks if b <= most)
         given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
+        if kernel.deal and not self.block_kv:
+            by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
+            given_kv = (2 * UNIT if by_rows else UNIT,)  # to find where each row is takes a while, which longer tiles hide
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if not tile_loops(kernel):
+            if kernel.deal:  # a row's parts are joined by a warp
+                return Row(device, elem, limit, 1, 1, 1, 1, backend=module.backend)
             side = SUMMED if kernel.loops else PLAIN
             return Row(device, elem, limit, side, side, 4, 1, backend=module.backend)
         if kernel.counts_pairs:

@@ -13,7 +13,7 @@ import sympy
 
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr
-from attngen.ir.graph import MIRRORED, Kernel, Module
+from attngen.ir.graph import DEALT, MIRRORED, Deal, Kernel, Module
 from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -22,6 +22,7 @@ from attngen.ir.ops import (
     PADDED,
     Access,
     Add,
+    Append,
     Arg,
     Barrier,
     Base,
@@ -31,6 +32,7 @@ from attngen.ir.ops import (
     Gather,
     Init,
     Keep,
+    Length,
     Load,
     Loop,
     Map,
@@ -45,10 +47,12 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Yield,
+    dimension,
 )
 from attngen.printing.printer import to_triton
 from attngen.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 
+VARYING = ("Nq", "Nk", "Nlse", "Nc", "Nn", "max_pages", "dropout_threshold")  # numbers that differ from call to call
 _TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
 
 
@@ -135,8 +139,8 @@ class KernelContext:
         # Statistics are stored row by row, and their strides are lengths: other lengths need no other machine code.
         stored = [a for a in tensors if a.role == "out" and a.name in STATISTICS]
         lengths = [s for a in stored for s in stride_names(a.name, a.type.dims) if s in strides]
-        prologue = self._prologue(used)
-        words = used | set(re.findall(r"\w+", " ".join(prologue)))
+        prologue, turn, following = self._prologue(used)
+        words = used | set(re.findall(r"\w+", " ".join([*prologue, *turn])))
         return KernelView(
             name=kernel.name,
             summary=kernel.about,
@@ -145,16 +149,24 @@ class KernelContext:
             dropout=kernel.draws,
             tma=any(isinstance(op, Load) and op.via for op in kernel.ops()),
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
-            not_specialized=[s for s in (*numbers, *sizes) if s in ("Nq", "Nk", "Nlse", "dropout_threshold")] + lengths,
+            not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.deal and s in ("B", "items"))] + lengths,
             prologue=prologue,
+            turn=turn,
+            following=following,
             nodes=nodes,
             words=words,
         )
 
-    def _prologue(self, used: set[str]) -> list[str]:
-        """Which tile, head and sequence this program has."""
+    def _prologue(self, used: set[str]) -> tuple[list[str], list[str], list[str]]:
+        """Which tile, head and sequence this program has. Where programs take one part of the keys after another: the first of them, the
+        lines by which each turn starts, and those that find the next part."""
         lines, rest, outer = ["pid = tl.program_id(0)"], "pid", list(self.kernel.grid)
-        if not self.kernel.walks:
+        of_parts = self.kernel.deal is not None and any(axis.var == "part" for axis in outer)
+        turn: list[str] = []
+        following: list[str] = []
+        if of_parts:
+            (lines, turn, following), outer = self._place_of_part(), []
+        elif not self.kernel.walks:
             own = outer.pop(0)
             tiles = f"{own.var}_tiles"
             lines.append(f"{tiles} = {self.scalar(own.extent)}")
@@ -178,7 +190,10 @@ class KernelContext:
             extent = self.scalar(head.extent)
             lines.append(f"{head.var} = {rest} % {extent}")
             rest = f"{rest} // {extent}"
-        lines.append(f"{outer[-1].var} = {rest}")
+        lines += [f"{outer[-1].var} = {rest}"] if outer else []
+        if self.kernel.deal and not of_parts:
+            lines.append(f"unit = unit_of_parts(CACHE_SEQLENS, {self._dealt_by()})")
+            lines.append(f"{', '.join(DEALT)} = parts_of(CACHE_SEQLENS, b, unit, {self._dealt_by()})")
         for axis in ("q", "kv"):
             off = f"{axis}_off"
             if off in used or f"{axis}_idx" in used:
@@ -190,11 +205,37 @@ class KernelContext:
             described = any(self.kernel.accessed(op)[0].name == tensor for op in loads)
             lines.append(f"dtype = {f'{tensor}.dtype if TMA else ' * described}{tensor}.dtype.element_ty")
         if f"{self.kernel.own_axis}_idx" in used and not self.kernel.walks:
-            lines.append(f"{self.kernel.own_axis}_idx = {self.kernel.own_axis}_start + {self.kernel.own_axis}_off")
+            (turn if of_parts else lines).append(f"{self.kernel.own_axis}_idx = {self.kernel.own_axis}_start + {self.kernel.own_axis}_off")
         for axis in ("d_qk", "d_v"):
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
-        return lines
+        return lines, turn, following
+
+    def _place_of_part(self) -> tuple[list[str], list[str], list[str]]:
+        """Lines that find the first part of a sequence's keys that a program has; those by which its turn starts; and those that find the
+        next one. Heads run faster than parts."""
+        own, *others = self.kernel.grid
+        of_heads = [axis for axis in others if axis.var not in ("part", "b")]
+        of_item = "".join(f" // {self.scalar(axis.extent)}" for axis in of_heads)
+        item = f"place // q_tiles{of_item}"
+        find = f"b, part, {', '.join(DEALT)} = part_of(CACHE_SEQLENS, {item}, unit, {self._dealt_by()})"
+        before = [
+            f"q_tiles = {self.scalar(own.extent)}",
+            f"unit = unit_of_parts(CACHE_SEQLENS, {self._dealt_by()})",
+            "place = tl.program_id(0)",
+            find,
+        ]
+        lines, rest = [f"q_start = (place % q_tiles) * {AXIS_DIM[own.var]}"], "place // q_tiles"
+        for head in of_heads:
+            extent = self.scalar(head.extent)
+            lines.append(f"{head.var} = {rest} % {extent}")
+            rest = f"{rest} // {extent}"
+        return before, lines, ["place += tl.num_programs(0)", find]
+
+    def _dealt_by(self) -> str:
+        """The arguments of functions that deal keys, after the lengths and which part or sequence."""
+        assert self.kernel.deal is not None
+        return ", ".join(dealt_by(self.kernel.deal))
 
     def _width(self, axis: str) -> str:
         dim = AXIS_DIM[axis]
@@ -238,13 +279,14 @@ class KernelContext:
         ranges = text["ranges"]
         over_tiles = op.var in AXIS_DIM
         tile = f"{op.var}_tile" if over_tiles else op.var
-        counter = "at" if op.listed else tile
         (lo, hi), *more = ranges
+        pages = self._pages_by_tile(op)
+        counter = "at" if op.listed or (pages and more) else tile
         stop = hi
         before: list[str] = []
-        steps: list[str] = []
-        moved = f"{op.var}_at" if op.listed else counter
-        for (_, end), (next_lo, next_hi) in zip(ranges, more):
+        steps: list[str] = [f"{tile} = at"] if pages and more else []
+        moved = f"{op.var}_at" if op.listed else tile
+        for (_, end), (next_lo, next_hi) in zip(ranges, more):  # names or numbers, as what follows combines them
             stop += f" + ({next_hi} - {next_lo})"
             steps.append(f"{moved} = tl.where({moved} < {end}, {moved}, {moved} + ({next_lo} - {end}))")
         if op.listed:
@@ -252,14 +294,34 @@ class KernelContext:
                 before, stop = [f"{op.var}_stop = {stop}"], f"{op.var}_stop"
             before += self._read_ahead(op, lo, stop, moved, steps)
             steps = [f"{tile} = {op.var}_ahead", *self._read_ahead(op, "at + 1", stop, moved, steps)]
+        if pages:
+            jumps = [step.replace(tile, f"{op.var}_next") for step in steps[1:]]
+            before += [f"{op.var}_next = {lo}", *jumps] if jumps else []
+            before.append(self._page_ahead(pages, f"{op.var}_next" if jumps else lo, f"{lo} < {stop}"))
+            following = [f"{op.var}_next = {counter} + 1", *jumps]
+            steps += [f"{pages.name}_of_tile = {pages.name}_ahead", *following]
+            steps.append(self._page_ahead(pages, f"{op.var}_next", f"{counter} + 1 < {stop}"))
         if over_tiles:
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
-        options = ", disable_licm=True" if op.recompute else ""
-        kind = "split" if op.var == "split" else "own" if over_tiles and op.cls == "all" else op.cls
+        options = ", disable_licm=True" * op.recompute + f", num_stages={op.ahead}" * bool(op.ahead)
+        kind = op.var if op.var in ("split", "part") else "own" if over_tiles and op.cls == "all" else op.cls
         comment = self.kernel.block(op.body).about or LOOP_COMMENTS[kind]
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
+
+    def _pages_by_tile(self, op: Loop) -> Gather | None:
+        """The numbers of pages in which rows of a loop's tiles lie, if whole tiles do: then a copy engine reads these."""
+        loads = [load for load in self.kernel.block(op.body).ops if isinstance(load, Load) and load.pages and load.via]
+        table = self.kernel.op(loads[0].pages) if loads and loads[0].pages else None
+        return table if isinstance(table, Gather) else None
+
+    def _page_ahead(self, pages: Gather, tile: str, there: str) -> str:
+        """The line that reads the number of a tile's page, if there is such a tile. Loops do so a turn ahead, as copies wait for it."""
+        tensor = self.kernel.op(pages.src.tensor)
+        assert isinstance(tensor, Arg)
+        of_sequence = self._start(Access(tensor.name, pages.src.index[:-1]), tensor)
+        return f"{pages.name}_ahead = page_of({of_sequence}, {tile} * BLOCK_KV, {there}, TMA)"
 
     def _read_ahead(self, op: Loop, at: str, stop: str, moved: str, jumps: list[str]) -> list[str]:
         """Lines that read the number of the listed tile at a position, past the gaps between joined ranges.
@@ -359,20 +421,53 @@ class KernelContext:
                 conditions.append(text)
         return " & ".join(conditions)
 
+    def _length(self, op: Length, cls: str) -> dict[str, Any]:
+        return {"var": op.name, "tensor": op.src.tensor}
+
+    def _rows_in_cache(self, access: Access, pages: str | None, rows: str) -> str:
+        """Address of rows of a cache, each at a place of its own: `rows` of a sequence, which lie in `pages` if there are any."""
+        tensor = self.kernel.op(access.tensor)
+        assert isinstance(tensor, Arg)
+        strides = [*stride_names(tensor.name, tensor.type.dims), ""]
+        *heads, _, column = access.index
+        terms = [tensor.name]
+        if pages:
+            page, strides = strides[0], strides[1:]
+            rows = f"({rows} % {self.scalar(dimension(tensor.type.dims[2]))})"
+            terms.append(f"{self.var(pages)}.to(tl.int64)[:, None] * {page}")
+        terms += [f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in zip(heads, strides) if i != 0]
+        of_row = f"{rows}[:, None] * {strides[-2]}" if pages else f"{rows}.to(tl.int64)[:, None] * {strides[-2]}"
+        return " + ".join([*terms, of_row, f"{column}[None, :]"])
+
+    def _append(self, op: Append, cls: str) -> dict[str, Any]:
+        rows = self.var(op.rows)
+        inside = f"((kv_idx < Nk) & ({rows} >= 0) & ({rows} < Nc))[:, None]"
+        columns = [(axis, when) for axis, when in op.check if axis not in ("q", "kv")]
+        check = " & ".join([inside, *([self._check(columns, op.dst, cls)] if columns else [])])
+        ptr = self._rows_in_cache(op.dst, op.pages, rows)
+        return {"learned": False, "distances": (), "ptr": ptr, "value": self.var(op.value), "check": check}
+
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls, op.type.dims)
         other = "False" if op.type.dtype == "b1" else self._constant(op.other)
-        text = {"var": self.var(op.name), "ptr": self._pointer(op.src, op.type.dims), "check": check, "other": other}
-        return {**text, "described": self._described(op) if op.via else ""}
+        pointer = self._rows_in_cache(op.src, op.pages, "kv_idx") if op.pages else self._pointer(op.src, op.type.dims)
+        text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other}
+        return {**text, "described": self._described(op, check) if op.via else ""}
 
-    def _described(self, op: Load) -> str:
-        """The tile, read through a descriptor: its sequence and head are dimensions of one element."""
-        base = self.kernel.op(op.src.tensor)
-        assert isinstance(base, Base)
-        heads = [self.scalar(i) for i in base.src.index]
+    def _described(self, op: Load, check: str) -> str:
+        """The tile, read through a descriptor: its sequence and head are dimensions of one element. A page has whole tiles.
+
+        Rows of a cache that a sequence has not are there, whatever they hold: they become zeros, as those past the end of a tensor are.
+        """
+        tensor, index = self.kernel.accessed(op)
         rows, _ = op.src.axes()
-        shape = ", ".join(op.type.dims)
-        return f"{base.src.tensor}.load([{', '.join([*heads, f'{rows}_start', '0'])}]).reshape({shape})"
+        places, start = [self.scalar(i) for i in index[:-2]], f"{rows}_start"
+        if op.pages:
+            assert isinstance(tensor, Arg)
+            places = [f"{self.var(op.pages)}_of_tile", *places]
+            start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
+        read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
+        return f"tl.where({check}, {read}, 0.0)" if check and self.kernel.reads_cache and rows == "kv" else read
 
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)
@@ -493,6 +588,11 @@ class KernelContext:
     def _yield(self, op: Yield, cls: str) -> dict[str, Any]:
         pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
+
+
+def dealt_by(deal: Deal) -> list[str]:
+    """The numbers that say how keys are dealt: sizes of the call, then those by which work is counted."""
+    return ["B", "items", "Nc", "Nn", *sorted({str(s) for s in deal.work.free_symbols} - {"Nk"})]
 
 
 def transposed(op: Keep | Dropout) -> bool:

@@ -25,6 +25,7 @@ from attngen.ir.expr import (
     log2,
     mod,
     nearest,
+    portion,
     select,
     span,
     sqrt,
@@ -80,6 +81,8 @@ def _range(e: Any) -> tuple[int, int]:
         return sum(min(0, low) for low in lows), sum(max(0, high) for high in highs)
     if isinstance(e, mod):
         return 0, max(abs(x) for x in parts[1])
+    if isinstance(e, portion):
+        return min(0, lows[0]), max(0, highs[0])
     if isinstance(e, clamp):
         return min(lows[1:]), max(highs[1:])
     if e.is_Mul or e.is_Pow:
@@ -155,6 +158,7 @@ class _Printer:
             exp2: "tl.exp2",
             log2: "tl.log2",
             cdiv: "tl.cdiv",
+            portion: "portion",
             sympy.Min: "tl.minimum",
             sympy.Max: "tl.maximum",
             sympy.Abs: "tl.abs",

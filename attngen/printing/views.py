@@ -12,6 +12,7 @@ LOOP_COMMENTS = {
     "partial": "tiles that the mask or the ends of the tensors cut",
     "all": "query heads that share this key head",
     "split": "parts of this key head's gradients",
+    "part": "parts of this sequence's keys",
     "own": "key tiles, each on chip while query tiles pass by",
 }
 
@@ -38,6 +39,8 @@ class KernelView:
     learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
     not_specialized: list[str]
     prologue: list[str]
+    turn: list[str]  # where programs take one part of the keys after another, the lines by which each turn starts,
+    following: list[str]  # and those that find the next part
     nodes: list[Node]
     words: set[str]  # that occur in it
 

@@ -13,6 +13,7 @@ FILES = (
     "private",
     "memory",
     "checks",
+    "cache",
     "divided",
     "descriptors",
     "launch",

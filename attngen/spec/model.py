@@ -20,6 +20,7 @@ from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.masks import Mask, registry
 from attngen.parts import unique
+from attngen.policy import UNIT
 from attngen.scores import Score
 from attngen.spec.forms import mask_schema, parse_mask, parse_score, score_schema
 from attngen.spec.sentences import Mistakes
@@ -80,10 +81,48 @@ class Schedule(BaseModel):
         default=None, description="depth of the load pipeline"
     )
     warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
+    split: Literal["balanced"] | Parts = Field(
+        default="balanced",
+        description="how the keys of a cache are dealt among programs; balanced: evenly over the device; {keys: n}: in parts of n keys, "
+        "with which what a sequence gets does not depend on the others of a call",
+    )
     backend: Literal["auto", "triton", "hopper"] = Field(
         default="auto",
         description="triton: portable kernels; hopper: also a forward for that GPU whose warps have roles, of Gluon; auto: where it pays",
     )
+
+    @property
+    def keys_of_part(self) -> int:
+        """Keys of a part of fixed length; 0 where parts are balanced."""
+        return self.split.keys if isinstance(self.split, Parts) else 0
+
+
+class Paged(BaseModel):
+    """Pages of a cache."""
+
+    model_config = _STRICT
+    page_size: Literal["any"] | Annotated[int, Field(ge=1, le=65536)] = Field(
+        default="any", description="keys of a page; any: calls may have pages of any size"
+    )
+
+
+class Cache(BaseModel):
+    """Where the keys and values of `attention.with_kvcache` lie."""
+
+    model_config = _STRICT
+    paged: Paged | None = Field(default=None, description="in pages, which a table names for each sequence")
+
+    @property
+    def page(self) -> str:
+        """The rows of a page as the IR has them: empty without pages, a number, or `page_rows` for any."""
+        return "" if self.paged is None else "page_rows" if self.paged.page_size == "any" else str(self.paged.page_size)
+
+
+class Parts(BaseModel):
+    """Parts of fixed length."""
+
+    model_config = _STRICT
+    keys: int = Field(ge=UNIT, le=2**20, multiple_of=UNIT, description=f"keys of a part, a multiple of {UNIT}")
 
 
 class Backward(BaseModel):
@@ -105,6 +144,22 @@ def _parse_backward(value: Any) -> Any:
         given = "empty" if value is None else "the boolean `true`"
         raise ValueError(f"is {given}; expected `false`, for a module without gradients, or {{deterministic: ...}}")
     return None if value is False else value
+
+
+_CACHES = "`contiguous`, or {paged: {page_size: 64}}"
+
+
+def _parse_cache(value: Any) -> Any:
+    """`contiguous`, or `{paged: {page_size: n}}`; `paged` alone is of any page size."""
+    if value is None:
+        raise ValueError(f"is empty; expected {_CACHES}")
+    if value == "contiguous":
+        return {}
+    if value == "paged" or value == {"paged": None}:
+        return {"paged": {}}
+    if not isinstance(value, (dict, Cache)) or value == {}:
+        raise ValueError(f"is `{document.shown(value)}`; expected {_CACHES}")
+    return value
 
 
 def _parse_dtype(value: Any) -> Any:
@@ -147,6 +202,9 @@ class Spec(BaseModel):
     dropout: bool = Field(default=False, description="whether calls can drop probabilities: their `dropout_p` and `seed`")
     backward: Annotated[Backward | None, BeforeValidator(_parse_backward)] = Field(
         default=Backward(), description="how gradients are computed; false builds a module without a backward"
+    )
+    cache: Annotated[Cache | None, BeforeValidator(_parse_cache)] = Field(
+        default=None, description="where `attention.with_kvcache` reads keys and values: contiguous, or {paged: {page_size: 64}}"
     )
     schedule: Schedule = Schedule()
 
@@ -299,7 +357,9 @@ class Spec(BaseModel):
         """The spec as plain data with every default filled in; `score`, `backward`, the backend and the order of loops only where they say
         something."""
         plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
-        for key in ("order", "backend"):
+        if self.cache is None:
+            del plain["cache"]
+        for key in ("order", "backend", "split"):
             if plain["schedule"][key] == Schedule.model_fields[key].default:
                 del plain["schedule"][key]
         plain |= {"score": [s.data() for s in self.score]} if self.score else {}

@@ -47,10 +47,12 @@ def structure(module: Module, host: Host) -> Iterator[str]:
 def defined(module: Module, host: Host) -> Iterator[str]:
     """A value is defined before it is read, in the same block or in one around it. Both branches of an `if` yield the same fields."""
 
+    sizes = host.sizes
+
     def walk(block: str, known: set[str]) -> Iterator[str]:
         here = set(known)
         for op in host.block(block).ops:
-            for ref in (*op.operands(), *_named(op)):
+            for ref in (*op.operands(), *_named(op, sizes)):
                 if ref not in here:
                     yield f"%{op.name} reads %{ref} where it is not defined"
             if isinstance(op, If):
@@ -87,12 +89,12 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
             yield f"%{op.name} and the input `{op.name.lower()}` are one variable in Python; expected another name for one of them"
 
 
-def _named(op: Op) -> list[str]:
-    """The scalars that an op's expressions and dimensions name, without sizes of the call."""
+def _named(op: Op, sizes: set[str]) -> list[str]:
+    """The scalars that an op's expressions and dimensions name, without the `sizes` of the call."""
     where = getattr(op, "where", sympy.true)
     number = [op.expr] if isinstance(op, Map) and not op.type.dims else []
     names = {str(s) for e in (where, *number, *(e for _, e in getattr(op, "sizes", ()))) for s in e.free_symbols}
-    return sorted((names - FOUND.keys()) | (set(SHARES.values()) & set(getattr(op, "type", Type("")).dims)))
+    return sorted((names - FOUND.keys() - sizes) | (set(SHARES.values()) & set(getattr(op, "type", Type("")).dims)))
 
 
 def _yielded(host: Host, block: str) -> dict[str, Type]:
@@ -156,7 +158,18 @@ def launches(module: Module, host: Host) -> Iterator[str]:
             yield from (f"launch @{op.kernel}: {reason}" for reason in _argument(host, op, arg, given.pop(arg.name, arg.name)))
         for name in given:
             yield f"launch @{op.kernel}: it has no argument %{name}"
+        yield from (f"launch @{op.kernel}: {reason}" for reason in _room(module, host, op, kernel))
         yield from _grid(host, op, kernel)
+
+
+def _room(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+    """A sequence has room for as many keys as its pages have rows."""
+    if module.cache is None or not module.cache.page or not any(arg.name == "PAGE_TABLE" for arg in kernel.args):
+        return
+    rooms = [o.expr for o in host.ops() if isinstance(o, Map) and o.name == "Nc"]
+    expected = symbol("max_pages") * dimension(module.cache.page)
+    if rooms != [expected] or "Nc" in dict(op.sizes):
+        yield f"a sequence has room for {', '.join(map(to_text, rooms)) or 'nothing known'}; expected `Nc`, {to_text(expected)}"
 
 
 def _said(host: Host, where: Bool) -> set[Bool]:
@@ -170,7 +183,7 @@ def _said(host: Host, where: Bool) -> set[Bool]:
 
 def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
     sizes = dict(op.sizes)
-    if arg.role == "scalar" and arg.name in (FOUND.keys() | sizes.keys()):
+    if arg.role == "scalar" and arg.name in (FOUND.keys() | sizes.keys() | host.sizes):
         return
     if ref.partition(".")[0] not in host.by_name:
         yield f"%{arg.name} is neither given nor allocated"
@@ -187,13 +200,15 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     own = kernel.own_axis
     tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
     expected = {own: tiles} | {axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")}
+    expected |= {"part": symbol("parts")} if kernel.deal else {}
     for at, axis in enumerate(kernel.grid):
         if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.walks):
             known = ", ".join(f"{var} in {to_text(e)}" for var, e in expected.items())
             yield f"launch @{op.kernel}: its grid has {axis.var} in {to_text(axis.extent)}; expected some of {known}, tiles first"
     for axis in kernel.grid:
         size = AXES.get(axis.var, "")
-        if size and not size.isdigit() and size not in FOUND and size not in host.by_name:
+        dealt = axis.var == "part" and kernel.deal is not None  # the device finds how many
+        if size and not dealt and not size.isdigit() and size not in (FOUND.keys() | host.sizes) and size not in host.by_name:
             yield f"launch @{op.kernel}: its grid has {axis.var}, and nothing says how many {size} there are"
 
 

@@ -10,7 +10,7 @@ import sympy
 
 from attngen.bounds.intervals import last_row
 from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
-from attngen.ir.graph import MIRRORED, GridAxis, Kernel, Module
+from attngen.ir.graph import DEALT, MIRRORED, GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import AXES, PAIRS
 from attngen.ir.ops import (
@@ -19,11 +19,13 @@ from attngen.ir.ops import (
     MEMBER,
     PADDED,
     Add,
+    Append,
     Arg,
     Base,
     Count,
     Gather,
     Keep,
+    Length,
     Load,
     Map,
     Mask,
@@ -73,6 +75,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in heads}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
+    letters |= {"items": item(), "Nc": symbol("kv")}
+    letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     for axis in sharing_axes(kernel.grid):
         letters[PAIRS] = floordiv(symbol(axis.var), sympy.Integer(2))
     if module.blocks:
@@ -80,10 +84,11 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
         letters["Ts"] = floordiv(symbol("kv_start"), sympy.Integer(STRIP))
     for op in kernel.ops():
-        if not isinstance(op, (Base, Count, Load, Store)):
+        if not isinstance(op, (Base, Count, Length, Load, Store)):
             continue
         tensor, indices = kernel.accessed(op)
-        for dim, index in zip(kernel.type_of(tensor.name).dims, indices):
+        dims = kernel.type_of(tensor.name).dims
+        for dim, index in zip(dims[1:] if in_pages(op) else dims, indices):
             right = [letters[dim]] if dim in letters else heads.get(dim, [])
             if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[kernel.own_axis] == dim:  # the first or last row of the own tile
                 right = [symbol(f"{kernel.own_axis}_start"), last_row(kernel.own_axis)]
@@ -92,6 +97,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
                 yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
         if isinstance(op, Store) and not isinstance(op, Add):
             named = {name for e in indices for name in symbol_names(e)}
+            named |= {"b"} if "first_item" in named else set()  # of the program's sequence
+            named |= {"b"} if in_pages(op) else set()  # pages to which a sequence appends are its own
             if op.by:  # it writes rows of the own tile
                 named.add(kernel.own_axis)
             if MEMBER in named:  # of a head that no other program of the group has
@@ -106,20 +113,43 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         if isinstance(op, (Gather, Scatter)):
             yield from _another_programs(kernel, op)
         if isinstance(op, (Gather, Scatter)):
-            yield from _outside(kernel, op, letters, heads)
+            yield from _outside(module, kernel, op, letters, heads)
     queries = [op.src.index[1] for op in kernel.ops() if isinstance(op, (Load, Base)) and op.src.tensor == "Q" and len(op.src.index) > 1]
     for op in kernel.ops():
         if isinstance(op, Keep) and op.head not in queries:
             yield f"%{op.name} draws for head `{to_text(op.head)}`; expected that of %Q, `{' or '.join(map(to_text, queries))}`"
 
 
-def _outside(kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]) -> Iterator[str]:
+def item() -> Any:
+    """The number of a program's part of the keys, among those of all sequences."""
+    return symbol("first_item") + symbol("part")
+
+
+def in_pages(op: Any) -> bool:
+    """Whether an op accesses rows by their pages, for which it has no index."""
+    return isinstance(op, (Append, Load)) and op.pages is not None
+
+
+def is_page_of(module: Module, index: Any) -> bool:
+    """Whether an index is that of the page of a row, among those of a sequence."""
+    return bool(module.cache and isinstance(index, floordiv) and index.args[1] == dimension(module.cache.page))
+
+
+def _outside(module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]) -> Iterator[str]:
     """Single elements that may lie outside of their tensor. Each index is proven inside, or the condition says so."""
     conditions = conjuncts(op.where)
     does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
         extent = dimension(dim)
         low, high = span(index)
+        if dim == "max_pages" and is_page_of(module, index):
+            row = index.args[0]
+            has = [(row < symbol("Nc")) in conditions, kernel.reads_cache and (row < symbol("Nk")) in conditions]
+            if any(has) and (row.is_nonnegative or (row >= 0) in conditions):
+                continue  # there are pages for Nc keys of a sequence, and it has no more (see Length)
+        of_row = SHARINGS[module.sharing].owned * symbol("group") + floordiv(symbol("q_idx"), symbol("queries"))
+        if dim == "Hq" and kernel.packs and index == of_row and (symbol("q_idx") < symbol("Nq")) in conditions:
+            continue  # the head of a row of a tile of packed ones
         if dim not in ("Nq", "Nk") and index in [letters.get(dim), *heads.get(dim, [])]:
             continue
         if isinstance(index, select) and index.args[1] == index.args[2] + extent:  # from the end where it is negative
@@ -167,10 +197,13 @@ def _only(axis: GridAxis, where: Bool) -> str | None:
 def names(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every symbol of an expression is an operand, a scalar of the kernel, a position or a constant. No value has a reserved name."""
     scalars = {
-        op.name for op in kernel.ops() if isinstance(op, (Arg, Count, Gather, Load, Map, Position, Reduce)) and not op.results()[""].dims
+        op.name
+        for op in kernel.ops()
+        if isinstance(op, (Arg, Count, Gather, Length, Load, Map, Position, Reduce)) and not op.results()[""].dims
     }
     own = kernel.own_axis
     divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
+    scalars |= {*DEALT} if kernel.deal else set()
     for a in kernel.grid:
         yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
     for op in kernel.ops():
@@ -184,7 +217,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         if isinstance(op, (Gather, Map, Mask, Scatter)):
             known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in dimensions(kernel, op)}
             known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
-        elif isinstance(op, (Base, Count, Load, Store)):
+        elif isinstance(op, (Base, Count, Length, Load, Store)):
             known |= axes | {"d_qk", "d_v", AXIS_EXTENT[own]}
         for symbol_name, ref in getattr(op, "uses", ()):
             if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):

@@ -16,7 +16,7 @@ from attngen.bounds.intervals import implies
 from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
+from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Length, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
 from attngen.verify.algebra import normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
@@ -125,6 +125,8 @@ class Values:
             return self._element(tensor.name, [self.expression(e.xreplace(letters), op) for e in index], (), op.type)
         if isinstance(op, Gather):
             return self._gathered(op)
+        if isinstance(op, Length):
+            return symbol(op.name)
         if isinstance(op, Arg) and op.role == "scalar":
             return _number(op.name, op.type.dtype)
         made = sympy.Symbol(f"%{ref}", extended_real=True)
@@ -191,6 +193,7 @@ def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
     """Weights are made of the header's score, nothing else reads masked scores, and a sink is the header's."""
     if not {"Q", "K"} <= {arg.name for arg in kernel.args}:
+        yield from _sinks(kernel, Header(module, kernel), Values(kernel))
         return
     header, values = Header(module, kernel), Values(kernel)
     softmaxes = list(_softmaxes(kernel, values))
@@ -220,10 +223,11 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
 def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
     """Kernels that store LSE join each row's maximum with the header's sink, if there is one."""
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
-    if not steps or not any(arg.name == "LSE" for arg in kernel.args):
+    names = {arg.name for arg in kernel.args}
+    if not (steps or "LSE2_PARTS" in names) or "LSE" not in names:
         return
     sink = header.meaning.sink
-    scale = values.of(steps[0].scale) if steps[0].scale else sympy.Integer(1)
+    scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)
     joined = [op for op in kernel.block("entry").ops if isinstance(op, Map) and isinstance(op.expr, sympy.Max) and op.type.dims]
     if len(joined) != (sink is not None):
         yield f"{len(joined)} logits join a row's softmax; expected {'one, as the header has a sink' if sink is not None else 'none'}"

@@ -231,6 +231,26 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} carries {_fields(starts)}, @{loop.body} takes {_fields(args)} and yields other types or fields"
 
 
+def deals(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Programs have parts of keys if these are dealt, by lengths that the kernel has; then they are numbered by parts and sequences."""
+    axes = {axis.var for axis in kernel.grid}
+    of_parts = "part" in axes or any(loop.var == "part" for loop in kernel.loops)
+    if (kernel.deal is not None) != of_parts:
+        how = "nothing says how" if of_parts else "it says how"
+        yield f"{how} keys are dealt; expected that of kernels with parts of them, and no others"
+    if kernel.deal is None:
+        return
+    lacking = [name for name in ("CACHE_SEQLENS", "B", "items", "Nc", "Nn") if name not in {arg.name for arg in kernel.args}]
+    if lacking or "b" not in axes:
+        yield f"keys are dealt, and it lacks {', '.join(lacking) or 'the axis b'}"
+    known = {arg.name for arg in kernel.args if arg.role == "scalar" and arg.type.dtype == "i32"} | {"Nk"}
+    if stray := _names((kernel.deal.work,)) - known:
+        expected = "Nk and whole numbers of the call"
+        yield f"the work of a sequence is `{to_text(kernel.deal.work)}`, which names `{min(stray)}`; expected {expected}"
+    if of_cache := [k.name for k in module.kernels if k.deal and k.deal != kernel.deal]:
+        yield f"keys are dealt in another way than in @{of_cache[0]}"
+
+
 def shares(module: Module, kernel: Kernel) -> Iterator[str]:
     """Programs that share have parts of one loop, or of all loops over one body. Of others each of them runs over all."""
     for axis in sharing(kernel.grid):

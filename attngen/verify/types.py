@@ -16,6 +16,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     Access,
     Add,
+    Append,
     Arg,
     Base,
     Count,
@@ -24,6 +25,7 @@ from attngen.ir.ops import (
     Gather,
     Init,
     Keep,
+    Length,
     Load,
     Loop,
     Map,
@@ -191,6 +193,33 @@ def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
+def _length_errors(kernel: Kernel, op: Length) -> Iterator[str]:
+    source = kernel.op(op.src.tensor)
+    if op.name != "Nk" or (op.type.dtype, op.type.dims) != ("i32", ()):
+        yield "is a number of keys; expected `%Nk`, of i32[]"
+    if not isinstance(source, Arg) or (source.name, source.type.dtype, source.type.dims) != ("CACHE_SEQLENS", "i32", ("B",)):
+        yield f"is of %{op.src.tensor}; expected %CACHE_SEQLENS, of i32[B]"
+    if lacking := [name for name in ("Nc", "Nn") if name not in kernel.graph]:
+        yield f"needs the number `{lacking[0]}`, which the kernel does not have"
+
+
+def _pages_errors(kernel: Kernel, op: Append | Load) -> Iterator[str]:
+    """Rows by their pages: the page of each, and a tensor of pages. What is appended also has the row of its sequence."""
+    tensor, _ = kernel.accessed(op)
+    rows = AXIS_DIM["kv"]
+    given = [ref for ref in (op.pages, getattr(op, "rows", None)) if ref]
+    if any((kernel.type_of(ref).dtype, kernel.type_of(ref).dims) != ("i32", (rows,)) for ref in given):
+        yield f"has pages or rows that are not i32[{rows}]"
+    if op.pages and kernel.type_of(tensor.name).dims[:2] != ("pages", "Hkv"):
+        yield f"takes %{tensor.name} for pages; expected [pages, Hkv, ...]"
+
+
+def _append_errors(kernel: Kernel, op: Append) -> Iterator[str]:
+    yield from _access_errors(kernel, op)
+    if not op.rows or "Nc" not in kernel.graph:
+        yield "has no rows to go to, or no number `Nc` of those that there are"
+
+
 def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
     of = kernel.type_of
     access = op.dst if isinstance(op, Store) else op.src
@@ -200,8 +229,11 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
         if op.by != "distance" or tensor.dims != ("B", "Hq", "Td", "Nd") or len(index) != 2 or set(of(op.value).dims) != set(SCORES):
             yield "stores sums by distance of a tile of scores to a row of [B, Hq, Td, Nd]"
         return
-    if not isinstance(op, Base) and len(index) != len(tensor.dims):
-        yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {len(index)}"
+    paged = isinstance(op, (Append, Load)) and op.pages is not None
+    if isinstance(op, (Append, Load)):
+        yield from _pages_errors(kernel, op)
+    if not isinstance(op, Base) and len(index) + paged != len(tensor.dims):
+        yield f"%{access.tensor} has {len(tensor.dims)} dimensions, the access {len(index) + paged}"
     moved = of(op.value) if isinstance(op, Store) else op.type
     if not isinstance(op, Base) and moved.dtype != tensor.dtype:
         yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
@@ -321,6 +353,8 @@ _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Base: _access_errors,
     Load: _access_errors,
     Store: _access_errors,
+    Append: _append_errors,
+    Length: _length_errors,
     Add: _add_errors,
     Merge: _add_errors,
 }

@@ -553,6 +553,170 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
         check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")
 
 
+# -------------------- Calls over a cache of keys and values: their checks, and the tensors as kernels read them.
+
+OF_NUMPY = (torch.float16, torch.float32)
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class CacheRules:
+    """What a module accepts as a cache, and as new keys and values.
+
+    page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
+    """
+
+    def __init__(self, rules: Rules, page: int | None) -> None:
+        self.rules, self.page = rules, page
+        rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
+        self.shapes = {name: f"[{rows}, Hkv, {width}]" for name, width in (("k_cache", rules.width_qk), ("v_cache", rules.width_v))}
+
+    def admit(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        page_table: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+    ) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
+        """q and the cache, heads before rows, as kernels read them: copies of what they cannot read in place; and new keys and values
+        with the cache that they go to, if there are any.
+
+        Raises ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
+        """
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k_cache, v_cache, k, v)):
+            raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+        self._check(q, k_cache, v_cache)
+        self._check_numbers("cache_seqlens", cache_seqlens, q, (q.shape[0],), "[B]")
+        if page_table is not None:
+            self._check_numbers("page_table", page_table, q, (q.shape[0], None), "[B, max_pages]")
+        keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        if k is None and v is None:
+            return self._readable(q, keys, values), None
+        self._check_new(q, k_cache, k, v)
+        assert k is not None and v is not None
+        return self._readable(q, keys, values), (k, v)
+
+    def _readable(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
+        if self.rules.interpreted and q.dtype not in OF_NUMPY:  # Triton's interpreter cannot multiply what NumPy has not
+            q = q.float()
+        if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
+            q = q.resolve_neg().contiguous()
+        return q, keys, values
+
+    def _check(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        rules = self.rules
+        if not (isinstance(q, torch.Tensor) and q.layout is torch.strided and q.dim() == 4 and q.shape[3] == rules.width_qk):
+            given = f"has shape {list(q.shape)}" if isinstance(q, torch.Tensor) and q.layout is torch.strided else f"is a {kind(q)}"
+            raise (ValueError if given.startswith("has") else TypeError)(
+                f"attention.with_kvcache: q {given}; expected [B, Hq, Nq, {rules.width_qk}]"
+            )
+        if q.dtype not in rules.dtypes:
+            known = " or ".join(map(str, rules.dtypes))
+            raise TypeError(f"attention.with_kvcache: q is {q.dtype}; expected {known}, which this module was built for")
+        rules.check_device("q", q)
+        for name, x, width in (("k_cache", k_cache, rules.width_qk), ("v_cache", v_cache, rules.width_v)):
+            self._check_rows(q, name, x, width)
+        if k_cache.shape[:3] != v_cache.shape[:3]:
+            given = f"{list(k_cache.shape)} and {list(v_cache.shape)}"
+            raise ValueError(f"attention.with_kvcache: k_cache and v_cache have shapes {given}; expected one number of rows and heads in both")
+        if self.page is None and k_cache.shape[0] != q.shape[0]:
+            raise ValueError(f"attention.with_kvcache: q has {q.shape[0]} sequences and k_cache {k_cache.shape[0]}; expected as many")
+        if self.page and k_cache.shape[1] != self.page:
+            raise ValueError(f"attention.with_kvcache: k_cache has pages of {k_cache.shape[1]} keys; expected {self.page}, as the spec says")
+        hq, hk = q.shape[1], k_cache.shape[2]
+        if (hq != hk) if rules.sharing == "mha" else hk != 1 if rules.sharing == "mqa" else (hq % hk if hk else hq):
+            raise ValueError(f"attention.with_kvcache: q has {hq} heads and k_cache {hk}; expected what the spec says, {rules.sharing}")
+
+    def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int) -> None:
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            raise TypeError(f"attention.with_kvcache: {name} is a {kind(x)}; expected a dense tensor {self.shapes[name]}")
+        if x.dim() != 4 or x.shape[3] != width:
+            raise ValueError(f"attention.with_kvcache: {name} has shape {list(x.shape)}; expected {self.shapes[name]}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"attention.with_kvcache: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
+        if x.device != q.device:
+            raise ValueError(f"attention.with_kvcache: {name} is on {x.device} and q on {q.device}; expected one device")
+        if x.stride(3) != 1 or x.stride(1) > MAX_ROW_STRIDE or x.is_neg():
+            steps = f"strides {list(x.stride())}"
+            raise ValueError(f"attention.with_kvcache: {name} has {steps}; expected contiguous rows, at most {MAX_ROW_STRIDE} elements apart")
+        if x.shape[1] > MAX_ROWS:
+            raise ValueError(f"attention.with_kvcache: {name} has {x.shape[1]} rows; expected at most 2**29 - 1")
+
+    def _check_numbers(self, name: str, x: torch.Tensor, q: torch.Tensor, shape: tuple[int | None, ...], text: str) -> None:
+        if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
+            given = x.dtype if isinstance(x, torch.Tensor) else f"a {kind(x)}"
+            raise TypeError(f"attention.with_kvcache: {name} is {given}; expected torch.int32 {text}, on the device")
+        if x.dim() != len(shape) or any(n is not None and n != m for m, n in zip(x.shape, shape)):
+            raise ValueError(f"attention.with_kvcache: {name} has shape {list(x.shape)}; expected {text}, and q has B = {q.shape[0]}")
+        if x.device != q.device:
+            raise ValueError(f"attention.with_kvcache: {name} is on {x.device} and q on {q.device}; expected one device")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"attention.with_kvcache: the last dimension of {name} has stride {x.stride(-1)}; expected 1: call .contiguous()")
+
+    def _check_new(self, q: torch.Tensor, k_cache: torch.Tensor, k: Any, v: Any) -> None:
+        for name, x, width in (("k", k, self.rules.width_qk), ("v", v, self.rules.width_v)):
+            expected = [q.shape[0], k_cache.shape[2], None, width]
+            if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+                raise TypeError(f"attention.with_kvcache: {name} is a {kind(x)}; expected both k and v, [B, Hkv, new, {width}], or none")
+            if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, expected)) or x.shape[2] != k.shape[2]:
+                shape = f"[{q.shape[0]}, {k_cache.shape[2]}, new, {width}]"
+                raise ValueError(f"attention.with_kvcache: {name} has shape {list(x.shape)}; expected {shape}, as many new ones in k and v")
+            if x.dtype != k_cache.dtype or x.device != q.device:
+                given, cache = f"{x.dtype} on {x.device}", f"{k_cache.dtype} on {q.device}"
+                raise TypeError(f"attention.with_kvcache: {name} is {given}; expected {cache}, as the cache is")
+            if x.stride(3) != 1 or x.is_neg():
+                raise ValueError(f"attention.with_kvcache: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
+
+
+def over_cache(
+    append: Any,
+    decode: Any,
+    interpreted: bool,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    of_sequences: tuple[torch.Tensor, ...],
+    operands: tuple[Any, ...],
+    return_lse: bool,
+) -> Any:
+    """Run the host programs of a call over a cache on the device of q: `append`, if there are new keys, and `decode`. The output, or with
+    `return_lse` also the LSE.
+
+    of_sequences: the lengths, and the table of pages where there is one; operands: the other arguments of `decode`.
+    """
+    return _run(q, append, decode, interpreted, keys, values, new, of_sequences, operands, return_lse)
+
+
+@on_its_device
+def _run(
+    q: torch.Tensor,
+    append: Any,
+    decode: Any,
+    interpreted: bool,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor] | None,
+    of_sequences: tuple[torch.Tensor, ...],
+    operands: tuple[Any, ...],
+    return_lse: bool,
+) -> Any:
+    appended = 0
+    if new is not None:
+        k, v = new
+        appended = k.shape[2]
+        append(k, v, keys, values, *of_sequences)
+    dtype = keys.dtype
+    if interpreted and dtype not in OF_NUMPY:
+        keys, values = keys.float(), values.float()
+    out, lse = decode(q, keys, values, *of_sequences, *operands, appended)
+    if interpreted:
+        out = out.to(dtype)
+    return (out, lse) if return_lse else out
+
+
 # -------------------- Kernels whose warps have roles, of Gluon: whether this machine can run them, and the counters that they share.
 
 CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels

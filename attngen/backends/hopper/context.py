@@ -164,7 +164,7 @@ class DividedContext(PipelineContext):
 
     def _place_of_tile(self) -> list[str]:
         """The rows, the head and the sequence of the program's tile; where it takes several, of the one whose number is `pid`."""
-        lines: list[str] = gluon(self._prologue(set()))
+        lines: list[str] = gluon(self._prologue(set())[0])
         if not self.kernel.stays:
             return lines
         return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]

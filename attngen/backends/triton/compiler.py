@@ -54,7 +54,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
     for op in kernel.ops():
         base = kernel.op(op.src.tensor) if isinstance(op, Load) and op.via else None
         if isinstance(op, Load) and isinstance(base, Base):
-            described[base.src.tensor] = ", ".join(str(dims[d]) for d in op.type.unpadded)
+            described[kernel.accessed(op)[0].name] = ", ".join(str(dims[d]) for d in op.type.unpadded)
     for arg in kernel.args:
         dtype = element if arg.type.dtype == "T" else TYPES.get(arg.type.dtype, arg.type.dtype)
         tile = described.get(arg.name) if row.tma else None

@@ -19,6 +19,7 @@ from typing import ClassVar
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Load, Op
 from attngen.passes.base import Pass
+from attngen.policy import UNIT
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,23 @@ class DescribeLoads(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return module.map_kernels(lambda kernel: kernel.rewrite(lambda _, op: [_describe(kernel, op)]))
+        return module.map_kernels(lambda kernel: kernel.rewrite(lambda _, op: [_describe(module, kernel, op)]))
 
 
-def _describe(kernel: Kernel, op: Op) -> Op:
-    if not isinstance(op, Load) or kernel.walks or kernel.packs or not describable(kernel, op):
+def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
+    if not isinstance(op, Load) or kernel.walks or not describable(kernel, op):
+        return op
+    cached = kernel.reads_cache and op.src.tensor in ("K", "V")
+    by_rows = kernel.packs and not cached  # rows of several heads have no common start
+    if by_rows or (op.pages and not has_tiles(module)):
         return op
     return replace(op, via="descriptor")
+
+
+def has_tiles(module: Module) -> bool:
+    """Whether pages of the cache have room for whole tiles: they are of a known size, which a unit of what is dealt divides."""
+    page = module.cache.page if module.cache else ""
+    return page.isdigit() and int(page) % UNIT == 0
 
 
 def describable(kernel: Kernel, op: Load) -> bool:

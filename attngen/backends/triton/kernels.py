@@ -9,8 +9,10 @@ from attngen.backends.base import Printed
 from attngen.bounds.launches import launch_options
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
-from attngen.ir.ops import PADDED, Scan
-from attngen.printing.context import KernelContext
+from attngen.ir.ops import PADDED, Load, Scan
+from attngen.policy import LEAST_UNITS, UNIT, WAVES
+from attngen.printing.context import KernelContext, dealt_by
+from attngen.printing.printer import to_triton
 from attngen.printing.views import KernelView
 
 
@@ -47,6 +49,26 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
+        **_dealing(module),
+    }
+
+
+def _dealing(module: Module) -> dict[str, Any]:
+    """How the functions that deal the keys of a cache are printed."""
+    deal = next((kernel.deal for kernel in module.kernels if kernel.deal), None)
+    if deal is None:
+        return {}
+    work = to_triton(deal.work, lambda name: (name, ()), ())
+    described = any(isinstance(op, Load) and op.pages and op.via for kernel in module.kernels for op in kernel.ops())
+    page = module.cache.page if module.cache and described else ""
+    return {
+        "page": page,
+        "dealt_by": ", ".join(dealt_by(deal)),
+        "work": work,
+        "each": deal.each,
+        "unit": UNIT,
+        "waves": WAVES,
+        "least_units": LEAST_UNITS,
     }
 
 

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Access, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type
+from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type
 from attngen.passes.base import Pass, padded
-from attngen.policy import WIDE
+from attngen.policy import PARTS_AHEAD, WIDE
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class LegalizeTriton(Pass):
 def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
     if not isinstance(op, Loop):
         return op
+    if op.var == "part":
+        return replace(op, ahead=PARTS_AHEAD)
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     wide = len(accumulators) > 1 or any(columns.get(dims[1], 0) > WIDE for dims in accumulators)
     return replace(op, recompute=wide or (op.cls == "all" and not kernel.prepares))
@@ -86,8 +88,8 @@ def _bases(kernel: Kernel) -> Kernel:
             if not isinstance(op, (Load, Store)):
                 continue
             access = op.dst if isinstance(op, Store) else op.src
-            if not access.axes():
-                continue
+            if not access.axes() or isinstance(op, Append) or (isinstance(op, Load) and op.pages):
+                continue  # rows that are anywhere in a cache have no common start
             scalars = tuple(i for i in access.index if str(i) not in AXIS_DIM)
             needed = {str(s) for i in scalars for s in i.free_symbols}
             home = block.name

@@ -18,13 +18,18 @@ def described(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in by_descriptor:
         tensor, index = kernel.accessed(op)
         rows = [str(i) for i in index if str(i) in AXIS_DIM]
-        whole = isinstance(tensor, Arg) and tensor.role == "in" and len(index) == 4 and [str(i) for i in index[2:]] == rows
+        whole = (
+            isinstance(tensor, Arg) and tensor.role == "in" and len(index) + bool(op.pages) == 4 and [str(i) for i in index[-2:]] == rows
+        )
         if op.via != "descriptor" or op.type.dtype != "T" or op.type.space not in ("sram", "?") or not whole or op.other != 0:
             yield f"%{op.name} is read via({op.via}); expected `descriptor`, of a tile %T[b, h, rows, columns] in sram whose outside is 0"
     for row in module.rows(kernel.name):
         if row.tma and not (by_descriptor and row.device in CLASSES and CLASSES[row.device].tma):
             why = f"{row.device} has no engine that reads them" if by_descriptor else f"no load of @{kernel.name} is via(descriptor)"
             yield f"{row.device}: TMA=1, but {why}"
+        page = module.cache.page if module.cache and row.tma and any(op.pages for op in by_descriptor) else ""
+        if page and int(page) % row.block_kv:
+            yield f"{row.device}: TMA=1, and tiles of {row.block_kv} keys, which do not divide pages of {page}"
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -51,7 +56,8 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
                 if wrong in t.dims:
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
     for row in module.rows(kernel.name):
-        for what, value, least in (("BLOCK_Q", row.block_q, 16), ("BLOCK_KV", row.block_kv, 16), ("num_warps", row.num_warps, 1)):
+        rows = 16 if kernel.dots else 1  # that products need
+        for what, value, least in (("BLOCK_Q", row.block_q, rows), ("BLOCK_KV", row.block_kv, rows), ("num_warps", row.num_warps, 1)):
             if value < least or value & (value - 1):
                 yield f"{row.device}: {what}={value}; Triton needs a power of two, {least} at least"
         most = 1024 // CLASSES[row.device].threads_per_warp

@@ -1,0 +1,220 @@
+"""Attention over a cache of keys and values, as serving does it: kernels and host programs as logical IR.
+
+- `append` stores new keys and values behind those that sequences have.
+- `decode` is for few queries. The keys of all sequences are dealt among programs, each of which has a part; `combine` joins the parts by
+  their LSE (Dao et al. 2023, "Flash-Decoding for long-context inference").
+- `prefill` is the usual forward, for more queries.
+
+In all of them `Nk` is the number of keys of the program's own sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import sympy
+
+from attngen.build.common import KernelBuilder
+from attngen.build.forward import build_forward, item, join_sink, sink_of
+from attngen.build.host import HostBuilder, known_type, operands
+from attngen.build.semantics import listed_blocks
+from attngen.build.signature import Signature
+from attngen.errors import BuildError
+from attngen.ir.expr import cdiv, exp2, floordiv, log2, select, symbol
+from attngen.ir.graph import Cache, Deal, Kernel, Module
+from attngen.ir.heads import SHARINGS
+from attngen.ir.host import Copy, Host, View
+from attngen.ir.ops import Access, Append, Arg, Load, Map, Type, Yield
+from attngen.policy import FEW_QUERIES, RESIDENT, UNIT, WAVES
+from attngen.spec import Spec
+
+_OF_CACHE = ("Q", "K", "V", "CACHE_SEQLENS")
+APPEND = Signature(
+    "append", "kv", ("K_NEW", "V_NEW", "CACHE_SEQLENS"), ("K", "V"), about="Before all: store new keys and values in the cache."
+)
+DECODE = Signature(
+    "decode",
+    "q",
+    _OF_CACHE,
+    ("O_PARTS", "LSE2_PARTS"),
+    packs=True,
+    shares="part",
+    about="Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.",
+)
+COMBINE = Signature(
+    "combine",
+    "q",
+    ("O_PARTS", "LSE2_PARTS", "CACHE_SEQLENS"),
+    ("O", "LSE"),
+    packs=True,
+    about="After decode: the outputs of a sequence's parts, weighed by the sums of their weights.",
+)
+PREFILL = Signature("prefill", "q", _OF_CACHE, ("O", "LSE"), about="Forward of more queries over a cache: one program per query tile.")
+
+
+def add_cache(module: Module, spec: Spec) -> Module:
+    """The module with the kernels and host programs that read keys from a cache, if the spec has one.
+
+    Raises BuildError where the mask or the scores read what calls over a cache do not have.
+    """
+    if spec.cache is None:
+        return module
+    cache = Cache(spec.cache.page)
+    _check(spec)
+    deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT)
+    table = ("PAGE_TABLE",) if cache.page else ()
+
+    def signature(of: Signature) -> Signature:
+        return of._replace(reads=(*of.reads, *table), cache=cache)
+
+    kernels = (
+        _append(spec, signature(APPEND)),
+        build_forward(spec, signature(DECODE), deal),
+        _combine(spec, deal),
+        build_forward(spec, signature(PREFILL)),
+    )
+    hosts = (_host_append(cache), _host_decode(replace(module, kernels=kernels), cache))
+    return replace(module, cache=cache, kernels=(*module.kernels, *kernels), hosts=(*module.hosts, *hosts))
+
+
+def _check(spec: Spec) -> None:
+    """Raise BuildError for what has no kernels over a cache."""
+    cannot = (
+        (spec.dropout, "drops weights (`dropout`), which serving does not"),
+        (spec.schedule.order != "q_outer", "walks over keys (`schedule: {order: kv_outer}`)"),
+        (listed_blocks(spec) is not None, "visits lists of blocks, which are made of the keys of a whole call"),
+        (bool(spec.derived()), "reads what is computed of the keys of a whole call"),
+    )
+    if found := next((what for wrong, what in cannot if wrong), None):
+        raise BuildError(("cache",), f"is asked for, and the spec {found}; expected a spec without that, or without `cache`")
+
+
+def _append(spec: Spec, signature: Signature) -> Kernel:
+    """New keys and values, tile by tile. In this kernel `Nk` counts new keys."""
+    assert signature.cache is not None
+    b = KernelBuilder(spec, signature)
+    for name in signature.reads:
+        type_ = known_type(name)
+        b.add(Arg(name, "in", Type(type_.dtype, tuple("Nk" if d == "Nn" else d for d in type_.dims))))
+    for name, width in (("K", "D_QK"), ("V", "D_V")):
+        b.add(Arg(name, "out", Type("T", (*signature.cache.rows, width))))
+    head = SHARINGS[spec.heads.sharing].owned
+    for name in (*(str(axis.extent) for axis in b.grid if axis.var in ("h", "hkv")), "Nk", "Nc"):
+        b.scalar(name)
+    if signature.cache.page == "page_rows":
+        b.scalar("page_rows")
+    b.add(Load("before", Access("CACHE_SEQLENS", (symbol("b"),)), Type("i32")))
+    b.add(Map("rows", symbol("before") + symbol("kv_idx"), (("before", "before"),), Type("i32", ("BLOCK_KV",))))
+    pages = None
+    if signature.cache.page:
+        b.pages("page", symbol("rows"), "entry")
+        pages = "page"
+    for name, tensor, column in (("k", "K", "d_qk"), ("v", "V", "d_v")):
+        value = b.load(name, f"{tensor}_NEW", ("b", head, "kv", column))
+        index = (*(() if pages else (symbol("b"),)), head, symbol("kv"), symbol(column))
+        b.add(Append(f"append_{tensor}", Access(tensor, index), value, (("kv", "always"),), rows="rows", pages=pages))
+    return b.kernel()
+
+
+def _combine(spec: Spec, deal: Deal) -> Kernel:
+    """Each row's output is the sum of its parts', weighed by exp2(LSE2 of the part - the greatest of them), over the sum of these weights."""
+    sink = sink_of(spec)
+    b = KernelBuilder(spec, COMBINE, [] if sink is None else [sink])
+    b.deal = deal
+    own = SHARINGS[spec.heads.sharing].owned
+    b.tensors()
+    b.sizes()
+    starts = {
+        "m": b.init("m_init", -sympy.oo, "BLOCK_Q"),
+        "l": b.init("l_init", 0, "BLOCK_Q"),
+        "acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"),
+    }
+    b.reads()
+    b.loop("parts_of_keys", "part", symbol("parts"), "join", cls="all", **starts)
+
+    m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
+    b.carried("join", **starts)
+    b.load("lse2_part", "LSE2_PARTS", (item(), own, "q"), "join", other=-sympy.oo)
+    b.load("o_part", "O_PARTS", (item(), own, "q", "d_v"), "join")
+    b.map("m_next", sympy.Max(m, symbol("lse2_part")), "join", m="m", lse2_part="lse2_part")
+    b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "join", m_next="m_next")
+    b.map("alpha", exp2(m - symbol("base")), "join", m="m", base="base")
+    b.map("weight", exp2(symbol("lse2_part") - symbol("base")), "join", lse2_part="lse2_part", base="base")
+    b.map("l_next", l * symbol("alpha") + symbol("weight"), "join", l="l", alpha="alpha", weight="weight")
+    weighed = acc * symbol("alpha") + symbol("o_part") * symbol("weight")
+    b.map("acc_next", weighed, "join", acc="acc", alpha="alpha", o_part="o_part", weight="weight")
+    b.add(Yield("yield_join", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "join")
+
+    end = {name: f"parts_of_keys.{name}" for name in starts}
+    if sink is not None:
+        join_sink(b, sink, end)
+    else:
+        b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
+    b.map("o", acc * symbol("inv_l"), dtype="T", acc=end["acc"], inv_l="inv_l")
+    b.store("O", ("b", own, "q", "d_v"), "o")
+    if sink is not None:
+        b.map("lse", (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), m_all="m_all", l_all="l_all")
+    else:
+        b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
+    b.store("LSE", ("b", own, "q"), "lse")
+    return b.kernel()
+
+
+def _caches(b: HostBuilder, cache: Cache) -> None:
+    """The arguments of host programs that are of the cache."""
+    for name, width in (("K", "D_QK"), ("V", "D_V")):
+        b.add(Arg(f"{name}_CACHE", "in", Type("T", (*cache.rows, width), "hbm")))
+    b.tensor("CACHE_SEQLENS")
+    if cache.page:
+        b.tensor("PAGE_TABLE")
+
+
+_OF_HOST = (("K", "K_CACHE"), ("V", "V_CACHE"))
+
+
+def _room(b: HostBuilder, cache: Cache) -> None:
+    """For how many keys a sequence has room, where its pages say so."""
+    if cache.page:
+        rows = symbol(cache.page) if cache.page == "page_rows" else sympy.Integer(int(cache.page))
+        b.add(Map("Nc", symbol("max_pages") * rows, (), Type("i32", (), "reg")))
+
+
+def _host_append(cache: Cache) -> Host:
+    """Store new keys and values."""
+    b = HostBuilder("append")
+    for name in ("K_NEW", "V_NEW"):
+        b.tensor(name)
+    _caches(b, cache)
+    _room(b, cache)
+    b.branch("Appended", "stores", of=("K_NEW",))
+    b.launch("append", "stores", _OF_HOST, Nk=symbol("Nn"))
+    return b.host()
+
+
+def _host_decode(module: Module, cache: Cache) -> Host:
+    """The output and the LSE of queries over a cache."""
+    b = HostBuilder("decode")
+    b.tensor("Q")
+    _caches(b, cache)
+    operands(b, module, "decode")
+    b.add(Arg("Nn", "scalar", Type("i32", (), "reg")))
+    _room(b, cache)
+    b.alloc("O", like="Q")
+    b.alloc("LSE")
+    b.branch("Launched", "launches", of=("O",))
+    b.give(O="O", LSE="LSE")
+    b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), FEW_QUERIES), orelse="many_queries")
+    busy = sympy.Max(1, floordiv(RESIDENT * symbol("processors"), sympy.Max(1, symbol("Hkv"))))
+    b.add(Map("items", sympy.Max(WAVES * busy, 2 * symbol("B")), (), Type("i32", (), "reg")), "few_queries")
+    b.alloc("O_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq", "D_V"), "hbm"))
+    b.alloc("LSE2_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq"), "hbm"))
+    names = {"Q": "Q_rows", "O": "O_rows", "LSE": "LSE_rows"}
+    for name, rows in names.items():
+        batch, _, _, *columns = known_type(name).dims
+        type_ = Type(known_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
+        b.add(View(rows, name, "group", type_, fresh=name != "Q"), "few_queries")
+    b.launch("decode", "few_queries", (("Q", "Q_rows"), *_OF_HOST), Nq=symbol("Gq"), queries=symbol("Nq"))
+    b.launch("combine", "few_queries", (("O", "O_rows"), ("LSE", "LSE_rows")), Nq=symbol("Gq"), queries=symbol("Nq"))
+    b.add(Copy("copy_0", "O_rows", "O"), "few_queries")
+    b.launch("prefill", "many_queries", _OF_HOST)
+    return b.host()

@@ -1,0 +1,163 @@
+"""Calls of a generated module over a cache of keys and values, beside naive attention: what `attngen test` and the test suite share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attngen.parts import Sizes
+from attngen.reference import naive_attention, reference_mask, reference_scores
+from attngen.spec import Spec
+from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, rounding_of, torch_dtype
+
+POISON = 2**30  # the number of a page that there is not
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """One call over a cache: the keys that each sequence has before it, how many the call appends, and queries.
+
+    room: keys for which each sequence has room. page: keys of a page, 0 without pages. Pages are in no order, what no key has been
+    stored to holds NaN, and entries of the table past a sequence's last key name no page.
+    heads_first: heads lie before rows in memory. shared: the first two sequences share the pages that both have filled before the call.
+    """
+
+    q_heads: int
+    kv_heads: int
+    n_q: int
+    lengths: tuple[int, ...]
+    new: int
+    room: int
+    page: int = 0
+    heads_first: bool = False
+    shared: bool = False
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The keys of each sequence after the call."""
+        return tuple(min(self.room, n + self.new) for n in self.lengths)
+
+    @property
+    def pages(self) -> int:
+        """Pages of a sequence."""
+        return self.room // self.page if self.page else 0
+
+    def __str__(self) -> str:
+        few = ",".join(map(str, self.lengths[:4])) + (",..." if len(self.lengths) > 4 else "")
+        more = f"{f' pages {self.page}' if self.page else ''}{' heads first' * self.heads_first}{' shared' * self.shared}"
+        return f"B{len(self.lengths)} Nq{self.n_q} cache {few}+{self.new}{more}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, and for naive attention what each sequence has after it: k and v [1, Hkv, keys, D], and mask inputs."""
+
+    q: torch.Tensor
+    caches: tuple[torch.Tensor, torch.Tensor]
+    arguments: dict[str, Any]
+    sequences: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]
+
+
+def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed: int = 0) -> Call:
+    """A call of normal values."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, widths = len(case.lengths), (spec.head_dim.qk, spec.head_dim.v)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q = normal(batch, case.q_heads, case.n_q, widths[0]).to(device)
+    whole = [normal(batch, case.room, case.kv_heads, width) for width in widths]
+    together = min(case.lengths[:2]) // case.page if case.shared else 0  # pages
+    for x in whole:
+        x[1:2, : together * case.page] = x[:1, : together * case.page]
+    table = torch.randperm(batch * max(1, case.pages) + 3, generator=generator)[: batch * case.pages].view(batch, case.pages).int()
+    table[1:2, :together] = table[:1, :together]
+    caches, new = [], []
+    for x in whole:
+        caches.append(_stored(case, x, table))
+        added = torch.zeros(batch, case.kv_heads, case.new, x.shape[-1], dtype=dtype)
+        for b, (before, after) in enumerate(zip(case.lengths, case.keys)):
+            added[b, :, : after - before] = x[b, before:after].transpose(0, 1)
+        new.append(added.to(device))
+    sizes = Sizes(batch, case.q_heads, case.kv_heads, case.n_q, case.room)
+    inputs = make_mask_inputs(spec, sizes, dtype, device, generator)
+    arguments: dict[str, Any] = {"cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device), **inputs}
+    arguments |= {"k": new[0], "v": new[1]} if case.new else {}
+    if case.page:
+        for b, keys in enumerate(case.keys):
+            table[b, -(-keys // case.page) :] = POISON
+        arguments["page_table"] = table.to(device)
+    sequences = []
+    for b, keys in enumerate(case.keys):
+        k, v = (x[b : b + 1, :keys].transpose(1, 2).to(device) for x in whole)
+        sequences.append((k, v, {name: _of_sequence(spec, name, x, b, keys) for name, x in inputs.items()}))
+    return Call(q, (caches[0].to(device), caches[1].to(device)), arguments, sequences)
+
+
+def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """A cache with the keys that sequences have before the call, of x [B, room, Hkv, D], and NaN everywhere else."""
+    rows = x.clone()
+    for b, keys in enumerate(case.lengths):
+        rows[b, keys:] = math.nan
+    if case.page:
+        pages = torch.full((table.numel() + 3, case.page, *x.shape[2:]), math.nan, dtype=x.dtype)
+        for b in reversed(range(len(rows))):  # of pages that are shared, what the first sequence has
+            pages[table[b].long()] = rows[b].view(case.pages, case.page, *x.shape[2:])
+        rows = pages
+    return rows.transpose(1, 2).contiguous().transpose(1, 2) if case.heads_first else rows
+
+
+def _of_sequence(spec: Spec, name: str, x: Any, b: int, keys: int) -> Any:
+    """What a sequence has of an input."""
+    shape = next(i.shape for i in spec.inputs() if i.name == name)
+    for at, dim in enumerate(shape):
+        x = x.narrow(at, b, 1) if dim == "B" else x.narrow(at, 0, keys) if dim == "Nk" else x
+    return x
+
+
+def run_cache_case(module: ModuleType, spec: Spec, case: CacheCase, dtype: str, device: str, seed: int = 0) -> Result:
+    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64."""
+    of_dtype = torch_dtype(dtype)
+    call = make_call(spec, case, of_dtype, device, seed)
+    out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True)
+
+    def naive(wide: torch.dtype) -> dict[str, torch.Tensor]:
+        found = []
+        for b, (k, v, inputs) in enumerate(call.sequences):
+            q = call.q[b : b + 1]
+            mask = reference_mask(spec.mask, q, k, inputs)
+            modify, sink = reference_scores(spec.score, q, k, inputs)
+            found.append(naive_attention(*(x.to(wide) for x in (q, k, v)), mask, spec.head_dim.qk**-0.5, None, modify, sink))
+        return {"out": torch.cat([out for out, _ in found]), "lse": torch.cat([lse for _, lse in found])}
+
+    truth = naive(torch.float64)
+    stored = {"out": truth["out"].to(of_dtype), "lse": truth["lse"].float()}
+    shape = Case(len(case.lengths), case.q_heads, case.kv_heads, case.n_q, case.room)
+    rounding = rounding_of(truth, stored, [], 0.0)
+    return Result(shape, dtype, errors({"out": out, "lse": lse}, truth), errors(naive(of_dtype), truth), rounding)
+
+
+def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:
+    """What `attngen test` runs of a spec with a cache: edges of pages and tiles, one long sequence among short ones, chunked prefill."""
+    heads = heads_for(spec)
+    assert spec.cache is not None
+    sizes = {"": [0], "page_rows": [16, 48]}.get(spec.cache.page) or [int(spec.cache.page)]
+    page = sizes[0]
+    room = -(-600 // page) * page if page else 600
+    cases = [
+        CacheCase(*heads, 1, (0, 1, 15, 16, 17, 63, 64, 127, 128, 129), 1, room, page),
+        CacheCase(*heads, 1, (3, 500, 0, 7), 0, room, page, heads_first=True),
+        CacheCase(*heads, 4, (5, 260, 0), 4, room, page, shared=bool(page)),
+        CacheCase(*heads, 100, (0, 300), 100, room, page),
+    ]
+    if len(sizes) > 1:
+        cases.append(CacheCase(*heads, 2, (47, 48, 95), 1, sizes[1] * 3, sizes[1]))
+    if cuda:
+        long = -(-70000 // page) * page if page else 70000
+        cases += [CacheCase(*heads, 1, (65536, 100, 0, 4097), 1, long, page), CacheCase(*heads, 16, (65536, 100, 20), 16, long, page)]
+    return cases
