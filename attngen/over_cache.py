@@ -132,7 +132,7 @@ def run_cache_case(module: ModuleType, spec: Spec, case: CacheCase, dtype: str, 
             q = call.q[b : b + 1]
             mask = reference_mask(spec.mask, q, k, inputs)
             modify, sink = reference_scores(spec.score, q, k, inputs)
-            found.append(naive_attention(*(x.to(wide) for x in (q, k, v)), mask, spec.head_dim.qk**-0.5, None, modify, sink))
+            found.append(naive_attention(q.to(wide), k.to(wide), v.to(wide), mask, spec.head_dim.qk**-0.5, None, modify, sink))
         return {"out": torch.cat([out for out, _ in found]), "lse": torch.cat([lse for _, lse in found])}
 
     truth = naive(torch.float64)

@@ -95,12 +95,14 @@ def known_type(name: str) -> Type:
 def operands(b: HostBuilder, module: Module, direction: str) -> None:
     """The arguments after q, k and v: what mask, modifiers and dropout read, block lists and numbers.
 
-    Lists that are the same for all sequences or heads are repeated for these.
+    Lists that are the same for all sequences or heads are repeated for these. Where keys are in a cache, in the direction `decode`, one of
+    each key has room for all keys that a sequence may have.
     """
     read = {a.name.lower() for kernel in module.kernels for a in kernel.args}
     given = {i.name: (i.dtype, i.shape) for i in module.inputs if i.shape and i.name in read}
     given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
-    for name, (dtype, shape) in given.items():
+    for name, (dtype, dims) in given.items():
+        shape = tuple("Nc" if d == "Nk" and direction == "decode" else d for d in dims)
         b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
     lists = {own: block_lists(own, module.blocks.data) if module.blocks else {} for own in ("q", "kv")}
     for name, dims in (lists["q"] | lists["kv"]).items():

@@ -73,7 +73,7 @@ def add_cache(module: Module, spec: Spec) -> Module:
         _combine(spec, deal),
         build_forward(spec, signature(PREFILL)),
     )
-    hosts = (_host_append(cache), _host_decode(replace(module, kernels=kernels), cache))
+    hosts = (_host_append(spec, cache), _host_decode(replace(module, kernels=kernels), cache))
     return replace(module, cache=cache, kernels=(*module.kernels, *kernels), hosts=(*module.hosts, *hosts))
 
 
@@ -83,7 +83,7 @@ def _check(spec: Spec) -> None:
         (spec.dropout, "drops weights (`dropout`), which serving does not"),
         (spec.schedule.order != "q_outer", "walks over keys (`schedule: {order: kv_outer}`)"),
         (listed_blocks(spec) is not None, "visits lists of blocks, which are made of the keys of a whole call"),
-        (bool(spec.derived()), "reads what is computed of the keys of a whole call"),
+        (any(d.program or {"Nq", "Nk"} & {*d.sources, *(n for s in d.shapes for n in s)} for d in spec.derived()), "reads documents"),
     )
     if found := next((what for wrong, what in cannot if wrong), None):
         raise BuildError(("cache",), f"is asked for, and the spec {found}; expected a spec without that, or without `cache`")
@@ -117,7 +117,7 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
 
 
 def _combine(spec: Spec, deal: Deal) -> Kernel:
-    """Each row's output is the sum of its parts', weighed by exp2(LSE2 of the part - the greatest of them), over the sum of these weights."""
+    """Each row's output is a mean of its parts', by weights exp2(LSE2 of the part - the greatest of them)."""
     sink = sink_of(spec)
     b = KernelBuilder(spec, COMBINE, [] if sink is None else [sink])
     b.deal = deal
@@ -179,7 +179,7 @@ def _room(b: HostBuilder, cache: Cache) -> None:
         b.add(Map("Nc", symbol("max_pages") * rows, (), Type("i32", (), "reg")))
 
 
-def _host_append(cache: Cache) -> Host:
+def _host_append(spec: Spec, cache: Cache) -> Host:
     """Store new keys and values."""
     b = HostBuilder("append")
     for name in ("K_NEW", "V_NEW"):
@@ -187,7 +187,8 @@ def _host_append(cache: Cache) -> Host:
     _caches(b, cache)
     _room(b, cache)
     b.branch("Appended", "stores", of=("K_NEW",))
-    b.launch("append", "stores", _OF_HOST, Nk=symbol("Nn"))
+    heads = {"Hq": symbol("Hkv")} if SHARINGS[spec.heads.sharing].axis == "h" else {}  # each query head has a K/V head of its own
+    b.launch("append", "stores", _OF_HOST, Nk=symbol("Nn"), **heads)
     return b.host()
 
 

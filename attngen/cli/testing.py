@@ -110,16 +110,17 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         generated = load_module(Path(folder) / loaded.name)
         print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")
         widths = {name: max(8, len(name)) + 1 for name in result_names(loaded)}
-        print(f"{'case':<28}{'dtype':<7}{''.join(f'{name:<{width}}' for name, width in widths.items())}worst, over naive")
         device = "cuda" if cuda else "cpu"
         work: list[Any] = [(case, dtype, run_case) for case, dtype in cli_cases(loaded, cuda)]
         dtypes = list(dict.fromkeys(dtype for _, dtype, _ in work))
         work += [(case, d, run_cache_case) for d in dtypes for case in (cache_cases(loaded, cuda) if loaded.cache else [])]
+        longest = max(26, *(len(str(case)) for case, _, _ in work)) + 2
+        print(f"{'case':<{longest}}{'dtype':<7}{''.join(f'{name:<{width}}' for name, width in widths.items())}worst, over naive")
         for case, dtype, run in work:
             status.update(f"{case} {dtype}")
             result = run(generated, loaded, case, dtype, device, seed)
             failed += not result.ok
             errors = "".join(f"{result.ours[name]:<{width}.1e}" for name, width in widths.items() if name in result.ours)
             ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"
-            print(f"{case!s:<28}{dtype:<7}{errors}{ratio:<14} {'ok' if result.ok else 'FAILED'}", flush=True)
+            print(f"{case!s:<{longest}}{dtype:<7}{errors}{ratio:<14} {'ok' if result.ok else 'FAILED'}", flush=True)
     return f"{count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error" if failed else ""

@@ -150,9 +150,19 @@ class Wrapper:
         return [self.take(self._in_cache(i)) for i in self.module.inputs]
 
     @property
+    def keywords_in_cache(self) -> list[str]:
+        """The keyword arguments of a call over a cache for what mask and modifiers read."""
+        return [f"{i.name}: {'torch.Tensor' if i.shape else _NUMBERS[i.dtype]}" for i in self.module.inputs]
+
+    @property
+    def derived_in_cache(self) -> list[tuple[list[str], str]]:
+        """(names, call) of functions that derive what kernels read of these."""
+        return [(list(d.names), _call(d, {"device": "q.device"})) for d in self.module.derived]
+
+    @property
     def sizes_in_cache(self) -> list[str]:
         """Statements that define the sizes which these use."""
-        used = set(re.findall(r"\w+", " ".join(self.taken_in_cache)))
+        used = set(re.findall(r"\w+", " ".join([*self.taken_in_cache, *(call for _, call in self.derived_in_cache)])))
         room = "keys.shape[2]" if not self.page and self.page != 0 else f"page_table.shape[1] * {self.page or 'keys.shape[2]'}"
         sources = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "keys.shape[1]", "Nq": "q.shape[2]", "Nc": room}
         return [f"{name} = {source}" for name, source in sources.items() if name in used]

@@ -87,11 +87,11 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
         for dim, length in zip(arg.type.dims, np.shape(values[arg.name]), strict=True):
             if dim.isidentifier() and sizes.setdefault(dim, length) != length:
                 raise AttngenError(f"host @{host.name}: %{arg.name} has {length} along {dim}; expected {sizes[dim]}, as others have")
-    if "Hkv" in sizes:
+    if {"Hq", "Hkv"} <= sizes.keys():
         sizes["group"] = sizes["Hq"] // max(1, sizes["Hkv"])
         sizes["Gq"] = sizes["group"] * sizes["Nq"]  # rows of a tile that packs the queries of a group
         lines = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles["BLOCK_KV"] + 1  # that sums of a tile by distance take (see Store)
-        sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * lines, "Nd": sizes["Nq"] + sizes["Nk"]}
+        sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * lines, "Nd": sizes["Nq"] + sizes.get("Nk", 0)}
         if module.blocks:
             sizes |= {"Tq": -(-sizes["Nq"] // module.blocks.size), "Tk": -(-sizes["Nk"] // module.blocks.size)}
             sizes["Ts"] = sizes["Tk"] * (module.blocks.size // STRIP)

@@ -104,6 +104,7 @@ def _broken(module: Module, kernel: Kernel) -> Iterator[tuple[str, str]]:
     # Of divided kernels the rules of others read these alone; those of a divided one read the kernel that it stands in for, too.
     read["divided"] = [(k.name, k.backend, k.of) for k in module.divided]
     read["stands for"] = next((k for k in module.kernels if kernel.backend and k.name == kernel.stands_for), None)
+    read["deals"] = [(k.name, k.deal) for k in module.kernels]
     read["schedules"] = dict(module.schedules).get(kernel.name)
     before, held = _HELD.get(kernel, (read, set()))
     held = held if before == read else set()

@@ -72,6 +72,8 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
     given = {i.name: (i.dtype, i.shape) for i in module.inputs}
     given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
     known = {name.upper() if shape else name: types for name, types in given.items() for shape in (types[1],)}
+    if host.name == "decode":  # keys are in a cache
+        known = {name: (dtype, tuple("Nc" if d == "Nk" else d for d in shape)) for name, (dtype, shape) in known.items()}
     known |= {name: (tensor_dtype(name), shape) for name, shape in SHAPES.items()}
     known |= {name: (dtype, ()) for name, dtype in (SCALARS | DROPOUT_SCALARS).items()}
     for arg in host.args:

@@ -144,8 +144,8 @@ def _outside(module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict
         low, high = span(index)
         if dim == "max_pages" and is_page_of(module, index):
             row = index.args[0]
-            has = [(row < symbol("Nc")) in conditions, kernel.reads_cache and (row < symbol("Nk")) in conditions]
-            if any(has) and (row.is_nonnegative or (row >= 0) in conditions):
+            end = symbol("Nk" if kernel.reads_cache else "Nc")  # no entry past the keys of a sequence is read
+            if (row < end) in conditions and (row.is_nonnegative or (row >= 0) in conditions):
                 continue  # there are pages for Nc keys of a sequence, and it has no more (see Length)
         of_row = SHARINGS[module.sharing].owned * symbol("group") + floordiv(symbol("q_idx"), symbol("queries"))
         if dim == "Hq" and kernel.packs and index == of_row and (symbol("q_idx") < symbol("Nq")) in conditions:

@@ -112,6 +112,7 @@ def with_kvcache(
 
 attention.with_kvcache = with_kvcache
 
+
 class Attention(runtime.AttentionModule):
     """`attention` as a module without parameters. It holds the scale."""
 

@@ -111,18 +111,17 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
-    (q, keys, values), new = CACHE_RULES.admit(q, k_cache, v_cache, cache_seqlens, page_table, k, v)
+    q, keys, values, new = CACHE_RULES.admit(q, k_cache, v_cache, cache_seqlens, page_table, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
     sink = runtime.take_input(q, "sink", sink, torch.float32, [Hq], "a logit of each head, in the softmax of all its rows")
-    return runtime.over_cache(
-        _append, _decode, INTERPRETED, q, keys, values, new, (cache_seqlens, page_table,),
-        (sink, scale,), return_lse,
-    )
+    of_sequences = (cache_seqlens, page_table)
+    operands = (sink, scale,)
+    out, lse = runtime.over_cache(q, keys, values, new, of_sequences, operands, _append, _decode, INTERPRETED)
+    return (out, lse) if return_lse else out
 
 
 attention.with_kvcache = with_kvcache
-
 
 
 class Attention(runtime.AttentionModule):

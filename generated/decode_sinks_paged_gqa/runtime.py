@@ -553,10 +553,14 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
         check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")
 
 
-# -------------------- Calls over a cache of keys and values: their checks, and the tensors as kernels read them.
+# -------------------- Calls over a cache of keys and values: their checks, and what they run.
 
-OF_NUMPY = (torch.float16, torch.float32)
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+OF_NUMPY = (torch.float16, torch.float32)  # which Triton's interpreter can multiply
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _error(error: type[Exception], name: str, given: str, expected: str) -> Exception:
+    return error(f"attention.with_kvcache: {name} {given}; expected {expected}")
 
 
 class CacheRules:
@@ -579,142 +583,114 @@ class CacheRules:
         page_table: torch.Tensor | None,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-    ) -> tuple[Tensors, tuple[torch.Tensor, torch.Tensor] | None]:
-        """q and the cache, heads before rows, as kernels read them: copies of what they cannot read in place; and new keys and values
-        with the cache that they go to, if there are any.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pair | None]:
+        """q as kernels read it, the cache with heads before rows; and new keys and values, if there are any.
 
-        Raises ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
+        Raises:
+            ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
         """
         if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k_cache, v_cache, k, v)):
             raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
-        self._check(q, k_cache, v_cache)
-        self._check_numbers("cache_seqlens", cache_seqlens, q, (q.shape[0],), "[B]")
-        if page_table is not None:
-            self._check_numbers("page_table", page_table, q, (q.shape[0], None), "[B, max_pages]")
-        keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        if k is None and v is None:
-            return self._readable(q, keys, values), None
-        self._check_new(q, k_cache, k, v)
-        assert k is not None and v is not None
-        return self._readable(q, keys, values), (k, v)
-
-    def _readable(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
-        if self.rules.interpreted and q.dtype not in OF_NUMPY:  # Triton's interpreter cannot multiply what NumPy has not
-            q = q.float()
+        self._check_queries(q)
+        self._check_cache(q, k_cache, v_cache)
+        self._check_numbers("cache_seqlens", cache_seqlens, q, [q.shape[0]], "[B]")
+        if self.page is not None:
+            self._check_numbers("page_table", page_table, q, [q.shape[0], None], "[B, max_pages]")
+        if k is not None or v is not None:
+            self._check_new("k", k, q, k_cache, [None])
+            self._check_new("v", v, q, v_cache, [k.shape[2] if k is not None else None])
+        new = None if k is None or v is None else (k, v)
         if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
             q = q.resolve_neg().contiguous()
-        return q, keys, values
+        return q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), new
 
-    def _check(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    def _check_queries(self, q: torch.Tensor) -> None:
+        expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
+        if not isinstance(q, torch.Tensor) or q.layout is not torch.strided:
+            raise _error(TypeError, "q", f"is a {kind(q)}", f"a dense tensor {expected}")
+        if q.dim() != 4 or q.shape[3] != self.rules.width_qk:
+            raise _error(ValueError, "q", f"has shape {list(q.shape)}", expected)
+        if q.dtype not in self.rules.dtypes:
+            known = " or ".join(map(str, self.rules.dtypes))
+            raise _error(TypeError, "q", f"is {q.dtype}", f"{known}, which this module was built for")
+        self.rules.check_device("q", q)
+
+    def _check_cache(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         rules = self.rules
-        if not (isinstance(q, torch.Tensor) and q.layout is torch.strided and q.dim() == 4 and q.shape[3] == rules.width_qk):
-            given = f"has shape {list(q.shape)}" if isinstance(q, torch.Tensor) and q.layout is torch.strided else f"is a {kind(q)}"
-            raise (ValueError if given.startswith("has") else TypeError)(
-                f"attention.with_kvcache: q {given}; expected [B, Hq, Nq, {rules.width_qk}]"
-            )
-        if q.dtype not in rules.dtypes:
-            known = " or ".join(map(str, rules.dtypes))
-            raise TypeError(f"attention.with_kvcache: q is {q.dtype}; expected {known}, which this module was built for")
-        rules.check_device("q", q)
         for name, x, width in (("k_cache", k_cache, rules.width_qk), ("v_cache", v_cache, rules.width_v)):
             self._check_rows(q, name, x, width)
         if k_cache.shape[:3] != v_cache.shape[:3]:
-            given = f"{list(k_cache.shape)} and {list(v_cache.shape)}"
-            raise ValueError(f"attention.with_kvcache: k_cache and v_cache have shapes {given}; expected one number of rows and heads in both")
+            given = f"have shapes {list(k_cache.shape)} and {list(v_cache.shape)}"
+            raise _error(ValueError, "k_cache and v_cache", given, "one number of rows and heads in both")
         if self.page is None and k_cache.shape[0] != q.shape[0]:
-            raise ValueError(f"attention.with_kvcache: q has {q.shape[0]} sequences and k_cache {k_cache.shape[0]}; expected as many")
+            raise _error(ValueError, "k_cache", f"has {k_cache.shape[0]} sequences", f"{q.shape[0]}, as many as q has")
         if self.page and k_cache.shape[1] != self.page:
-            raise ValueError(f"attention.with_kvcache: k_cache has pages of {k_cache.shape[1]} keys; expected {self.page}, as the spec says")
+            raise _error(ValueError, "k_cache", f"has pages of {k_cache.shape[1]} keys", f"{self.page}, as the spec says")
         hq, hk = q.shape[1], k_cache.shape[2]
         if (hq != hk) if rules.sharing == "mha" else hk != 1 if rules.sharing == "mqa" else (hq % hk if hk else hq):
-            raise ValueError(f"attention.with_kvcache: q has {hq} heads and k_cache {hk}; expected what the spec says, {rules.sharing}")
+            raise _error(ValueError, "q", f"has {hq} heads and k_cache {hk}", f"heads that are shared as the spec says, {rules.sharing}")
 
     def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int) -> None:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-            raise TypeError(f"attention.with_kvcache: {name} is a {kind(x)}; expected a dense tensor {self.shapes[name]}")
+            raise _error(TypeError, name, f"is a {kind(x)}", f"a dense tensor {self.shapes[name]}")
         if x.dim() != 4 or x.shape[3] != width:
-            raise ValueError(f"attention.with_kvcache: {name} has shape {list(x.shape)}; expected {self.shapes[name]}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"attention.with_kvcache: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
-        if x.device != q.device:
-            raise ValueError(f"attention.with_kvcache: {name} is on {x.device} and q on {q.device}; expected one device")
+            raise _error(ValueError, name, f"has shape {list(x.shape)}", self.shapes[name])
+        if x.dtype != q.dtype or x.device != q.device:
+            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q is")
         if x.stride(3) != 1 or x.stride(1) > MAX_ROW_STRIDE or x.is_neg():
-            steps = f"strides {list(x.stride())}"
-            raise ValueError(f"attention.with_kvcache: {name} has {steps}; expected contiguous rows, at most {MAX_ROW_STRIDE} elements apart")
+            near = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", near)
         if x.shape[1] > MAX_ROWS:
-            raise ValueError(f"attention.with_kvcache: {name} has {x.shape[1]} rows; expected at most 2**29 - 1")
+            raise _error(ValueError, name, f"has {x.shape[1]} rows", "at most 2**29 - 1")
 
-    def _check_numbers(self, name: str, x: torch.Tensor, q: torch.Tensor, shape: tuple[int | None, ...], text: str) -> None:
+    def _check_numbers(self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
-            given = x.dtype if isinstance(x, torch.Tensor) else f"a {kind(x)}"
-            raise TypeError(f"attention.with_kvcache: {name} is {given}; expected torch.int32 {text}, on the device")
+            given = f"is {x.dtype}" if isinstance(x, torch.Tensor) else f"is a {kind(x)}"
+            raise _error(TypeError, name, given, f"torch.int32 {text}, on the device")
         if x.dim() != len(shape) or any(n is not None and n != m for m, n in zip(x.shape, shape)):
-            raise ValueError(f"attention.with_kvcache: {name} has shape {list(x.shape)}; expected {text}, and q has B = {q.shape[0]}")
+            raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and q has B = {q.shape[0]}")
         if x.device != q.device:
-            raise ValueError(f"attention.with_kvcache: {name} is on {x.device} and q on {q.device}; expected one device")
+            raise _error(ValueError, name, f"is on {x.device} and q on {q.device}", "one device")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise ValueError(f"attention.with_kvcache: the last dimension of {name} has stride {x.stride(-1)}; expected 1: call .contiguous()")
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
 
-    def _check_new(self, q: torch.Tensor, k_cache: torch.Tensor, k: Any, v: Any) -> None:
-        for name, x, width in (("k", k, self.rules.width_qk), ("v", v, self.rules.width_v)):
-            expected = [q.shape[0], k_cache.shape[2], None, width]
-            if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-                raise TypeError(f"attention.with_kvcache: {name} is a {kind(x)}; expected both k and v, [B, Hkv, new, {width}], or none")
-            if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, expected)) or x.shape[2] != k.shape[2]:
-                shape = f"[{q.shape[0]}, {k_cache.shape[2]}, new, {width}]"
-                raise ValueError(f"attention.with_kvcache: {name} has shape {list(x.shape)}; expected {shape}, as many new ones in k and v")
-            if x.dtype != k_cache.dtype or x.device != q.device:
-                given, cache = f"{x.dtype} on {x.device}", f"{k_cache.dtype} on {q.device}"
-                raise TypeError(f"attention.with_kvcache: {name} is {given}; expected {cache}, as the cache is")
-            if x.stride(3) != 1 or x.is_neg():
-                raise ValueError(f"attention.with_kvcache: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
-
-
-def over_cache(
-    append: Any,
-    decode: Any,
-    interpreted: bool,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
-    of_sequences: tuple[torch.Tensor, ...],
-    operands: tuple[Any, ...],
-    return_lse: bool,
-) -> Any:
-    """Run the host programs of a call over a cache on the device of q: `append`, if there are new keys, and `decode`. The output, or with
-    `return_lse` also the LSE.
-
-    of_sequences: the lengths, and the table of pages where there is one; operands: the other arguments of `decode`.
-    """
-    return _run(q, append, decode, interpreted, keys, values, new, of_sequences, operands, return_lse)
+    def _check_new(self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]) -> None:
+        text = f"[{q.shape[0]}, {cache.shape[2]}, new, {cache.shape[3]}]"
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            raise _error(TypeError, name, f"is a {kind(x)}", f"both k and v, {text}, or neither")
+        shape = [q.shape[0], cache.shape[2], *rows, cache.shape[3]]
+        if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, shape)):
+            raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, with as many new ones in k and v")
+        if x.dtype != cache.dtype or x.device != cache.device:
+            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", f"{cache.dtype} on {cache.device}, as the cache is")
+        if x.stride(3) != 1 or x.is_neg():
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
 
 
 @on_its_device
-def _run(
+def over_cache(
     q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    new: Pair | None,
+    of_sequences: tuple[torch.Tensor, ...],
+    operands: tuple[Any, ...],
     append: Any,
     decode: Any,
     interpreted: bool,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    new: tuple[torch.Tensor, torch.Tensor] | None,
-    of_sequences: tuple[torch.Tensor, ...],
-    operands: tuple[Any, ...],
-    return_lse: bool,
-) -> Any:
-    appended = 0
+) -> Pair:
+    """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
+
+    of_sequences: the lengths, and the table of pages where there is one; operands: the other arguments of `decode`.
+    """
+    appended, dtype = 0, q.dtype
     if new is not None:
-        k, v = new
-        appended = k.shape[2]
-        append(k, v, keys, values, *of_sequences)
-    dtype = keys.dtype
+        append(*new, keys, values, *of_sequences)
+        appended = new[0].shape[2]
     if interpreted and dtype not in OF_NUMPY:
-        keys, values = keys.float(), values.float()
+        q, keys, values = q.float(), keys.float(), values.float()
     out, lse = decode(q, keys, values, *of_sequences, *operands, appended)
-    if interpreted:
-        out = out.to(dtype)
-    return (out, lse) if return_lse else out
+    return out.to(dtype), lse
 
 
 # -------------------- Kernels whose warps have roles, of Gluon: whether this machine can run them, and the counters that they share.

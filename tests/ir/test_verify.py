@@ -71,7 +71,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
         ("causal_gqa", "    %m_init", "  block @entry\n    %m_init", "@entry is not the body of loops of one other block"),
         ("causal_gqa", "%m = arg carry", "%m = arg in", "argument `in` of @step; expected carry"),
-        ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nd, Nk, Nlse, Nq"),
+        ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nc, Nd, Nk, Nlse"),
         ("causal_gqa", "%m_init = init -inf : f32", "%m_init = init -inf : f64", "%m_init is of `f64`; expected one of T, f32"),
         ("causal_gqa", "block @entry", "block @main", "no block @entry"),
         ("causal_gqa", "    store %LSE_head[q] %lse check(q)\n", "", "nothing is stored to %LSE"),
@@ -125,6 +125,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "m=%soft.m, l=%l_next, acc=%acc_next", "m=%soft.m, l=%l_next", "carries m: f32[BLOCK_Q], l: f32[BLOCK_Q], acc"),
     ],
     "shares": [
+        ("decode_gqa", "portion(kv_full_end, part + 1, parts)", "portion(kv_end, part + 1, parts)", "part in parts share loops over @step"),
         (
             "causal_gqa",
             "(group*split) // splits .. (group*split + group) // splits",
@@ -132,6 +133,13 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "split in splits share loops over no body",
         ),
         ("causal_gqa", "ranges(q_full_first .. q_full_end)", f"ranges({OF_TILES})", "@group, @step; expected parts of all ranges over one"),
+    ],
+    "deals": [
+        ("decode_gqa", " deals(cdiv(Nk, 64))", "", "nothing says how keys are dealt; expected that of kernels with parts of them"),
+        ("decode_gqa", "deals(cdiv(Nk, 64))", "deals(cdiv(queries, 64))", "keys are dealt in another way than in @combine"),
+        ("decode_gqa", "deals(cdiv(Nk, 64))", "deals(cdiv(Nk, 64), 16)", "keys are dealt in another way than in @combine"),
+        ("decode_gqa", "deals(cdiv(Nk, 64))", "deals(Nk*kv_end)", "names `kv_end`; expected Nk and whole numbers of the call"),
+        ("decode_gqa", "part in parts, hkv in Hkv, b in B)", "part in parts, hkv in Hkv)", "it lacks the axis b"),
     ],
     "types": [
         (
@@ -204,6 +212,9 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
     ],
     "indexing": [
+        ("decode_paged_gqa", "where(kv_idx < Nk)", "where(kv_idx < Nc)", "%page may read %PAGE_TABLE past its end, at `kv_idx // 64`"),
+        ("decode_paged_gqa", "%PAGE_TABLE[b, kv_idx // 64]", "%PAGE_TABLE[b, kv_idx // 32]", "%page may read %PAGE_TABLE past its end"),
+        ("decode_gqa", "base %O_PARTS[first_item + part, hkv]", "base %O_PARTS[part, hkv]", "indexes items of %O_PARTS by `part`"),
         ("causal_gqa", "base %dK[b, hkv, split]", "base %dK[b, hkv, hkv]", "indexes splits of %dK by `hkv`; expected `split`"),
         ("causal_mqa", "base %K[b, 0]", "base %K[b, h]", "%K_head indexes Hkv of %K by `h`; expected `0` (heads mqa)"),
         ("causal_mha", "base %K[b, h]", "base %K[b, h + 1]", "%K_head indexes Hkv of %K by `h + 1`; expected `h` (heads mha)"),
@@ -314,6 +325,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", " cls(full)", "", "%keys_full has class unknown; classify-tiles and split-loops come first"),
     ],
     "covers": [
+        ("decode_gqa", "portion(kv_full_end, part + 1, parts)", "portion(kv_full_end, part, parts)", "which is not proven to be all of"),
         ("causal_gqa", "ranges(kv_full_end .. kv_end)", "ranges(kv_full_end .. kv_full_end)", "the loops over @step run 0 .. "),
         ("causal_gqa", "ranges(0 .. kv_full_end)", "ranges(1 .. kv_full_end)", "1 .. kv_full_end, which is not proven to rise from 0"),
         ("full_mha", "ranges(kv_full_end .. kv_end)", "ranges(0 - 2 .. 0, kv_full_end .. kv_end)", "-2 .. 0, which is not proven to rise"),

@@ -56,7 +56,7 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
                 if wrong in t.dims:
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
     for row in module.rows(kernel.name):
-        rows = 16 if kernel.dots else 1  # that products need
+        rows = 1 if kernel.deal and not kernel.dots else 16  # parts of one row are joined; products need more
         for what, value, least in (("BLOCK_Q", row.block_q, rows), ("BLOCK_KV", row.block_kv, rows), ("num_warps", row.num_warps, 1)):
             if value < least or value & (value - 1):
                 yield f"{row.device}: {what}={value}; Triton needs a power of two, {least} at least"

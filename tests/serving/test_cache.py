@@ -1,0 +1,222 @@
+"""Calls over a cache of keys and values, by the modules of specs that have one, against naive attention."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attngen.errors import BuildError
+from attngen.over_cache import CacheCase, cache_cases, make_call, run_cache_case
+from attngen.passes.pipeline import lower
+from attngen.spec import Spec, make_spec
+from tests.helpers import CUDA, SPECS, built, module_of, spec
+
+DEVICE = "cuda" if CUDA else "cpu"
+CACHED = [name for name in SPECS if spec(name).cache]
+DTYPES = ("bf16", "fp16") if CUDA else ("fp16",)
+OF_SPECS = [(name, case) for name in CACHED for case in cache_cases(spec(name), CUDA)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "case"), OF_SPECS, ids=[f"{name}-{case}" for name, case in OF_SPECS])
+def test_calls_agree_with_naive_attention(name: str, case: CacheCase, dtype: str) -> None:
+    result = run_cache_case(built(name), spec(name), case, dtype, DEVICE)
+    assert result.ok, str(result)
+
+
+def test_more_sequences_than_are_dealt_at_a_time() -> None:
+    lengths = tuple((i * 37) % 90 for i in range(140))
+    result = run_cache_case(built("decode_gqa"), spec("decode_gqa"), CacheCase(2, 1, 1, lengths, 1, 90), "fp16", DEVICE)
+    assert result.ok, str(result)
+
+
+# Masks and modifiers over a cache: what specs say of them is what they say in training.
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {"mask": "none"},
+    "top_left": {"mask": {"expr": "kv_idx <= q_pos and (kv_idx % 3 != 1 or q_pos - kv_idx < 5)"}},
+    "streaming": {"mask": {"all_of": ["causal", {"any_of": [{"sink_tokens": {"count": 4}}, {"sliding_window": {"left": 63}}]}]}},
+    "chunked": {"mask": {"all_of": ["causal", {"chunked": {"size": 50}}]}},
+    "prefix": {"mask": "prefix_lm"},
+    "padding": {"mask": {"all_of": ["causal", "key_padding"]}},
+    "alibi": {"mask": "causal", "score": "alibi"},
+    "softcap": {"mask": "causal", "score": {"softcap": 5.0}},
+    "temperature": {"mask": "causal", "score": "temperature"},
+}
+
+
+@pytest.mark.parametrize("what", MASKS)
+def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
+    cache = "contiguous" if what in ("none", "alibi", "padding") else {"paged": {"page_size": 16}}
+    sharing = {"alibi": "mha", "softcap": "mqa"}.get(what, "gqa")
+    made = make_spec({"name": "served", "heads": {"sharing": sharing}, "head_dim": 32, "cache": cache, "backward": False, **MASKS[what]})
+    module = module_of(made, tmp_path / "served")
+    for case in cache_cases(made, False):
+        result = run_cache_case(module, made, case, "fp16", DEVICE)
+        assert result.ok, f"{what}: {result}"
+
+
+def test_head_dims_that_are_padded(tmp_path: Path) -> None:
+    made = make_spec(
+        {
+            "name": "served",
+            "heads": {"sharing": "gqa"},
+            "head_dim": {"qk": 40, "v": 24},
+            "mask": "causal",
+            "cache": "paged",
+            "backward": False,
+        }
+    )
+    module = module_of(made, tmp_path / "served")
+    for case in cache_cases(made, False):
+        result = run_cache_case(module, made, case, "fp16", DEVICE)
+        assert result.ok, str(result)
+
+
+def _grown(module: ModuleType, made: Spec, steps: int, page: int) -> None:
+    """Decode token after token, and hold each step, bit for bit, against a call over a cache that has all keys from the start."""
+    case = CacheCase(2, 1, 1, (0, 3, 129), steps, 129 + steps if not page else -(-(129 + steps) // page) * page, page)
+    call = make_call(made, case, torch.float16, DEVICE)
+    lengths, new = call.arguments["cache_seqlens"], {name: call.arguments.pop(name) for name in ("k", "v")}
+    after = [x.clone() for x in call.caches]
+    attend = module.attention.with_kvcache
+    attend(call.q, *after, k=new["k"], v=new["v"], **call.arguments)
+    for step in range(steps):
+        token = {name: x[:, :, step : step + 1] for name, x in new.items()}
+        arguments = {**call.arguments, "cache_seqlens": lengths + step}
+        out = attend(call.q, *call.caches, **token, **arguments)
+        whole = attend(call.q, *after, **{**arguments, "cache_seqlens": lengths + step + 1})
+        assert torch.equal(out, whole), f"step {step}"
+    for grown, at_once in zip(call.caches, after):
+        assert torch.equal(grown.nan_to_num(7.0), at_once.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_that_grows_gives_the_bits_of_one_that_is_whole(name: str) -> None:
+    cache = spec(name).cache
+    assert cache is not None
+    page = {"": 0, "page_rows": 48}.get(cache.page)
+    _grown(built(name), spec(name), 1000 if CUDA else 12, int(cache.page) if page is None else page)
+
+
+def test_bits_do_not_depend_on_other_sequences() -> None:
+    """With parts of a fixed length, each sequence gets alone what it gets among others."""
+    made, module = spec("decode_sinks_paged_gqa"), built("decode_sinks_paged_gqa")
+    call = make_call(made, CacheCase(4, 2, 1, (5, 700, 2000, 0, 129), 1, 2016, 16), torch.float16, DEVICE)
+    together = module.attention.with_kvcache(call.q, *call.caches, **call.arguments)
+    for b in range(5):
+        alone = {name: x[b : b + 1] if name != "sink" else x for name, x in call.arguments.items() if name not in ("k", "v")}
+        alone["cache_seqlens"] = alone["cache_seqlens"] + 1  # the key has been appended
+        assert torch.equal(module.attention.with_kvcache(call.q[b : b + 1], *call.caches, **alone), together[b : b + 1])
+
+
+def test_keys_without_room_are_left_out() -> None:
+    made, module = spec("decode_gqa"), built("decode_gqa")
+    case = CacheCase(2, 1, 1, (4, 6), 3, 8)  # the second sequence has room for two of its three new keys
+    result = run_cache_case(module, made, case, "fp16", DEVICE)
+    assert result.ok, str(result)
+
+
+def test_lengths_below_zero_count_as_none() -> None:
+    module = built("decode_gqa")
+    call = make_call(spec("decode_gqa"), CacheCase(2, 1, 1, (0, 5), 0, 8), torch.float16, DEVICE)
+    call.arguments["cache_seqlens"][0] = -3
+    out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True)
+    assert (out[0] == 0).all() and (lse[0] == -math.inf).all() and out[1].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CACHED)
+def test_a_graph_serves_other_lengths(name: str) -> None:
+    """A CUDA graph of a call, captured with short sequences, gives for any lengths what a call gives."""
+    made, module = spec(name), built(name)
+    assert made.cache is not None
+    page = {"": 0, "page_rows": 16}.get(made.cache.page)
+    page = int(made.cache.page) if page is None else page
+    room = 4096
+    call = make_call(made, CacheCase(8, 2, 1, (room - 1, room - 1, room - 1), 0, room, page), torch.bfloat16, DEVICE)
+    lengths = call.arguments["cache_seqlens"]
+    attend = lambda: module.attention.with_kvcache(call.q, *call.caches, **call.arguments)  # noqa: E731
+    lengths.fill_(1)
+    for _ in range(3):
+        attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for of_sequences in ((1, 2, 3), (4095, 0, 64), (100, 4000, 1025)):
+        lengths.copy_(torch.tensor(of_sequences, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, attend()), of_sequences
+
+
+# ---------------------------------------------------------------------------------------------- wrong calls and specs
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": torch.zeros(2, 2, 1, 64)}, ValueError, "q has shape [2, 2, 1, 64]; expected [B, Hq, Nq, 128]"),
+    ({"q": 3}, TypeError, "q is a int; expected a dense tensor [B, Hq, Nq, 128]"),
+    ({"q": torch.zeros(2, 2, 1, 128, dtype=torch.float64)}, TypeError, "q is torch.float64; expected torch.bfloat16 or torch.float16"),
+    ({"k_cache": torch.zeros(2, 8, 1, 64)}, ValueError, "k_cache has shape [2, 8, 1, 64]; expected [B, S, Hkv, 128]"),
+    ({"k_cache": torch.zeros(2, 8, 1, 128)}, TypeError, "k_cache is torch.float32 on"),
+    ({"v_cache": torch.zeros(2, 9, 1, 128).half()}, ValueError, "k_cache and v_cache have shapes [2, 8, 1, 128] and [2, 9, 1, 128]"),
+    ({"k_cache": torch.zeros(2, 128, 1, 8).half().mT.mT.transpose(1, 3)}, ValueError, "k_cache has strides"),
+    ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens is torch.float32; expected torch.int32 [B], on the device"),
+    ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is a list; expected torch.int32 [B]"),
+    ({"cache_seqlens": torch.zeros(3).int()}, ValueError, "cache_seqlens has shape [3]; expected [B], and q has B = 2"),
+    ({"k": torch.zeros(2, 1, 1, 128).half()}, TypeError, "v is a NoneType; expected both k and v, [2, 1, new, 128], or neither"),
+    ({"v": torch.zeros(2, 1, 1, 128).half()}, TypeError, "k is a NoneType; expected both k and v"),
+    (
+        {"k": torch.zeros(2, 1, 2, 128).half(), "v": torch.zeros(2, 1, 1, 128).half()},
+        ValueError,
+        "v has shape [2, 1, 1, 128]; expected [2, 1, new, 128], with as many new ones in k and v",
+    ),
+    ({"k": torch.zeros(2, 1, 1, 128), "v": torch.zeros(2, 1, 1, 128)}, TypeError, "k is torch.float32 on"),
+    ({"scale": -1.0}, ValueError, "scale is -1.0; expected a number from 1e-30 to 1e6"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "reason"), WRONG, ids=[reason[:40] for _, _, reason in WRONG])
+def test_wrong_calls_say_what_was_expected(changes: dict[str, Any], error: type[Exception], reason: str) -> None:
+    call = make_call(spec("decode_gqa"), CacheCase(2, 1, 1, (4, 5), 0, 8), torch.float16, DEVICE)
+    given = {"q": call.q, "k_cache": call.caches[0], "v_cache": call.caches[1], **call.arguments}
+    given |= {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
+    before = [x.clone() for x in call.caches]
+    with pytest.raises(error, match=re.escape(reason)):
+        built("decode_gqa").attention.with_kvcache(**given)
+    for x, was in zip(call.caches, before):
+        assert torch.equal(x.nan_to_num(7.0), was.nan_to_num(7.0))
+
+
+def test_wrong_calls_of_pages() -> None:
+    call = make_call(spec("decode_paged_gqa"), CacheCase(2, 1, 1, (4, 5), 0, 64, 64), torch.float16, DEVICE)
+    attend = built("decode_paged_gqa").attention.with_kvcache
+    with pytest.raises(ValueError, match="k_cache has pages of 32 keys; expected 64, as the spec says"):
+        attend(call.q, *(x[:, :32] for x in call.caches), **call.arguments)
+    with pytest.raises(TypeError, match=r"page_table is torch.int64; expected torch.int32 \[B, max_pages\]"):
+        attend(call.q, *call.caches, **{**call.arguments, "page_table": call.arguments["page_table"].long()})
+
+
+def test_a_gradient_is_refused() -> None:
+    call = make_call(spec("decode_gqa"), CacheCase(2, 1, 1, (4, 5), 0, 8), torch.float16, DEVICE)
+    with pytest.raises(NotImplementedError, match=r"attention.with_kvcache has no backward; expected a call under torch.no_grad\(\)"):
+        built("decode_gqa").attention.with_kvcache(call.q.requires_grad_(), *call.caches, **call.arguments)
+
+
+REFUSED = [
+    ({"dropout": True, "backward": {}}, "drops weights"),
+    ({"mask": {"block_sparse": {"block": 64}}}, "visits lists of blocks"),
+    ({"mask": "document"}, "reads documents"),
+    ({"schedule": {"order": "kv_outer"}}, "walks over keys"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_specs_that_no_cache_serves(changes: dict[str, Any], reason: str) -> None:
+    made = make_spec({"name": "served", "head_dim": 64, "cache": "contiguous", "backward": False, **changes})
+    with pytest.raises(BuildError, match=reason):
+        lower(made)

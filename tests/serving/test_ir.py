@@ -1,0 +1,143 @@
+"""The IR of calls over a cache: how keys are dealt, what passes make of it, and what its kernels and host programs compute on NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attngen.ir.deal import deal, unit_of_parts
+from attngen.ir.execute import DOUBLE
+from attngen.ir.execute_host import execute_host
+from attngen.ir.expr import parse, portion
+from attngen.ir.graph import Deal, Module
+from attngen.ir.numeric import value
+from attngen.ir.text import parse_module, print_module
+from attngen.over_cache import CacheCase, make_call
+from attngen.passes.deal_keys import DealKeys
+from attngen.passes.pipeline import lower
+from attngen.policy import LEAST_UNITS, WAVES
+from attngen.reference import naive_attention, reference_mask, reference_scores
+from attngen.spec import make_spec
+from tests.helpers import SPECS, changes, edit, lowered, spec, target
+
+CACHED = [name for name in SPECS if spec(name).cache]
+
+
+@given(st.lists(st.integers(0, 3000), max_size=300), st.integers(1, 70), st.sampled_from([0, 0, 1, 16]))
+def test_parts_fit_and_have_no_more_than_a_unit(work: list[int], busy: int, each: int) -> None:
+    """All sequences together have no more parts than there is room for; those of balanced schedules."""
+    items = max(WAVES * busy, 2 * len(work))
+    parts, unit = deal(work, items, each), unit_of_parts(work, items, each)
+    assert all(units <= count * unit and (count - 1) * unit < max(1, units) for units, count in zip(work, parts))
+    assert each or sum(parts) <= items
+
+
+def test_parts_are_as_few_as_keep_a_device_busy() -> None:
+    """132 multiprocessors, two programs on each, 8 K/V heads: 33 parts run at one time."""
+    items = WAVES * 33
+    assert deal([1024], items, 0) == [32]  # 64k keys: each program has one part
+    assert deal([2048], items, 0) == [32]
+    assert deal([1024] * 8, items, 0) == [16] * 8  # no part is longer than LEAST_UNITS, as ends would be uneven
+    assert deal([8], items, 0) == [8]
+    assert max(deal([1024, *[8] * 63], items, 0)) == 1024 // LEAST_UNITS  # the long one does not wait for a single program
+    assert deal([40, 5, 0], items, 16) == [3, 1, 0]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 500))
+def test_portions_are_all_of_it_once(n: int, parts: int) -> None:
+    ends = [value(parse("portion(n, i, parts)"), {"n": n, "i": i, "parts": parts}) for i in range(parts + 1)]
+    sizes = np.diff(ends)
+    assert (ends[0], ends[-1]) == (0, n) and sizes.max() - sizes.min() <= 1
+
+
+def test_portions_of_all_parts_are_known() -> None:
+    n, i, parts = (parse(name) for name in ("n", "i", "parts"))
+    assert portion(n, 0 * i, parts) == 0 and portion(n, parts, parts) == n and portion(0 * n, i, parts) == 0
+
+
+# ---------------------------------------------------------------------------------------------- passes
+
+
+def test_deal_keys_counts_the_tiles_of_a_window() -> None:
+    made = changes(DealKeys(), lowered("decode_window_paged_gqa")["split-loops"])
+    work = "cdiv(Nk, 64) - min(cdiv(Nk, 64), (max(0, Nk - queries - 1023) // 64))"
+    headers = [line for line in made if "kernel @" in line]
+    assert [line[0] for line in headers] == ["-", "+", "-", "+"]
+    assert all(f"deals({work})" in line for line in headers[1::2]), headers
+    assert "+ %kv_full_from = map expr(kv_full_first + portion(kv_full_end - kv_full_first, part, parts))" in " ".join(made)
+    assert any(line.startswith("+ %keys_full = loop kv ranges(kv_full_from .. kv_full_to)") for line in made)
+
+
+def test_deal_keys_counts_all_keys_where_tiles_depend_on_data() -> None:
+    made = make_spec({"name": "served", "head_dim": 16, "mask": "key_padding", "cache": "contiguous", "backward": False})
+    assert {kernel.deal for kernel in lower(made, "deal-keys").kernels} == {None, Deal(parse("cdiv(Nk, 64)"))}
+
+
+def test_deal_keys_leaves_modules_without_a_cache() -> None:
+    before = lowered("causal_gqa")["split-loops"]
+    assert DealKeys().run(before) is before
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_text_prints_and_parses_the_same(name: str) -> None:
+    for step in ("build", "deal-keys", "dce"):
+        text = print_module(lowered(name)[step])
+        assert print_module(parse_module(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("  cache paged 64", "  cache paged", "`cache paged`; expected contiguous, `paged any` or `paged 64`"),
+        ("deals(cdiv(Nk, 64))", "deals(cdiv(Nk, 64), many)", "expected units of work, as in `deals(cdiv(Nk, 64))`"),
+    ],
+)
+def test_text_of_a_cache_that_cannot_be_read(old: str, new: str, reason: str) -> None:
+    text = print_module(target("decode_paged_gqa"))
+    with pytest.raises(Exception, match="expected") as error:
+        parse_module(edit(text, (old, new)))
+    assert reason in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------- on NumPy
+
+
+def _run(module: Module, name: str, case: CacheCase, tiles: dict[str, int]) -> None:
+    """Append and decode, in fp64, and compare with naive attention."""
+    made = spec(name)
+    call = make_call(made, case, torch.float64, "cpu")
+    q, (k_cache, v_cache) = call.q.numpy(), (x.transpose(1, 2).numpy() for x in call.caches)
+    given = {"Q": q, "K_CACHE": k_cache, "V_CACHE": v_cache, "CACHE_SEQLENS": call.arguments["cache_seqlens"].numpy()}
+    given |= {"PAGE_TABLE": call.arguments["page_table"].numpy()} if case.page else {}
+    given |= {"SINK": call.arguments["sink"].double().numpy()} if "sink" in call.arguments else {}
+    if case.new:
+        new = {"K_NEW": call.arguments["k"].numpy(), "V_NEW": call.arguments["v"].numpy()}
+        execute_host(module, module.host("append"), {**given, **new}, tiles, DOUBLE)
+    found = execute_host(module, module.host("decode"), {**given, "scale": 0.1, "Nn": case.new}, tiles, DOUBLE)
+    for b, (k, v, inputs) in enumerate(call.sequences):
+        row = call.q[b : b + 1]
+        modify, sink = reference_scores(made.score, row, k, inputs)
+        out, lse = naive_attention(row, k, v, reference_mask(made.mask, row, k, inputs), 0.1, None, modify, sink)
+        np.testing.assert_allclose(found["O"][b : b + 1], out.numpy(), atol=1e-12)
+        np.testing.assert_allclose(found["LSE"][b : b + 1], lse.numpy(), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("step", ["build", "deal-keys", "target"])
+def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None:
+    module = target(name) if step == "target" else lowered(name)[step]
+    cache = spec(name).cache
+    assert cache is not None
+    page = {"": 0, "page_rows": 24}.get(cache.page)
+    page = int(cache.page) if page is None else page
+    room = 192 if page != 64 else 256
+    for n_q, lengths, new in ((1, (0, 1, 63, 64, 150), 1), (2, (40, 0, 130), 0), (40, (3, 100), 40)):
+        _run(module, name, CacheCase(4, 2, n_q, lengths, new, room, page), {"BLOCK_Q": 16, "BLOCK_KV": 16})
+
+
+def test_entries_of_the_table_past_the_last_key_are_not_read() -> None:
+    """They name no page here: to read one raises."""
+    _run(target("decode_paged_gqa"), "decode_paged_gqa", CacheCase(4, 2, 1, (64, 65, 0), 0, 512, 64), {"BLOCK_Q": 16, "BLOCK_KV": 64})
