@@ -25,6 +25,7 @@ MASKS: list[Any] = [
     {"sliding_window": {"right": 3, "align": "top_left"}},
     {"sink_tokens": {"count": 4}},
     "prefix_lm",
+    "tree",
     {"prefix_lm": {"length": 30}},
     {"prefix_lm": {"per": "batch"}},
     {"chunked": {"size": 24}},

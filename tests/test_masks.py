@@ -43,6 +43,7 @@ SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "chunked_top_left": ({"mask": {"chunked": {"size": 24, "align": "top_left"}}}, [(97, 40)]),
     "dilated": ({"mask": {"dilated": {"step": 3, "reach": 50}}}, UNEQUAL),
     "prefix": ({**GQA, "mask": {"prefix_lm": {"length": 30}}}, [(40, 97)]),
+    "tree": ({**GQA, "mask": "tree"}, [(33, 70), (20, 9)]),
     "prefix_argument": ({"mask": "prefix_lm"}, [(40, 33)]),
     "prefix_per_batch": ({"mask": {"prefix_lm": {"per": "batch"}}}, [(33, 65)]),
     "streaming": (

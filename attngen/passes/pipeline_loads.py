@@ -47,9 +47,9 @@ def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
         return backend.cost.cycles(module, kernel, r), backend.footprint.misfit(module, kernel, r) is not None
 
     if kernel.deal:
-        deep = [r for r in depths(row) if r.num_stages > 2 and _is_resident(module, kernel, r)]
-        two = replace(row, num_stages=2)
-        return deep[0] if deep else two if not backend.footprint.misfit(module, kernel, two) else min(depths(row), key=price)
+        able = [r for r in depths(row) if price(r)[0] < float("inf")]
+        deep = [r for r in able if r.num_stages > 2 and _is_resident(module, kernel, r)]
+        return next(iter((*deep, *(r for r in able if r.num_stages == 2))), min(depths(row), key=price))
     return min(depths(row), key=price)
 
 

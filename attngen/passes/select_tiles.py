@@ -119,10 +119,12 @@ class SelectTiles(Pass):
         most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks
         blocks = tuple(b for b in backend.choices.blocks if b <= most)
         given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
+        warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if kernel.deal and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
             given_kv = (2 * UNIT if by_rows else UNIT,)  # to find where each row is takes a while, which longer tiles hide
-        warps = (self.num_warps,) if self.num_warps else backend.choices.warps
+            if all(backend.footprint.misfit(module, kernel, r) for r in candidates(given_q, given_kv, warps)):
+                given_kv = (UNIT,)
         if not tile_loops(kernel):
             if kernel.deal:  # a row's parts are joined by a warp
                 return Row(device, elem, limit, 1, 1, 1, 1, backend=module.backend)

@@ -216,5 +216,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_gqa_d0933e69aa3a", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_gqa_825646e54593", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

@@ -91,15 +91,15 @@ SCHEDULES = {
     "decode": {
         ("sm80", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("sm100", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -129,8 +129,7 @@ SCHEDULES = {
     },
     "prefill": {
         ("sm80", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
@@ -180,7 +179,8 @@ def page_of(pages, row, there, TMA: tl.constexpr):
     # The number of the page that has a row, of which each has 64; if the row is there, and if a descriptor is to read it.
     if TMA:
         return tl.load(pages + row // 64, mask=there, other=0)
-    return 0
+    else:
+        return 0
 
 
 @triton.jit
@@ -794,7 +794,7 @@ def prefill(
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    page_ahead = page_of(PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b, 0 * BLOCK_KV, kv_full_end > 0, TMA)
+    page_ahead = page_of(PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b, 0 * BLOCK_KV, 0 < kv_full_end, TMA)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(0, kv_full_end):
         page_of_tile = page_ahead

@@ -223,5 +223,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_ba7b98ed3a0f", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_fcfc435c9619", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

@@ -62,7 +62,7 @@ SCHEDULES = {
     "decode": {
         ("sm80", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm90", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
@@ -70,7 +70,7 @@ SCHEDULES = {
         ),
         ("sm100", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
@@ -111,7 +111,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),

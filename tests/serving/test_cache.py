@@ -45,6 +45,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "prefix": {"mask": "prefix_lm"},
     "padding": {"mask": {"all_of": ["causal", "key_padding"]}},
     "alibi": {"mask": "causal", "score": "alibi"},
+    "tree": {"mask": "tree"},
     "softcap": {"mask": "causal", "score": {"softcap": 5.0}},
     "temperature": {"mask": "causal", "score": "temperature"},
 }

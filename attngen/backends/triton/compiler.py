@@ -16,7 +16,7 @@ from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import ROWS, stride_names
-from attngen.ir.ops import Base, Load
+from attngen.ir.ops import Load
 
 __all__ = ["Job", "compile_all", "job", "source_digest", "triton_version"]
 
@@ -52,8 +52,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
     types, dims = [], sizes(module, row)
     described = {}  # tensor -> rows and columns of its tiles
     for op in kernel.ops():
-        base = kernel.op(op.src.tensor) if isinstance(op, Load) and op.via else None
-        if isinstance(op, Load) and isinstance(base, Base):
+        if isinstance(op, Load) and op.via:
             described[kernel.accessed(op)[0].name] = ", ".join(str(dims[d]) for d in op.type.unpadded)
     for arg in kernel.args:
         dtype = element if arg.type.dtype == "T" else TYPES.get(arg.type.dtype, arg.type.dtype)

@@ -29,6 +29,7 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
 )
+from attngen.policy import PARTS_AHEAD
 
 BARRIERS = 32  # bytes, of what runs beside the program's warps
 TMA_BARRIERS = 64  # bytes, of the copies in flight
@@ -78,7 +79,7 @@ def sram_formula(
         if isinstance(op, Gather) and set(op.type.dims) == SCORES:  # copied ahead too
             scratch += tile_bytes(op.type) * (1 if device.shares_stationary else STAGES - 1)
         if isinstance(op, Gather) and len(op.type.dims) == 1 and op.type.dtype != "b1" and _in_loop(kernel, op):
-            scratch += tile_bytes(op.type) * (STAGES - 1)
+            scratch += tile_bytes(op.type) * (STAGES if _are_pages(kernel, op) else STAGES - 1)
         if not isinstance(op, Load):
             continue
         if op.type.space == "sram" and not _in_loop(kernel, op):
@@ -103,6 +104,18 @@ def sram_formula(
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     streamed += _reduced(kernel, aligned)
     return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+
+
+def _are_pages(kernel: Kernel, op: Gather) -> bool:
+    """Whether they are the numbers of the pages in which rows of tiles lie."""
+    return any(isinstance(user, Load) and user.pages == op.name for user in kernel.ops())
+
+
+def _joined(kernel: Kernel) -> Expr:
+    """Bytes of the parts that are in flight while they are joined, one less than turns are ahead."""
+    bodies = {loop.body for loop in kernel.loops if loop.var == "part"}
+    loads = [op for block in kernel.blocks if block.name in bodies for op in block.ops if isinstance(op, Load)]
+    return (PARTS_AHEAD - 1) * sympy.Add(*(tile_bytes(op.type) for op in loads)) + BARRIERS
 
 
 def _made(kernel: Kernel) -> Expr:
@@ -217,6 +230,8 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     if kernel.prepares:
         each = row.block_kv // (row.num_warps * CLASSES[row.device].threads_per_warp)
         return _exchanged(kernel) if each > 2 else sympy.Integer(0)  # one or two are loaded as they are scanned
+    if kernel.deal and not kernel.dots:
+        return _joined(kernel) if CLASSES[row.device].backend == "cuda" else sympy.Integer(0)
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
     device, random, tf32 = CLASSES[row.device], random_bytes(kernel, row), _in_tf32(module, row)
     formula = sram_formula(kernel, device, on_units, moved, random, aligned(module), row.tma, tf32)
@@ -311,6 +326,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "a tile that is rewritten changes layout through shared memory, in as many steps as the compiler takes"
     if not aligned(module):
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
+    if any(isinstance(op, Load) and op.pages for op in kernel.ops()):
+        return "rows that lie in pages wait for the numbers of these, and fewer of their tiles are copied ahead"
     if row.num_stages == 1 and kernel.loops:
         return "without a ring, tiles whose uses do not overlap share room"
     if kernel.dots and _in_tf32(module, row):
