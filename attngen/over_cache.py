@@ -116,7 +116,8 @@ def _of_sequence(spec: Spec, name: str, x: Any, b: int, keys: int) -> Any:
     """What a sequence has of an input."""
     shape = next(i.shape for i in spec.inputs() if i.name == name)
     for at, dim in enumerate(shape):
-        x = x.narrow(at, b, 1) if dim == "B" else x.narrow(at, 0, keys) if dim == "Nk" else x
+        of_all = dim == "B" and x.shape[at] == 1  # one for all sequences
+        x = x.narrow(at, 0 if of_all else b, 1) if dim == "B" else x.narrow(at, 0, keys) if dim == "Nk" else x
     return x
 
 

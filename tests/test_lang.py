@@ -155,12 +155,12 @@ def test_numbers_stay_exact_or_floats() -> None:
         ("s * 0.5", "0.5*s"),
         ("s + exp(1)", "s + 2.718281828459045"),
         ("s * whole", "3*s"),
-        ("s * part", "0.25*s"),
+        ("s * share", "0.25*s"),
         ("2 ** s", "exp(0.6931471805599453*s)"),
         ("min(s, max(1, 2))", "min(2, s)"),
         ("q_idx // 1 + s", "q_idx + s"),
     ):
-        params = {n: p for n, p in (("whole", Param(value=3)), ("part", Param(value=0.25))) if n in text}
+        params = {n: p for n, p in (("whole", Param(value=3)), ("share", Param(value=0.25))) if n in text}
         assert to_text(parse_score(text, params).expr) == printed
 
 

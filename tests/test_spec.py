@@ -29,7 +29,7 @@ MASK = (
 )
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
-KEYS = "known: backward, dropout, dtype, fp32_precision, head_dim, heads, mask, name, schedule, score"
+KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, mask, name, schedule, score"
 
 
 def message(text: str) -> str:
@@ -74,7 +74,7 @@ MISTAKES = {
     BASE + "fp32_precision: tf33": "line 3: `fp32_precision` is the text `tf33`; expected `ieee` or `tf32`; did you mean `tf32`?",
     BASE + "fp32_precision: tf32": "line 3: `fp32_precision` is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out",
     BASE + "schedule: 3": "line 3: `schedule` is the number 3; "
-    "expected {order: q_outer|kv_outer, block_q: ..., block_kv: ..., stages: ..., warps: ..., backend: auto|triton|hopper}",
+    "expected {order: q_outer|kv_outer, block_q: ..., block_kv: ..., stages: ..., warps: ..., split: ..., backend: auto|triton|hopper}",
     BASE + "schedule: {block_q: 48}": "line 3: `schedule.block_q` is the number 48; expected `16`, `32`, `64`, `128` or `256`",
     BASE + "schedule: {warps: true}": "line 3: `schedule.warps` is the boolean `true`; expected `1`, `2`, `4`, `8` or `16`",
     BASE + "schedule: {warps: 4.0}": "line 3: `schedule.warps` is the number 4.0; expected `1`, `2`, `4`, `8` or `16`",
@@ -84,6 +84,14 @@ MISTAKES = {
     BASE + "backward: none": "line 3: `backward` is the text `none`; expected `false`, or {deterministic: ...}",
     BASE + "backward: {deterministic: 0}": "line 3: `backward.deterministic` is the number 0; expected `true` or `false`",
     BASE + "backward: {determinstic: true}": "line 3: `backward.determinstic` is no known key; did you mean `deterministic`?",
+    BASE + "cache: 3": "line 3: `cache` is `3`; expected `contiguous`, or {paged: {page_size: 64}}",
+    BASE + "cache:": "line 3: `cache` is empty; expected `contiguous`, or {paged: {page_size: 64}}",
+    BASE + "cache: {paged: {page_size: 0}}": "line 3: `cache.paged.page_size` is the number 0; "
+    "expected `any`, or a whole number from 1 to 65536",
+    BASE + "cache: {pagd: 1}": "line 3: `cache.pagd` is no known key; did you mean `paged`?",
+    BASE + "cache: paged\nschedule: {split: even}": "line 4: `schedule.split` is the text `even`; expected `balanced`, or {keys: ...}",
+    BASE + "schedule: {split: {keys: 1024}}": "line 3: `schedule.split` deals the keys of a cache, and there is none; "
+    "expected `cache` beside it",
     # keys
     BASE + "hed_dim: 64": "line 3: `hed_dim` is no known key; did you mean `head_dim`?",
     BASE + "zzz: 64": f"line 3: `zzz` is no known key; {KEYS}",
@@ -473,6 +481,7 @@ BEYOND = (
     "mask: sliding_window",
     "score: softcap",
     "schedule: {warps: 4.0}",
+    "schedule: {split: {keys: 1024}}",
     "{align: bottom_right}}]}",
 )
 

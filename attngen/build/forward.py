@@ -9,6 +9,7 @@ import sympy
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.build.semantics import S, unbounded
 from attngen.build.signature import Signature
+from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
@@ -92,11 +93,6 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     else:
         _store_results(b, own, sink)
     return b.kernel()
-
-
-def item() -> Expr:
-    """The number of the program's part among those of all sequences."""
-    return symbol("first_item") + symbol("part")
 
 
 def _store_part(b: KernelBuilder, own: Any) -> None:

@@ -34,13 +34,8 @@ def applies(spec: Spec) -> bool:
     """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
     shared = SHARINGS[spec.heads.sharing].is_shared
     alone = not shared or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
-    return not alone and packs(spec)
-
-
-def packs(spec: Spec) -> bool:
-    """Whether mask and scores read nothing for a single query or head."""
     own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
-    return not ({"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
+    return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
 
 
 def kernels(spec: Spec) -> tuple[Kernel, ...]:
@@ -48,13 +43,19 @@ def kernels(spec: Spec) -> tuple[Kernel, ...]:
     return (build_forward(spec, SIGNATURE),)
 
 
-def launch(b: HostBuilder, block: str) -> None:
-    """Launch `packed` on views whose rows are the queries of all heads of a group."""
+def view_rows(b: HostBuilder, block: str) -> dict[str, str]:
+    """Views of q and the results whose rows are the queries of all heads of a group, by the names of what they are views of."""
     names = {"Q": "Q_rows", "O": "O_rows", "LSE": "LSE_rows"}
     for name, rows in names.items():
         batch, _, _, *columns = known_type(name).dims
         type_ = Type(known_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
         b.add(View(rows, name, "group", type_, fresh=name != "Q"), block)
+    return names
+
+
+def launch(b: HostBuilder, block: str) -> None:
+    """Launch `packed` on views whose rows are the queries of all heads of a group."""
+    names = view_rows(b, block)
     b.launch("packed", block, tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.add(Copy("copy_0", "O_rows", "O"), block)
 

@@ -15,15 +15,18 @@ from dataclasses import replace
 import sympy
 
 from attngen.build.common import KernelBuilder
-from attngen.build.forward import build_forward, item, join_sink, sink_of
+from attngen.build.forward import build_forward, join_sink, sink_of
 from attngen.build.host import HostBuilder, known_type, operands
+from attngen.build.packed import view_rows
 from attngen.build.semantics import listed_blocks
 from attngen.build.signature import Signature
 from attngen.errors import BuildError
+from attngen.ir.deal import item, least_items
 from attngen.ir.expr import cdiv, exp2, floordiv, log2, select, symbol
 from attngen.ir.graph import Cache, Deal, Kernel, Module
 from attngen.ir.heads import SHARINGS
-from attngen.ir.host import Copy, Host, View
+from attngen.ir.host import Copy, Host
+from attngen.ir.names import OF_CACHE
 from attngen.ir.ops import Access, Append, Arg, Load, Map, Type, Yield
 from attngen.policy import FEW_QUERIES, RESIDENT, UNIT, WAVES
 from attngen.spec import Spec
@@ -61,6 +64,7 @@ def add_cache(module: Module, spec: Spec) -> Module:
         return module
     cache = Cache(spec.cache.page)
     _check(spec)
+    _check_names(spec)
     deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT)
     table = ("PAGE_TABLE",) if cache.page else ()
 
@@ -73,7 +77,7 @@ def add_cache(module: Module, spec: Spec) -> Module:
         _combine(spec, deal),
         build_forward(spec, signature(PREFILL)),
     )
-    hosts = (_host_append(spec, cache), _host_decode(replace(module, kernels=kernels), cache))
+    hosts = (_host_append(spec, cache), _host_decode(replace(module, kernels=kernels), cache, deal))
     return replace(module, cache=cache, kernels=(*module.kernels, *kernels), hosts=(*module.hosts, *hosts))
 
 
@@ -87,6 +91,12 @@ def _check(spec: Spec) -> None:
     )
     if found := next((what for wrong, what in cannot if wrong), None):
         raise BuildError(("cache",), f"is asked for, and the spec {found}; expected a spec without that, or without `cache`")
+
+
+def _check_names(spec: Spec) -> None:
+    """Raise BuildError for an input that has a name which modules with a cache need themselves."""
+    if taken := next((i.name for i in spec.inputs() if i.name in OF_CACHE), None):
+        raise BuildError(spec.key_of(taken), f"declares `{taken}`, a name that modules with a cache have themselves; expected another one")
 
 
 def _append(spec: Spec, signature: Signature) -> Kernel:
@@ -192,7 +202,7 @@ def _host_append(spec: Spec, cache: Cache) -> Host:
     return b.host()
 
 
-def _host_decode(module: Module, cache: Cache) -> Host:
+def _host_decode(module: Module, cache: Cache, deal: Deal) -> Host:
     """The output and the LSE of queries over a cache."""
     b = HostBuilder("decode")
     b.tensor("Q")
@@ -206,14 +216,11 @@ def _host_decode(module: Module, cache: Cache) -> Host:
     b.give(O="O", LSE="LSE")
     b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), FEW_QUERIES), orelse="many_queries")
     busy = sympy.Max(1, floordiv(RESIDENT * symbol("processors"), sympy.Max(1, symbol("Hkv"))))
-    b.add(Map("items", sympy.Max(WAVES * busy, 2 * symbol("B")), (), Type("i32", (), "reg")), "few_queries")
+    least = least_items(deal.each)
+    b.add(Map("items", sympy.Max(1, least) if deal.each else sympy.Max(WAVES * busy, least), (), Type("i32", (), "reg")), "few_queries")
     b.alloc("O_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq", "D_V"), "hbm"))
     b.alloc("LSE2_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq"), "hbm"))
-    names = {"Q": "Q_rows", "O": "O_rows", "LSE": "LSE_rows"}
-    for name, rows in names.items():
-        batch, _, _, *columns = known_type(name).dims
-        type_ = Type(known_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
-        b.add(View(rows, name, "group", type_, fresh=name != "Q"), "few_queries")
+    view_rows(b, "few_queries")
     b.launch("decode", "few_queries", (("Q", "Q_rows"), *_OF_HOST), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.launch("combine", "few_queries", (("O", "O_rows"), ("LSE", "LSE_rows")), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.add(Copy("copy_0", "O_rows", "O"), "few_queries")

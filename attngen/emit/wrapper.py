@@ -155,6 +155,11 @@ class Wrapper:
         return [f"{i.name}: {'torch.Tensor' if i.shape else _NUMBERS[i.dtype]}" for i in self.module.inputs]
 
     @property
+    def tensors_in_cache(self) -> list[str]:
+        """The inputs of which somebody may want a gradient."""
+        return [i.name for i in self.module.inputs if i.shape and i.dtype in ("f32", "T")]
+
+    @property
     def derived_in_cache(self) -> list[tuple[list[str], str]]:
         """(names, call) of functions that derive what kernels read of these."""
         return [(list(d.names), _call(d, {"device": "q.device"})) for d in self.module.derived]

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attngen.policy import LEAST_UNITS, WAVES
+import sympy
+
+from attngen.ir.expr import Expr, cdiv, floordiv, symbol
+from attngen.policy import LEAST_UNITS, UNIT, WAVES
+
+
+def item() -> Expr:
+    """The number of a program's part of the keys, among those of all sequences."""
+    return symbol("first_item") + symbol("part")
+
+
+def units_of(work: Expr) -> Expr:
+    """Units of work of a sequence, of which its kernel says `work`: one at least if it has a key, and no more than it has tiles."""
+    keys = symbol("Nk")
+    return sympy.Max(sympy.Min(1, keys), sympy.Min(cdiv(keys, sympy.Integer(UNIT)), work))
+
+
+def least_items(each: int) -> Expr:
+    """Parts of all sequences together, at most: room for so many holds all of them. With parts of a fixed length, of sequences that fill
+    the cache."""
+    batch, rows = symbol("B"), sympy.Integer(UNIT * each)
+    return batch * floordiv(symbol("Nc") + rows - 1, rows) if each else 2 * batch
 
 
 def unit_of_parts(work: Sequence[int], items: int, each: int) -> int:
@@ -20,6 +41,6 @@ def unit_of_parts(work: Sequence[int], items: int, each: int) -> int:
 
 
 def deal(work: Sequence[int], items: int, each: int) -> list[int]:
-    """How many parts each sequence has: together no more than `items`."""
+    """How many parts each sequence has: together no more than `items`, if that is `least_items` or more."""
     unit = unit_of_parts(work, items, each)
     return [-(-units // unit) for units in work]

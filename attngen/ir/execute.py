@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from attngen.errors import AttngenError
-from attngen.ir.deal import deal
+from attngen.ir.deal import deal, units_of
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, symbol_names
 from attngen.ir.graph import MIRRORED, Kernel, Module
@@ -125,7 +125,8 @@ def _dealt(kernel: Kernel, start: Values) -> list[dict[str, int]]:
     """The places of a grid whose programs have parts of the keys of sequences, or, without an axis of parts, all parts of a sequence."""
     assert kernel.deal is not None
     lengths = start["CACHE_SEQLENS"]
-    work = [int(compiled(kernel.deal.work)({**start, "Nk": keys_of(length, start)})) for length in lengths]
+    keys = [keys_of(length, start) for length in lengths]
+    work = [int(compiled(units_of(kernel.deal.work))({**start, "Nk": n})) for n in keys]
     parts = deal(work, int(start["items"]), kernel.deal.each)
     places = []
     for b, count in enumerate(parts):

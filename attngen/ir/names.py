@@ -170,8 +170,26 @@ WRAPPER |= {
 }
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
-WRAPPER |= {"k_cache", "v_cache", "cache_seqlens", "page_table", "k_new", "v_new", "o_parts", "lse2_parts", "items", "with_kvcache"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
+# Names that modules with a cache have besides, in kernels and in functions.
+OF_CACHE = {"keys_of", "work_of", "part_of"}
+OF_CACHE |= {
+    "parts_of",
+    "unit_of_parts",
+    "page_of",
+    "unit",
+    "place",
+    "page",
+    "page_ahead",
+    "page_of_tile",
+    "kv_next",
+    "keys",
+    "values",
+    "new",
+}
+OF_CACHE |= {"k_cache", "v_cache", "cache_seqlens", "page_table", "k_new", "v_new", "o_parts", "lse2_parts", "with_kvcache", "of_sequences"}
+OF_CACHE |= {"operands", "before", "rows", "base", "weight", "m_next", "acc_next", "l_next", "o_part", "lse2_part"}
+OF_CACHE |= {f"kv_{cls}_{end}{at}" for cls in ("full", "partial") for end in ("from", "to") for at in ("", "_2", "_3", "_4", "_5", "_6")}
 ORDERS = ("q_outer", "kv_outer")  # of loops
 DIRECTIONS = ("forward", "backward")
 

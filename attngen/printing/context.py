@@ -52,6 +52,7 @@ from attngen.ir.ops import (
 from attngen.printing.printer import to_triton
 from attngen.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 
+NEAR_ROWS = 256  # whose offsets have 32 bits, as calls keep the step from row to row below 2**23 elements
 VARYING = ("Nq", "Nk", "Nlse", "Nc", "Nn", "max_pages", "dropout_threshold")  # numbers that differ from call to call
 _TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
 
@@ -229,7 +230,7 @@ class KernelContext:
         for head in of_heads:
             extent = self.scalar(head.extent)
             lines.append(f"{head.var} = {rest} % {extent}")
-            rest = f"{rest} // {extent}"
+            rest += f" // {extent}"
         return before, lines, ["place += tl.num_programs(0)", find]
 
     def _dealt_by(self) -> str:
@@ -297,7 +298,7 @@ class KernelContext:
         if pages:
             jumps = [step.replace(tile, f"{op.var}_next") for step in steps[1:]]
             before += [f"{op.var}_next = {lo}", *jumps] if jumps else []
-            before.append(self._page_ahead(pages, f"{op.var}_next" if jumps else lo, f"{lo} < {stop}"))
+            before.append(self._page_ahead(pages, f"{op.var}_next" if jumps else lo, f"{stop} > {lo}"))
             following = [f"{op.var}_next = {counter} + 1", *jumps]
             steps += [f"{pages.name}_of_tile = {pages.name}_ahead", *following]
             steps.append(self._page_ahead(pages, f"{op.var}_next", f"{counter} + 1 < {stop}"))
@@ -436,7 +437,8 @@ class KernelContext:
             rows = f"({rows} % {self.scalar(dimension(tensor.type.dims[2]))})"
             terms.append(f"{self.var(pages)}.to(tl.int64)[:, None] * {page}")
         terms += [f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in zip(heads, strides) if i != 0]
-        of_row = f"{rows}[:, None] * {strides[-2]}" if pages else f"{rows}.to(tl.int64)[:, None] * {strides[-2]}"
+        near = tensor.type.dims[2].isdigit() and int(tensor.type.dims[2]) <= NEAR_ROWS  # then offsets in a page have 32 bits
+        of_row = f"{rows}[:, None] * {strides[-2]}" if pages and near else f"{rows}.to(tl.int64)[:, None] * {strides[-2]}"
         return " + ".join([*terms, of_row, f"{column}[None, :]"])
 
     def _append(self, op: Append, cls: str) -> dict[str, Any]:

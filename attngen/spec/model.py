@@ -300,6 +300,12 @@ class Spec(BaseModel):
         return next((i.name for i in self.inputs() if i.name not in seen), None)
 
     @model_validator(mode="after")
+    def _split_is_of_a_cache(self) -> Spec:
+        if self.cache is None and self.schedule.keys_of_part:
+            raise Mistakes((("schedule", "split"), "deals the keys of a cache, and there is none; expected `cache` beside it"))
+        return self
+
+    @model_validator(mode="after")
     def _order_can(self) -> Spec:
         """What a program that walks over tiles of keys cannot do."""
         if self.schedule.order == "q_outer":
@@ -357,8 +363,9 @@ class Spec(BaseModel):
         """The spec as plain data with every default filled in; `score`, `backward`, the backend and the order of loops only where they say
         something."""
         plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
-        if self.cache is None:
-            del plain["cache"]
+        del plain["cache"]
+        if self.cache is not None:
+            plain["cache"] = self.cache.model_dump(mode="json") if self.cache.paged else "contiguous"
         for key in ("order", "backend", "split"):
             if plain["schedule"][key] == Schedule.model_fields[key].default:
                 del plain["schedule"][key]
@@ -382,6 +389,10 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"type": "integer", "minimum": 16, "maximum": 256, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
     }
     schema["properties"]["backward"]["anyOf"] = [{"const": False}, {"$ref": "#/$defs/Backward"}]
+    schema["properties"]["cache"] = {
+        "description": "where `attention.with_kvcache` reads keys and values",
+        "anyOf": [{"enum": ["contiguous", "paged"]}, {"$ref": "#/$defs/Cache"}],
+    }
     types = {"enum": list(ELEMENTS)}
     schema["properties"]["dtype"] = {
         "description": "element types the module accepts",

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 import sympy
 
 from attngen.bounds.launches import rows_are_aligned
+from attngen.ir.deal import least_items
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, SHARES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Type, Yield, dimension
+from attngen.ir.prove import prove_le
 
 Rule = Callable[[Module, Host], Iterator[str]]
 POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # that are never 0, whatever a call gives
@@ -161,7 +163,9 @@ def launches(module: Module, host: Host) -> Iterator[str]:
         for name in given:
             yield f"launch @{op.kernel}: it has no argument %{name}"
         yield from (f"launch @{op.kernel}: {reason}" for reason in _room(module, host, op, kernel))
+        yield from (f"launch @{op.kernel}: {reason}" for reason in _items(host, op, kernel))
         yield from _grid(host, op, kernel)
+    yield from _dealt_alike(kernels, host)
 
 
 def _room(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
@@ -172,6 +176,26 @@ def _room(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterator[st
     expected = symbol("max_pages") * dimension(module.cache.page)
     if rooms != [expected] or "Nc" in dict(op.sizes):
         yield f"a sequence has room for {', '.join(map(to_text, rooms)) or 'nothing known'}; expected `Nc`, {to_text(expected)}"
+
+
+def _items(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
+    """There is room for all parts into which keys may be dealt."""
+    if kernel.deal is None:
+        return
+    items = next((o.expr for o in host.ops() if isinstance(o, Map) and o.name == "items"), symbol("items"))
+    least = least_items(kernel.deal.each)
+    if "items" in dict(op.sizes) or not prove_le(least, items):
+        yield f"there is room for {to_text(items)} parts, and keys are dealt into {to_text(least)} at most"
+
+
+def _dealt_alike(kernels: dict[str, Kernel], host: Host) -> Iterator[str]:
+    """Kernels with parts of the same keys find the same parts: they get the same numbers."""
+    launches = [op for op in host.ops() if isinstance(op, Launch) and op.kernel in kernels and kernels[op.kernel].deal]
+    by = {name for op in launches for arg in kernels[op.kernel].args for name in (arg.name,) if arg.role == "scalar"} - {"scale"}
+    given = {op.kernel: {name: e for name, e in op.sizes if name in by} for op in launches}
+    if len({tuple(sorted(sizes.items(), key=str)) for sizes in given.values()}) > 1:
+        names = " and ".join(f"@{name}" for name in given)
+        yield f"it gives {names} other sizes; expected the same, as they have parts of the same keys"
 
 
 def _said(host: Host, where: Bool) -> set[Bool]:

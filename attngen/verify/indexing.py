@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import last_row
+from attngen.ir.deal import item
 from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
 from attngen.ir.graph import DEALT, MIRRORED, GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
@@ -120,11 +121,6 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{op.name} draws for head `{to_text(op.head)}`; expected that of %Q, `{' or '.join(map(to_text, queries))}`"
 
 
-def item() -> Any:
-    """The number of a program's part of the keys, among those of all sequences."""
-    return symbol("first_item") + symbol("part")
-
-
 def in_pages(op: Any) -> bool:
     """Whether an op accesses rows by their pages, for which it has no index."""
     return isinstance(op, (Append, Load)) and op.pages is not None
@@ -140,7 +136,7 @@ def _outside(module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict
     conditions = conjuncts(op.where)
     does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
-        extent = dimension(dim)
+        extent = symbol("Nk") if dim == "Nc" and kernel.reads_cache else dimension(dim)  # a sequence has no more keys than room
         low, high = span(index)
         if dim == "max_pages" and is_page_of(module, index):
             row = index.args[0]

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, floordiv, mod, select, symbol, symbol_names, to_text
+from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
@@ -40,6 +40,7 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Type,
+    dimension,
 )
 
 SCORES = ("BLOCK_Q", "BLOCK_KV")
@@ -210,14 +211,31 @@ def _pages_errors(kernel: Kernel, op: Append | Load) -> Iterator[str]:
     given = [ref for ref in (op.pages, getattr(op, "rows", None)) if ref]
     if any((kernel.type_of(ref).dtype, kernel.type_of(ref).dims) != ("i32", (rows,)) for ref in given):
         yield f"has pages or rows that are not i32[{rows}]"
-    if op.pages and kernel.type_of(tensor.name).dims[:2] != ("pages", "Hkv"):
+    dims = kernel.type_of(tensor.name).dims
+    if op.pages and dims[:2] != ("pages", "Hkv"):
         yield f"takes %{tensor.name} for pages; expected [pages, Hkv, ...]"
+    elif op.pages:
+        yield from _table_errors(kernel, op, dims[2])
+
+
+def _table_errors(kernel: Kernel, op: Append | Load, rows: str) -> Iterator[str]:
+    """The number of a row's page is that in the table, where the sequence has the row."""
+    table = kernel.op(str(op.pages))
+    row = symbol(op.rows) if isinstance(op, Append) else symbol("kv_idx")
+    inside = [symbol("kv_idx") < symbol("Nk"), *([row >= 0, row < symbol("Nc")] if isinstance(op, Append) else [])]
+    at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(rows))))
+    if not isinstance(table, Gather) or table.src != at or set(conjuncts(table.where)) != set(inside):
+        where = " and ".join(map(to_text, inside))
+        yield f"takes %{op.pages} for the pages of its rows; expected those of %PAGE_TABLE[b, {to_text(at.index[1])}] where({where})"
 
 
 def _append_errors(kernel: Kernel, op: Append) -> Iterator[str]:
     yield from _access_errors(kernel, op)
-    if not op.rows or "Nc" not in kernel.graph:
-        yield "has no rows to go to, or no number `Nc` of those that there are"
+    rows = kernel.op(op.rows) if op.rows else None
+    before = next((kernel.op(ref) for _, ref in rows.uses), None) if isinstance(rows, Map) else None
+    behind = isinstance(rows, Map) and isinstance(before, Load) and before.src == Access("CACHE_SEQLENS", (symbol("b"),))
+    if not behind or rows.expr != symbol(before.name) + symbol("kv_idx") or "Nc" not in kernel.graph:  # type: ignore[union-attr]
+        yield "stores rows elsewhere than behind those of %CACHE_SEQLENS[b], or without a number `Nc` of those for which there is room"
 
 
 def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:

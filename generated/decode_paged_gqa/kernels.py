@@ -177,17 +177,17 @@ def keys_of(length, Nc, Nn):
 @triton.jit
 def page_of(pages, row, there, TMA: tl.constexpr):
     # The number of the page that has a row, of which each has 64; if the row is there, and if a descriptor is to read it.
+    page = 0
     if TMA:
-        return tl.load(pages + row // 64, mask=there, other=0)
-    else:
-        return 0
+        page = tl.load(pages + row // 64, mask=there, other=0)
+    return page
 
 
 @triton.jit
 def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
-    # Units of work of sequences `at`: tiles of 64 keys that their queries visit.
+    # Units of work of sequences `at`: tiles of 64 keys that their queries visit; one at least, if there is a key.
     Nk = keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
-    return tl.where(at < B, tl.cdiv(Nk, 64), 0)
+    return tl.where(at < B, tl.maximum(tl.cdiv(Nk, 64), tl.minimum(1, Nk)), 0)
 
 
 @triton.jit
@@ -550,7 +550,7 @@ def decode(
         page_ahead = page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_full_from * BLOCK_KV,
-            kv_full_from < kv_full_to,
+            kv_full_to > kv_full_from,
             TMA,
         )
         # tiles with nothing to mask: no mask, no bounds checks
@@ -617,7 +617,7 @@ def decode(
         page_ahead = page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_partial_from * BLOCK_KV,
-            kv_partial_from < kv_partial_to,
+            kv_partial_to > kv_partial_from,
             TMA,
         )
         # tiles that the mask or the ends of the tensors cut
@@ -794,7 +794,7 @@ def prefill(
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-    page_ahead = page_of(PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b, 0 * BLOCK_KV, 0 < kv_full_end, TMA)
+    page_ahead = page_of(PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b, 0 * BLOCK_KV, kv_full_end > 0, TMA)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(0, kv_full_end):
         page_of_tile = page_ahead
@@ -843,7 +843,7 @@ def prefill(
     page_ahead = page_of(
         PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
         kv_full_end * BLOCK_KV,
-        kv_full_end < kv_end,
+        kv_end > kv_full_end,
         TMA,
     )
     # tiles that the mask or the ends of the tensors cut

@@ -111,7 +111,7 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
-    q, keys, values, new = CACHE_RULES.admit(q, k_cache, v_cache, cache_seqlens, page_table, k, v)
+    q, keys, values, new = CACHE_RULES.admit(q, k_cache, v_cache, cache_seqlens, page_table, k, v, sink)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
     sink = runtime.take_input(q, "sink", sink, torch.float32, [Hq], "a logit of each head, in the softmax of all its rows")
@@ -179,7 +179,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
     if out.numel():
         if Gq <= 64:
             # parts into which the keys of all sequences are dealt, at most
-            items = max(2 * B, 16 * max(1, ((2 * processors) // Hkv)))
+            items = max(1, B*((Nc + 1023) // 1024))
             o_parts = runtime.empty(
                 q,
                 (items, Hkv, Gq, HEAD_DIM_V),
@@ -223,5 +223,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_fcfc435c9619", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_881515010d05", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

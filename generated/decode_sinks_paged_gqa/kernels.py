@@ -144,9 +144,13 @@ def keys_of(length, Nc, Nn):
 
 @triton.jit
 def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
-    # Units of work of sequences `at`: tiles of 64 keys that their queries visit.
+    # Units of work of sequences `at`: tiles of 64 keys that their queries visit; one at least, if there is a key.
     Nk = keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
-    return tl.where(at < B, tl.cdiv(Nk, 64) - tl.minimum(tl.cdiv(Nk, 64), tl.maximum(0, Nk - 127 - queries) // 64), 0)
+    return tl.where(
+        at < B,
+        tl.maximum(tl.cdiv(Nk, 64) - tl.minimum(tl.cdiv(Nk, 64), tl.maximum(0, Nk - 127 - queries) // 64), tl.minimum(1, Nk)),
+        0,
+    )
 
 
 @triton.jit
@@ -350,7 +354,7 @@ def append(
     tl.store(
         K + page.to(tl.int64)[:, None] * stride_k_p + tl.cast(hkv, tl.int64) * stride_k_h + (
             rows % page_rows
-        )[:, None] * stride_k_n + d_qk[None, :],
+        ).to(tl.int64)[:, None] * stride_k_n + d_qk[None, :],
         k,
         mask=((kv_idx < Nk) & (rows >= 0) & (rows < Nc))[:, None],
     )
@@ -362,7 +366,7 @@ def append(
     tl.store(
         V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(hkv, tl.int64) * stride_v_h + (
             rows % page_rows
-        )[:, None] * stride_v_n + d_v[None, :],
+        ).to(tl.int64)[:, None] * stride_v_n + d_v[None, :],
         v,
         mask=((kv_idx < Nk) & (rows >= 0) & (rows < Nc))[:, None],
     )
@@ -446,7 +450,7 @@ def decode(
             k = tl.load(
                 K + page.to(tl.int64)[:, None] * stride_k_p + tl.cast(hkv, tl.int64) * stride_k_h + (
                     kv_idx % page_rows
-                )[:, None] * stride_k_n + d_qk[None, :],
+                ).to(tl.int64)[:, None] * stride_k_n + d_qk[None, :],
             )
             s = tl.dot(q, tl.trans(k))
             m_new = tl.maximum(m, tl.max(s, 1))
@@ -456,7 +460,7 @@ def decode(
             v = tl.load(
                 V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(hkv, tl.int64) * stride_v_h + (
                     kv_idx % page_rows
-                )[:, None] * stride_v_n + d_v[None, :],
+                ).to(tl.int64)[:, None] * stride_v_n + d_v[None, :],
             )
             p_cast = p.to(dtype)
             acc = tl.dot(p_cast, v, rescaled)
@@ -508,7 +512,7 @@ def decode(
             k = tl.load(
                 K + page.to(tl.int64)[:, None] * stride_k_p + tl.cast(hkv, tl.int64) * stride_k_h + (
                     kv_idx % page_rows
-                )[:, None] * stride_k_n + d_qk[None, :],
+                ).to(tl.int64)[:, None] * stride_k_n + d_qk[None, :],
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
@@ -528,7 +532,7 @@ def decode(
             v = tl.load(
                 V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(hkv, tl.int64) * stride_v_h + (
                     kv_idx % page_rows
-                )[:, None] * stride_v_n + d_v[None, :],
+                ).to(tl.int64)[:, None] * stride_v_n + d_v[None, :],
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
@@ -681,7 +685,7 @@ def prefill(
             K + page.to(tl.int64)[:, None] * stride_k_p + tl.cast(
                 h // group,
                 tl.int64,
-            ) * stride_k_h + (kv_idx % page_rows)[:, None] * stride_k_n + d_qk[None, :],
+            ) * stride_k_h + (kv_idx % page_rows).to(tl.int64)[:, None] * stride_k_n + d_qk[None, :],
         )
         s = tl.dot(q, tl.trans(k))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -692,7 +696,7 @@ def prefill(
             V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(
                 h // group,
                 tl.int64,
-            ) * stride_v_h + (kv_idx % page_rows)[:, None] * stride_v_n + d_v[None, :],
+            ) * stride_v_h + (kv_idx % page_rows).to(tl.int64)[:, None] * stride_v_n + d_v[None, :],
         )
         p_cast = p.to(dtype)
         acc = tl.dot(p_cast, v, rescaled)
@@ -713,7 +717,7 @@ def prefill(
             K + page.to(tl.int64)[:, None] * stride_k_p + tl.cast(
                 h // group,
                 tl.int64,
-            ) * stride_k_h + (kv_idx % page_rows)[:, None] * stride_k_n + d_qk[None, :],
+            ) * stride_k_h + (kv_idx % page_rows).to(tl.int64)[:, None] * stride_k_n + d_qk[None, :],
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )
@@ -732,7 +736,7 @@ def prefill(
             V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(
                 h // group,
                 tl.int64,
-            ) * stride_v_h + (kv_idx % page_rows)[:, None] * stride_v_n + d_v[None, :],
+            ) * stride_v_h + (kv_idx % page_rows).to(tl.int64)[:, None] * stride_v_n + d_v[None, :],
             mask=(kv_idx < Nk)[:, None],
             other=0.0,
         )

@@ -226,5 +226,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_window_paged_gqa_44bcf3ec1610", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_window_paged_gqa_902b3f347461", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

@@ -98,7 +98,7 @@ SCHEDULES = {
         ),
         ("sm100", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
         ),
         ("gfx942", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2}),
@@ -174,9 +174,13 @@ def keys_of(length, Nc, Nn):
 
 @triton.jit
 def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
-    # Units of work of sequences `at`: tiles of 64 keys that their queries visit.
+    # Units of work of sequences `at`: tiles of 64 keys that their queries visit; one at least, if there is a key.
     Nk = keys_of(tl.load(CACHE_SEQLENS + at, mask=at < B, other=0), Nc, Nn)
-    return tl.where(at < B, tl.cdiv(Nk, 64) - tl.minimum(tl.cdiv(Nk, 64), tl.maximum(0, Nk - 1023 - queries) // 64), 0)
+    return tl.where(
+        at < B,
+        tl.maximum(tl.cdiv(Nk, 64) - tl.minimum(tl.cdiv(Nk, 64), tl.maximum(0, Nk - 1023 - queries) // 64), tl.minimum(1, Nk)),
+        0,
+    )
 
 
 @triton.jit

@@ -563,6 +563,14 @@ def _error(error: type[Exception], name: str, given: str, expected: str) -> Exce
     return error(f"attention.with_kvcache: {name} {given}; expected {expected}")
 
 
+_NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
+
+
+def _is_near(x: torch.Tensor, rows: int) -> bool:
+    """Whether kernels can read the rows of a tensor, which its dimension `rows` counts."""
+    return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
+
+
 class CacheRules:
     """What a module accepts as a cache, and as new keys and values.
 
@@ -583,19 +591,26 @@ class CacheRules:
         page_table: torch.Tensor | None,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
+        *inputs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pair | None]:
         """q as kernels read it, the cache with heads before rows; and new keys and values, if there are any.
+
+        inputs: what mask and scores read, of which a gradient may be wanted.
 
         Raises:
             ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
         """
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k_cache, v_cache, k, v)):
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k_cache, v_cache, k, v, *inputs)):
             raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
         self._check_queries(q)
         self._check_cache(q, k_cache, v_cache)
         self._check_numbers("cache_seqlens", cache_seqlens, q, [q.shape[0]], "[B]")
         if self.page is not None:
             self._check_numbers("page_table", page_table, q, [q.shape[0], None], "[B, max_pages]")
+            assert page_table is not None
+            if page_table.shape[1] * k_cache.shape[1] > MAX_ROWS:
+                given = f"has room for {page_table.shape[1]} pages of {k_cache.shape[1]} keys"
+                raise _error(ValueError, "page_table", given, "at most 2**29 - 1 keys of a sequence")
         if k is not None or v is not None:
             self._check_new("k", k, q, k_cache, [None])
             self._check_new("v", v, q, v_cache, [k.shape[2] if k is not None else None])
@@ -637,11 +652,13 @@ class CacheRules:
             raise _error(ValueError, name, f"has shape {list(x.shape)}", self.shapes[name])
         if x.dtype != q.dtype or x.device != q.device:
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q is")
-        if x.stride(3) != 1 or x.stride(1) > MAX_ROW_STRIDE or x.is_neg():
-            near = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
-            raise _error(ValueError, name, f"has strides {list(x.stride())}", near)
-        if x.shape[1] > MAX_ROWS:
-            raise _error(ValueError, name, f"has {x.shape[1]} rows", "at most 2**29 - 1")
+        if not _is_near(x, 1):
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
+        unit = 16 // x.element_size()  # by which a copy engine reads rows
+        if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
+            raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
+        if x.shape[1] > MAX_ROWS or (self.page is not None and x.shape[1] < 1):
+            raise _error(ValueError, name, f"has {x.shape[1]} rows", "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1")
 
     def _check_numbers(self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
@@ -663,8 +680,8 @@ class CacheRules:
             raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, with as many new ones in k and v")
         if x.dtype != cache.dtype or x.device != cache.device:
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", f"{cache.dtype} on {cache.device}, as the cache is")
-        if x.stride(3) != 1 or x.is_neg():
-            raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+        if not _is_near(x, 2):
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", f"{_NEAR}: call .contiguous()")
 
 
 @on_its_device

@@ -142,6 +142,15 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("decode_gqa", "part in parts, hkv in Hkv, b in B)", "part in parts, hkv in Hkv)", "it lacks the axis b"),
     ],
     "types": [
+        ("decode_paged_gqa", "where(kv_idx < Nk) : i32[BLOCK_KV]", "where(kv_idx < Nk and kv_idx < 10) : i32[BLOCK_KV]", "takes %page for"),
+        (
+            "decode_paged_gqa",
+            "kv_idx // 64] uses(Nk=%Nk)",
+            "(kv_idx + 64) // 64] uses(Nk=%Nk)",
+            "expected those of %PAGE_TABLE[b, kv_idx // 64]",
+        ),
+        ("decode_paged_gqa", "rows(%rows) pages(%page)", "rows(%rows) pages(%rows)", "takes %rows for the pages of its rows"),
+        ("decode_gqa", "%rows = map expr(before + kv_idx)", "%rows = map expr(before + 2*kv_idx)", "stores rows elsewhere than behind"),
         (
             "causal_gqa",
             "%p_cast = map expr(p) uses(p=%p) : T[BLOCK_KV, BLOCK_Q]",
@@ -212,8 +221,6 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
     ],
     "indexing": [
-        ("decode_paged_gqa", "where(kv_idx < Nk)", "where(kv_idx < Nc)", "%page may read %PAGE_TABLE past its end, at `kv_idx // 64`"),
-        ("decode_paged_gqa", "%PAGE_TABLE[b, kv_idx // 64]", "%PAGE_TABLE[b, kv_idx // 32]", "%page may read %PAGE_TABLE past its end"),
         ("decode_gqa", "base %O_PARTS[first_item + part, hkv]", "base %O_PARTS[part, hkv]", "indexes items of %O_PARTS by `part`"),
         ("causal_gqa", "base %dK[b, hkv, split]", "base %dK[b, hkv, hkv]", "indexes splits of %dK by `hkv`; expected `split`"),
         ("causal_mqa", "base %K[b, 0]", "base %K[b, h]", "%K_head indexes Hkv of %K by `h`; expected `0` (heads mqa)"),

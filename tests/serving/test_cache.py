@@ -47,13 +47,14 @@ MASKS: dict[str, dict[str, Any]] = {
     "alibi": {"mask": "causal", "score": "alibi"},
     "tree": {"mask": "tree"},
     "softcap": {"mask": "causal", "score": {"softcap": 5.0}},
+    "bias": {"mask": "causal", "score": "dense_bias"},
     "temperature": {"mask": "causal", "score": "temperature"},
 }
 
 
 @pytest.mark.parametrize("what", MASKS)
 def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
-    cache = "contiguous" if what in ("none", "alibi", "padding") else {"paged": {"page_size": 16}}
+    cache = "contiguous" if what in ("none", "alibi", "padding", "bias") else {"paged": {"page_size": 16}}
     sharing = {"alibi": "mha", "softcap": "mqa"}.get(what, "gqa")
     made = make_spec({"name": "served", "heads": {"sharing": sharing}, "head_dim": 32, "cache": cache, "backward": False, **MASKS[what]})
     module = module_of(made, tmp_path / "served")
@@ -67,7 +68,7 @@ def test_head_dims_that_are_padded(tmp_path: Path) -> None:
         {
             "name": "served",
             "heads": {"sharing": "gqa"},
-            "head_dim": {"qk": 40, "v": 24},
+            "head_dim": {"qk": 48, "v": 80},
             "mask": "causal",
             "cache": "paged",
             "backward": False,
@@ -166,6 +167,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k_cache": torch.zeros(2, 8, 1, 128)}, TypeError, "k_cache is torch.float32 on"),
     ({"v_cache": torch.zeros(2, 9, 1, 128).half()}, ValueError, "k_cache and v_cache have shapes [2, 8, 1, 128] and [2, 9, 1, 128]"),
     ({"k_cache": torch.zeros(2, 128, 1, 8).half().mT.mT.transpose(1, 3)}, ValueError, "k_cache has strides"),
+    (
+        {"k_cache": torch.zeros(2 * 8 * 132 + 8).half()[4:-4].view(2, 8, 1, 132)[..., :128]},
+        ValueError,
+        "expected rows at multiples of 16 bytes",
+    ),
     ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens is torch.float32; expected torch.int32 [B], on the device"),
     ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is a list; expected torch.int32 [B]"),
     ({"cache_seqlens": torch.zeros(3).int()}, ValueError, "cache_seqlens has shape [3]; expected [B], and q has B = 2"),
@@ -206,6 +212,19 @@ def test_a_gradient_is_refused() -> None:
     call = make_call(spec("decode_gqa"), CacheCase(2, 1, 1, (4, 5), 0, 8), torch.float16, DEVICE)
     with pytest.raises(NotImplementedError, match=r"attention.with_kvcache has no backward; expected a call under torch.no_grad\(\)"):
         built("decode_gqa").attention.with_kvcache(call.q.requires_grad_(), *call.caches, **call.arguments)
+
+
+def test_a_gradient_of_an_input_is_refused() -> None:
+    call = make_call(spec("decode_sinks_paged_gqa"), CacheCase(2, 1, 1, (4, 5), 0, 16, 16), torch.float16, DEVICE)
+    call.arguments["sink"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="attention.with_kvcache has no backward"):
+        built("decode_sinks_paged_gqa").attention.with_kvcache(call.q, *call.caches, **call.arguments)
+
+
+def test_names_that_modules_with_a_cache_need() -> None:
+    mask = {"expr": "kv_idx < unit", "params": {"unit": {"scalar": "int"}}}
+    with pytest.raises(BuildError, match="declares `unit`, a name that modules with a cache have themselves"):
+        lower(make_spec({"name": "served", "head_dim": 64, "cache": "contiguous", "mask": mask}))
 
 
 REFUSED = [

@@ -20,7 +20,7 @@ from attngen.passes.deal_keys import DealKeys
 from attngen.passes.pipeline import lower
 from attngen.policy import LEAST_UNITS, WAVES
 from attngen.reference import naive_attention, reference_mask, reference_scores
-from attngen.spec import make_spec
+from attngen.spec import Spec, make_spec
 from tests.helpers import SPECS, changes, edit, lowered, spec, target
 
 CACHED = [name for name in SPECS if spec(name).cache]
@@ -28,11 +28,11 @@ CACHED = [name for name in SPECS if spec(name).cache]
 
 @given(st.lists(st.integers(0, 3000), max_size=300), st.integers(1, 70), st.sampled_from([0, 0, 1, 16]))
 def test_parts_fit_and_have_no_more_than_a_unit(work: list[int], busy: int, each: int) -> None:
-    """All sequences together have no more parts than there is room for; those of balanced schedules."""
-    items = max(WAVES * busy, 2 * len(work))
+    """All sequences together have no more parts than there is room for."""
+    items = max(WAVES * busy, 2 * len(work)) if not each else sum(-(-units // each) for units in work)
     parts, unit = deal(work, items, each), unit_of_parts(work, items, each)
     assert all(units <= count * unit and (count - 1) * unit < max(1, units) for units, count in zip(work, parts))
-    assert each or sum(parts) <= items
+    assert sum(parts) <= items
 
 
 def test_parts_are_as_few_as_keep_a_device_busy() -> None:
@@ -105,9 +105,8 @@ def test_text_of_a_cache_that_cannot_be_read(old: str, new: str, reason: str) ->
 # ---------------------------------------------------------------------------------------------- on NumPy
 
 
-def _run(module: Module, name: str, case: CacheCase, tiles: dict[str, int]) -> None:
+def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> None:
     """Append and decode, in fp64, and compare with naive attention."""
-    made = spec(name)
     call = make_call(made, case, torch.float64, "cpu")
     q, (k_cache, v_cache) = call.q.numpy(), (x.transpose(1, 2).numpy() for x in call.caches)
     given = {"Q": q, "K_CACHE": k_cache, "V_CACHE": v_cache, "CACHE_SEQLENS": call.arguments["cache_seqlens"].numpy()}
@@ -135,9 +134,25 @@ def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None
     page = int(cache.page) if page is None else page
     room = 192 if page != 64 else 256
     for n_q, lengths, new in ((1, (0, 1, 63, 64, 150), 1), (2, (40, 0, 130), 0), (40, (3, 100), 40)):
-        _run(module, name, CacheCase(4, 2, n_q, lengths, new, room, page), {"BLOCK_Q": 16, "BLOCK_KV": 16})
+        _run(module, spec(name), CacheCase(4, 2, n_q, lengths, new, room, page), {"BLOCK_Q": 16, "BLOCK_KV": 16})
 
 
 def test_entries_of_the_table_past_the_last_key_are_not_read() -> None:
     """They name no page here: to read one raises."""
-    _run(target("decode_paged_gqa"), "decode_paged_gqa", CacheCase(4, 2, 1, (64, 65, 0), 0, 512, 64), {"BLOCK_Q": 16, "BLOCK_KV": 64})
+    _run(target("decode_paged_gqa"), spec("decode_paged_gqa"), CacheCase(4, 2, 1, (64, 65, 0), 0, 512, 64), {"BLOCK_Q": 16, "BLOCK_KV": 64})
+
+
+def test_there_is_room_for_all_parts_of_a_fixed_length() -> None:
+    """Of sequences that fill the cache, in parts of one unit: what is written outside of a tensor raises."""
+    made = make_spec(
+        {
+            "name": "served",
+            "heads": {"sharing": "gqa"},
+            "head_dim": 16,
+            "mask": {"any_of": [{"sliding_window": {"left": 99, "right": 0}}, {"all_of": ["causal", {"expr": "kv_idx < 4"}]}]},
+            "cache": "contiguous",
+            "schedule": {"split": {"keys": 64}},
+            "backward": False,
+        }
+    )
+    _run(lower(made), made, CacheCase(4, 2, 1, (700, 700, 63, 0, 1), 0, 700), {"BLOCK_Q": 16, "BLOCK_KV": 16})

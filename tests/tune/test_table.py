@@ -77,13 +77,29 @@ CLASSES_OF = {
     "streaming_gqa": "causal causal short short",
     "temperature_mha": "causal+score causal+score causal+score causal+score",
     "window_gqa": "causal causal short short",
+    "decode_sinks_paged_gqa": "masked+score masked+score masked+score masked+score",
+    "decode_window_paged_gqa": "causal causal short short",
 }  # of the other specs: causal, whatever the range
 PACKED_OF = {
     "chunked_gqa": "full full full causal",
     "softcap_window_gqa": "full+score full+score full+score causal+score",
     "streaming_gqa": "full full short short",
     "window_gqa": "full full short short",
+    "decode_window_paged_gqa": "full full short short",
 }  # of the heads of few queries, packed; of the other specs: full, as no diagonal cuts their tiles
+
+
+# Of kernels over a cache; where this has pages, their numbers are read for each row.
+SERVED_OF = {
+    ("decode_gqa", "decode"): "full full full full",
+    ("decode_gqa", "prefill"): "causal causal causal causal",
+    ("decode_paged_gqa", "decode"): "full+rows full+rows full+rows full+rows",
+    ("decode_paged_gqa", "prefill"): "causal+rows causal+rows causal+rows causal+rows",
+    ("decode_window_paged_gqa", "decode"): "full+rows full+rows short+rows short+rows",
+    ("decode_window_paged_gqa", "prefill"): "causal+rows causal+rows short+rows short+rows",
+    ("decode_sinks_paged_gqa", "decode"): "short+rows+score short+rows+score short+rows+score short+rows+score",
+    ("decode_sinks_paged_gqa", "prefill"): "masked+rows+score masked+rows+score masked+rows+score masked+rows+score",
+}
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -91,8 +107,9 @@ def test_classes_of_masks_by_range(name):
     module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text())
     for kernel in (k for k in module.kernels if k.dots):
         classes, other = (PACKED_OF, "full") if kernel.name == "packed" else (CLASSES_OF, "causal")
-        assert [mask_class(module, kernel, n) for _, n in RANGES] == classes.get(name, " ".join([other] * 4)).split(), kernel.name
-    assert {mask_class(module, module.kernel("delta"), n) for _, n in RANGES} == {"none"}
+        expected = SERVED_OF.get((name, kernel.name)) or classes.get(name, " ".join([other] * 4))
+        assert [mask_class(module, kernel, n) for _, n in RANGES] == expected.split(), kernel.name
+    assert {mask_class(module, k, n) for k in module.kernels if not k.loops for _, n in RANGES} <= {"none"}
 
 
 def test_data_that_lists_blocks_hides_the_shape():

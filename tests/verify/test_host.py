@@ -19,6 +19,28 @@ from tests.helpers import SPECS, edit, lowered, target
 
 # (spec, rule, old text, new text, the reason)
 BROKEN = [
+    ("decode_gqa", "host-launches", "max(2*B, ", "max(B, ", "and keys are dealt into 2*B at most"),
+    (
+        "decode_sinks_paged_gqa",
+        "host-launches",
+        "B*((Nc + 1023) // 1024)",
+        "B*((Nc + 1023) // 2048)",
+        "and keys are dealt into B*((Nc + 1023) // 1024) at most",
+    ),
+    (
+        "decode_paged_gqa",
+        "host-launches",
+        "expr(64*max_pages)",
+        "expr(128*max_pages)",
+        "a sequence has room for 128*max_pages; expected `Nc`, 64*max_pages",
+    ),
+    (
+        "decode_gqa",
+        "host-launches",
+        "launch @combine args(O=%O_rows, LSE=%LSE_rows) sizes(Nq=Gq, queries=Nq)",
+        "launch @combine args(O=%O_rows, LSE=%LSE_rows) sizes(Nq=Gq, queries=Nq, Nn=B)",
+        "it gives @decode and @combine other sizes; expected the same",
+    ),
     ("causal_mha", "host-structure", "if then(@launches) of(%O)", "if then(@launch) of(%O)", "@launches is not the branch of one `if`"),
     ("causal_mha", "host-structure", "    yield values(O=%O, LSE=%LSE)\n", "", "it gives nothing; expected O, LSE"),
     (

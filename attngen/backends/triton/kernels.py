@@ -8,6 +8,7 @@ from typing import Any
 from attngen.backends.base import Printed
 from attngen.bounds.launches import launch_options
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
+from attngen.ir.deal import units_of
 from attngen.ir.graph import Module, Unfit
 from attngen.ir.ops import PADDED, Load, Scan
 from attngen.policy import LEAST_UNITS, UNIT, WAVES
@@ -58,7 +59,7 @@ def _dealing(module: Module) -> dict[str, Any]:
     deal = next((kernel.deal for kernel in module.kernels if kernel.deal), None)
     if deal is None:
         return {}
-    work = to_triton(deal.work, lambda name: (name, ()), ())
+    work = to_triton(units_of(deal.work), lambda name: (name, ()), ())
     described = any(isinstance(op, Load) and op.pages and op.via for kernel in module.kernels for op in kernel.ops())
     page = module.cache.page if module.cache and described else ""
     return {
