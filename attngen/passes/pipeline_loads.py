@@ -5,7 +5,8 @@ after:   sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages
 
 Every row of the schedule gets the number of stages that the cost model finds cheapest. A deeper ring of buffers hides more latency, but
 leaves less room for other programs on the same SM. Measured rows keep their number. Where keys of a cache are dealt among programs, the
-ring is the deepest with which as many fit in a multiprocessor as are launched for each, and of two buffers at least.
+ring is the deepest with which as many fit in a multiprocessor as are launched for each, and of two buffers at least. Programs of more than
+four warps take too many registers to share a multiprocessor: their ring is the deepest.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
 
     if kernel.deal:
         able = [r for r in depths(row) if price(r)[0] < float("inf")]
-        deep = [r for r in able if r.num_stages > 2 and _is_resident(module, kernel, r)]
+        deep = [r for r in able if r.num_stages > 2 and (r.num_warps > 4 or _is_resident(module, kernel, r))]
         return next(iter((*deep, *(r for r in able if r.num_stages == 2))), min(depths(row), key=price))
     return min(depths(row), key=price)
 

@@ -216,5 +216,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_gqa_a892a063cb85", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_gqa_4d33dd5e65dc", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

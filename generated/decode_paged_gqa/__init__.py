@@ -226,5 +226,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_gqa_441746127abe", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_gqa_944c3ef31643", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

@@ -97,7 +97,7 @@ def test_the_picture_has_products_that_wait_for_nothing_of_their_own() -> None:
 
 
 def test_two_programs_share_where_heads_are_narrow_and_registers_last() -> None:
-    shared = ["causal_mqa", "dilated_mha", "padding_mha", "sinks_window_gqa", "temperature_mha"]
+    shared = ["causal_mqa", "decode_sinks_paged_gqa", "dilated_mha", "padding_mha", "sinks_window_gqa", "temperature_mha"]
     assert [name for name in DIVIDED if kernel(name).resident > 1] == shared
     for name in shared:
         module = whole(name)
