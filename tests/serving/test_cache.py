@@ -168,7 +168,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"v_cache": torch.zeros(2, 9, 1, 128).half()}, ValueError, "k_cache and v_cache have shapes [2, 8, 1, 128] and [2, 9, 1, 128]"),
     ({"k_cache": torch.zeros(2, 128, 1, 8).half().mT.mT.transpose(1, 3)}, ValueError, "k_cache has strides"),
     (
-        {"k_cache": torch.zeros(2 * 8 * 132 + 8).half()[4:-4].view(2, 8, 1, 132)[..., :128]},
+        {"k_cache": torch.zeros(2 * 8 * 132 + 8, device=DEVICE).half()[4:-4].view(2, 8, 1, 132)[..., :128]},
         ValueError,
         "expected rows at multiples of 16 bytes",
     ),
