@@ -3,8 +3,8 @@
 before:  kernel @decode ... deals(cdiv(Nk, 64))        %keys_partial = loop kv ranges(... max(0, Nk - 1024) // BLOCK_KV .. kv_end ...)
 after:   kernel @decode ... deals(cdiv(Nk, 64) - max(0, Nk - 1024) // 64)
 
-before:  %keys_full = loop kv ranges((kv_full_end*part) // parts .. (kv_full_end*part + kv_full_end) // parts) ...
-after:   %kv_full_from = map expr((kv_full_end*part) // parts) ; %kv_full_to = map expr((kv_full_end*part + kv_full_end) // parts)
+before:  %keys_full = loop kv ranges(portion(kv_full_end, part, parts) .. portion(kv_full_end, 1 + part, parts)) ...
+after:   %kv_full_from = map expr(portion(kv_full_end, part, parts)) ; %kv_full_to = map expr(portion(kv_full_end, 1 + part, parts))
          %keys_full = loop kv ranges(kv_full_from .. kv_full_to) ...
 
 Work is counted in tiles of UNIT keys, of a tile of queries that has all of them. It steers how keys are dealt, and no more: whatever it
