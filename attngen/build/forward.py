@@ -91,7 +91,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     if b.shares:
         _store_part(b, own)
     else:
-        _store_results(b, own, sink)
+        store_results(b, own, sink, {name: f"keys.{name}" for name in starts}, _factor(b))
     return b.kernel()
 
 
@@ -115,23 +115,26 @@ def _raised(b: KernelBuilder, p: str) -> str:
     return p if _factor(b) == 1 else b.map("p_raised", symbol("p") * _factor(b), "step", p=p)
 
 
-def _store_results(b: KernelBuilder, own: Any, sink: Expr | None) -> None:
-    """The output, divided by the sums of weights, and the LSE. `own`: the index of the program's head."""
+def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, str], factor: int = 1) -> None:
+    """The output, divided by the sums of weights, and the LSE.
+
+    own: the index of the program's head. end: `m`, `l` and `acc` after the loop. factor: by which weights in `acc` are too large.
+    """
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     if sink is not None:
-        join_sink(b, sink, {"m": "keys.m", "l": "keys.l"})
+        _join_sink(b, sink, end)
     else:
-        b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
+        b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
     if b.spec.dropout:  # kept weights are scaled up for the dropped ones
         b.map("inv_l_kept", inv_l * symbol("keep_scale"), inv_l="inv_l", keep_scale="keep_scale")
-        b.map("o", acc * symbol("inv_l_kept") / _factor(b), dtype="T", acc="keys.acc", inv_l_kept="inv_l_kept")
+        b.map("o", acc * symbol("inv_l_kept") / factor, dtype="T", acc=end["acc"], inv_l_kept="inv_l_kept")
     else:
-        b.map("o", acc * inv_l / _factor(b), dtype="T", acc="keys.acc", inv_l="inv_l")
+        b.map("o", acc * inv_l / factor, dtype="T", acc=end["acc"], inv_l="inv_l")
     b.store("O", ("b", own, "q", "d_v"), "o")
     if sink is not None:
         b.map("lse", (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), m_all="m_all", l_all="l_all")
     else:
-        b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m="keys.m", l="keys.l")
+        b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
     b.store("LSE", ("b", own, "q"), "lse")
 
 
@@ -198,7 +201,7 @@ def build_forward_end(spec: Spec) -> Kernel:
     return b.kernel()
 
 
-def join_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
+def _join_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
     """Add one more logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then.
 
     end: the values that the row's maximum `m` and its sum `l` have in the end.

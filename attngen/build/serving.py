@@ -15,14 +15,14 @@ from dataclasses import replace
 import sympy
 
 from attngen.build.common import KernelBuilder
-from attngen.build.forward import build_forward, join_sink, sink_of
+from attngen.build.forward import build_forward, sink_of, store_results
 from attngen.build.host import HostBuilder, known_type, operands
 from attngen.build.packed import view_rows
 from attngen.build.semantics import listed_blocks
 from attngen.build.signature import Signature
 from attngen.errors import BuildError
 from attngen.ir.deal import item, least_items
-from attngen.ir.expr import cdiv, exp2, floordiv, log2, select, symbol
+from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
 from attngen.ir.graph import Cache, Deal, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
@@ -155,18 +155,7 @@ def _combine(spec: Spec, deal: Deal) -> Kernel:
     b.map("acc_next", weighed, "join", acc="acc", alpha="alpha", o_part="o_part", weight="weight")
     b.add(Yield("yield_join", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "join")
 
-    end = {name: f"parts_of_keys.{name}" for name in starts}
-    if sink is not None:
-        join_sink(b, sink, end)
-    else:
-        b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
-    b.map("o", acc * symbol("inv_l"), dtype="T", acc=end["acc"], inv_l="inv_l")
-    b.store("O", ("b", own, "q", "d_v"), "o")
-    if sink is not None:
-        b.map("lse", (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), m_all="m_all", l_all="l_all")
-    else:
-        b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
-    b.store("LSE", ("b", own, "q"), "lse")
+    store_results(b, own, sink, {name: f"parts_of_keys.{name}" for name in starts})
     return b.kernel()
 
 

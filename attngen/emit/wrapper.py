@@ -168,7 +168,7 @@ class Wrapper:
     def sizes_in_cache(self) -> list[str]:
         """Statements that define the sizes which these use."""
         used = set(re.findall(r"\w+", " ".join([*self.taken_in_cache, *(call for _, call in self.derived_in_cache)])))
-        room = "keys.shape[2]" if not self.page and self.page != 0 else f"page_table.shape[1] * {self.page or 'keys.shape[2]'}"
+        room = "keys.shape[2]" if self.page is None else f"page_table.shape[1] * {self.page or 'keys.shape[2]'}"
         sources = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "keys.shape[1]", "Nq": "q.shape[2]", "Nc": room}
         return [f"{name} = {source}" for name, source in sources.items() if name in used]
 
