@@ -116,8 +116,7 @@ def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, sh
 def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> dict[str, int]:
     """Values for the symbols of `standard` and `flash1`. `tile` is (queries, keys). Every query head has its own K and V."""
     sizes = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.q_heads, "Nq": problem.n_q, "Nk": problem.n_kv}
-    widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v, "elem": elem_sizes(module)[0]}
-    return {**sizes, **widths, "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}
+    return {**sizes, **module.widths, "elem": elem_sizes(module)[0], "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}
 
 
 def _emitted_values(module: Module, kernel: Kernel, cls: str, problem: Problem) -> dict[str, Any]:

@@ -102,8 +102,7 @@ def predicted_naive(module: Module, direction: str, problem: Problem) -> Bytes:
     numbers = {
         "Nq": problem.n_q,
         "Nk": problem.n_kv,
-        "D_QK": module.head_dim_qk,
-        "D_V": module.head_dim_v,
+        **module.widths,
         "elem": ELEMENTS[module.dtypes[0]].bytes,
     }
     moved = problem.batch * problem.q_heads * float(evaluate(standard_bytes(direction), numbers))

@@ -51,8 +51,7 @@ def sizes(module: Module, row: Row) -> dict[str, int]:
     return {
         "BLOCK_Q": row.block_q,
         "BLOCK_KV": row.block_kv,
-        "D_QK": tile_width(module.head_dim_qk),
-        "D_V": tile_width(module.head_dim_v),
+        **{name: tile_width(width) for name, width in module.widths.items()},
         "stages": row.num_stages,
         "elem": row.elem_bytes,
     }

@@ -106,9 +106,8 @@ def execute_kernel(
             shape = list(tensors[arg.name].shape)
             raise AttngenError(f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]")
     launch = (made or Launch)(module, kernel, dtypes)
-    widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
-    padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in widths.items()}
-    start = {**CONSTANTS, **widths, **padded, **tensors, **scalars, **tiles}
+    padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in module.widths.items()}
+    start = {**CONSTANTS, **module.widths, **padded, **tensors, **scalars, **tiles}
     if kernel.deal:
         places = _dealt(kernel, start)
     else:

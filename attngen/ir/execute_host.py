@@ -81,7 +81,7 @@ def execute_host(
 
 def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int]) -> dict[str, int]:
     """Every size by name: those that dimensions of arguments name, and those that follow from others."""
-    sizes = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v, "processors": 1}
+    sizes = {**module.widths, "processors": 1}
     sizes |= {name: x for name, x in values.items() if name in SIZES}
     for arg in host.args:
         for dim, length in zip(arg.type.dims, np.shape(values[arg.name]), strict=True):

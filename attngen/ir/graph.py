@@ -611,6 +611,11 @@ class Module:
     meaning: Meaning = Meaning()
     cache: Cache | None = None
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """The columns of each head dimension, by its name, in tensors of a call."""
+        return {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v}
+
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)
 

@@ -240,7 +240,7 @@ class KernelContext:
 
     def _width(self, axis: str) -> str:
         dim = AXIS_DIM[axis]
-        size = self.module.head_dim_qk if dim == "D_QK" else self.module.head_dim_v
+        size = self.module.widths[dim]
         return PADDED[dim] if size & (size - 1) else dim
 
     # ------------------------------------------------------------------ nodes

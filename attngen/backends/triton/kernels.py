@@ -26,7 +26,7 @@ def printed(module: Module) -> Printed:
 def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
     """What the template of kernels.py sees."""
     constants = []
-    for name, size in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)):
+    for name, size in module.widths.items():
         constants.append((name, size))
         if size & (size - 1):
             constants.append((PADDED[name], 1 << size.bit_length()))

@@ -35,12 +35,11 @@ class LegalizeTriton(Pass):
     phase: ClassVar[str] = "target"
 
     def run(self, module: Module) -> Module:
-        wide = tuple(n for n, d in (("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)) if d & (d - 1))
+        wide = tuple(n for n, d in module.widths.items() if d & (d - 1))
         precision = module.precision if by_precision(module.dtypes) else ""
-        columns = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
 
         def legal(kernel: Kernel) -> Kernel:
-            kernel = kernel.rewrite(lambda _, op: [_spare_registers(kernel, op, columns)])
+            kernel = kernel.rewrite(lambda _, op: [_spare_registers(kernel, op, module.widths)])
             cast: set[str] = set()
             kernel = kernel.rewrite(lambda _, op: _cast_operands(kernel, op, precision, cast))
             kernel = _bases(kernel)

@@ -48,10 +48,9 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
     """Triton's tiles: powers of two, 16 at least, head dimensions padded to one; warps a power of two, as many as a program may have."""
-    widths = {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v}
     for op in kernel.ops():
         for t in op.results().values():
-            for name, width in widths.items() if not (isinstance(op, Arg) and op.role in TENSORS) else ():
+            for name, width in module.widths.items() if not (isinstance(op, Arg) and op.role in TENSORS) else ():
                 wrong = name if width & (width - 1) else PADDED[name]
                 if wrong in t.dims:
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
