@@ -57,7 +57,7 @@ class Call:
     """The arguments of a call, and for naive attention what each sequence has after it: k and v [1, Hkv, keys, D], and mask inputs."""
 
     q: torch.Tensor
-    caches: tuple[torch.Tensor, torch.Tensor]
+    caches: tuple[torch.Tensor, ...]
     arguments: dict[str, Any]
     sequences: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]
 
@@ -65,7 +65,7 @@ class Call:
 def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed: int = 0) -> Call:
     """A call of normal values."""
     generator = torch.Generator().manual_seed(seed)
-    batch, widths = len(case.lengths), (spec.head_dim.qk, spec.head_dim.v)
+    batch, widths = len(case.lengths), (spec.head_dim.qk, *(() if spec.rope else (spec.head_dim.v,)))
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -87,16 +87,17 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
     sizes = Sizes(batch, case.q_heads, case.kv_heads, case.n_q, case.room)
     inputs = make_mask_inputs(spec, sizes, dtype, device, generator)
     arguments: dict[str, Any] = {"cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device), **inputs}
-    arguments |= {"k": new[0], "v": new[1]} if case.new else {}
+    arguments |= dict(zip(("k", "v"), new)) if case.new else {}
     if case.page:
         for b, keys in enumerate(case.keys):
             table[b, -(-keys // case.page) :] = POISON
         arguments["page_table"] = table.to(device)
     sequences = []
     for b, keys in enumerate(case.keys):
-        k, v = (x[b : b + 1, :keys].transpose(1, 2).to(device) for x in whole)
-        sequences.append((k, v, {name: _of_sequence(spec, name, x, b, keys) for name, x in inputs.items()}))
-    return Call(q, (caches[0].to(device), caches[1].to(device)), arguments, sequences)
+        k, *v = (x[b : b + 1, :keys].transpose(1, 2).to(device) for x in whole)
+        values = v[0] if v else k[..., : spec.head_dim.v]
+        sequences.append((k, values, {name: _of_sequence(spec, name, x, b, keys) for name, x in inputs.items()}))
+    return Call(q, tuple(x.to(device) for x in caches), arguments, sequences)
 
 
 def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -156,9 +157,12 @@ def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:
         CacheCase(*heads, 4, (5, 260, 0), 4, room, page, shared=bool(page)),
         CacheCase(*heads, 100, (0, 300), 100, room, page),
     ]
+    if spec.rope:  # rows of several tiles, and of more than are dealt among programs
+        cases += [CacheCase(48, 1, 2, (0, 1, 190), 2, room, page), CacheCase(129, 1, 4, (3, 66), 4, room, page)]
     if len(sizes) > 1:
         cases.append(CacheCase(*heads, 2, (47, 48, 95), 1, sizes[1] * 3, sizes[1]))
     if cuda:
         long = -(-70000 // page) * page if page else 70000
+        heads = (128, 1) if spec.rope else heads
         cases += [CacheCase(*heads, 1, (65536, 100, 0, 4097), 1, long, page), CacheCase(*heads, 16, (65536, 100, 20), 16, long, page)]
     return cases

@@ -44,6 +44,9 @@ UNIT = 64  # keys of a unit of work, which tiles divide or are made of
 # would have less than so many units (docs/perf-log.md, section 33).
 WAVES, LEAST_UNITS = 16, 64
 RESIDENT = 2  # programs of a part that share a multiprocessor
+# Of a latent, a program's tile takes all shared memory, and its output is four times as long: fewer parts, of which each has more keys.
+RESIDENT_LATENT, WAVES_LATENT = 1, 4
+FEW_LATENT = 512  # rows of queries of all heads, of which keys of a latent are dealt among programs: 4 of each of 128 heads
 PARTS_AHEAD = 8  # parts that are in flight while they are joined: each is small, and most of its time is a latency
 
 # ---------------------------------------------------------------- lists of blocks that data gives

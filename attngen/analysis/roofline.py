@@ -99,7 +99,11 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
 
 def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
     """Values that `dram_bytes` needs besides `values`: the cache in bytes, programs in flight, and head dimensions without padding."""
-    return {**module.widths, str(CACHE): device.cache_bytes, str(IN_FLIGHT): device.sms * backend_of(row).cost.occupancy(module, kernel, row)}
+    return {
+        **module.widths,
+        str(CACHE): device.cache_bytes,
+        str(IN_FLIGHT): device.sms * backend_of(row).cost.occupancy(module, kernel, row),
+    }
 
 
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:

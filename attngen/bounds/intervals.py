@@ -276,10 +276,22 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
     return int(a), int(c), rest
 
 
+def _without_rests(p: Bool) -> Bool:
+    """A comparison that follows from p, in which no rest of a division is added or subtracted: it is from 0 to the divisor less 1."""
+    if not isinstance(p, INEQUALITIES):
+        return p
+    total = excess(p)
+    for rest in total.atoms(mod):
+        factor = total.coeff(rest)
+        if factor in (1, -1):
+            total = total - factor * rest - (rest.args[1] - 1 if factor < 0 else 0)
+    return total <= 0 if total != excess(p) else p
+
+
 def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
     """Whether p is proven to imply q for all rows 0 <= own_idx <= extent - 1. Both must be linear, with the same coefficient of the loop's
-    index."""
-    first, second = linear_parts(p, own, loop), linear_parts(q, own, loop)
+    index. In p there may be what is left of a row's number in a division."""
+    first, second = linear_parts(_without_rests(p), own, loop), linear_parts(q, own, loop)
     if first is None or second is None or first[1] != second[1]:
         return False
     slope = second[0] - first[0]  # q's left side is at most p's plus slope*own + difference

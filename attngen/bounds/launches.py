@@ -1,4 +1,4 @@
-"""How a divided kernel is launched, so that as many programs share a multiprocessor as it says; and for which calls."""
+"""How kernels are launched: so that as many programs share a multiprocessor as they say; and for which calls."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def lane_registers(kernel: Kernel, row: Row) -> int:
 
 
 def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
-    """The options of a launch, by Triton's names. Where programs share a multiprocessor, the registers at launch are among them."""
-    limit = {"maxnreg": launch_registers(kernel, row)} if kernel.resident > 1 else {}
+    """The options of a launch, by Triton's names.
+
+    Where divided programs share a multiprocessor, the registers at launch are among them. So they are where programs take part after
+    part: no more are launched than a multiprocessor has room for, and ptxas is not to let values spill to make room for others.
+    """
+    limit, device = {}, CLASSES[row.device]
+    if kernel.resident > 1:
+        limit = {"maxnreg": launch_registers(kernel, row)}
+    elif kernel.deal and kernel.dots and device.backend == "cuda":
+        limit = {"maxnreg": device.registers_per_thread}
     return {"num_warps": row.num_warps, **limit}

@@ -69,6 +69,7 @@ def build_module(spec: Spec) -> Module:
         learned=learned(spec) if spec.trains else (),
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
+        rope=spec.rope,
     )
     return add_programs(with_results(add_cache(build_hosts(module, ways, spec.trains), spec)))
 

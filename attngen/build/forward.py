@@ -13,7 +13,7 @@ from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
-from attngen.ir.ops import SoftmaxStep, Type, Yield
+from attngen.ir.ops import AXIS_DIM, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
 from attngen.spec import Spec
 
@@ -46,9 +46,14 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
 
+    Of a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors each: the columns that
+    v has, too, and those that are rotated. In a cache the first are the values.
+
     If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each program has a part of
     them, and stores what it finds of these: its output, and its LSE to base 2.
     """
+    if spec.rope:
+        signature = of_latent(signature)
     sink = sink_of(spec)
     b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
     b.deal = deal
@@ -60,7 +65,9 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     b.seed()
 
     b.scale()
-    b.load("q", "Q", ("b", own, "q", "d_qk"))
+    columns = {"": "d_v", "_rope": "d_rope"} if spec.rope else {"": "d_qk"}
+    for part_of, column in columns.items():
+        b.load(f"q{part_of}", f"Q{part_of.upper()}", ("b", own, "q", column))
     starts = {
         "m": b.init("m_init", -sympy.oo, "BLOCK_Q"),
         "l": b.init("l_init", 0, "BLOCK_Q"),
@@ -73,17 +80,22 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     b.loop("keys", "kv", end, "step", first=first, **starts)
 
     b.carried("step", **starts)
-    b.load_keys("k", "K", kv, "d_qk", "step")
+    for part_of, column in columns.items():
+        b.load_keys(f"k{part_of}", f"K{part_of.upper()}", kv, column, "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
-    b.dot("s", "q", "k", "D_QK", "step")
+    of_rope = b.dot("s_rope", "q_rope", "k_rope", "D_ROPE", "step") if spec.rope else None
+    b.dot("s", "q", "k", AXIS_DIM[columns[""]], "step", acc=of_rope)
     scores(b)
     b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
     guard = "always" if unbounded(spec) else "partial"
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
-    b.load_keys("v", "V", kv, "d_v", "step")
+    v = "k"
+    if "V" in signature.reads:
+        b.load_keys("v", "V", kv, "d_v", "step")
+        v = "v"
     p = _raised(b, b.dropped("soft.p"))
-    b.dot("acc_next", p, "v", "BLOCK_KV", "step", acc="rescaled")
+    b.dot("acc_next", p, v, "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), ("acc", "acc_next"))), "step")
@@ -93,6 +105,12 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     else:
         store_results(b, own, sink, {name: f"keys.{name}" for name in starts}, _factor(b))
     return b.kernel()
+
+
+def of_latent(signature: Signature) -> Signature:
+    """A signature whose q and k are of two tensors each. Where keys are in a cache, the first of k are the values, too."""
+    more = {"Q": ("Q", "Q_ROPE"), "K": ("K", "K_ROPE"), "V": () if signature.cache else ("V",)}
+    return signature._replace(reads=tuple(part for name in signature.reads for part in more.get(name, (name,))), latent=True)
 
 
 def _store_part(b: KernelBuilder, own: Any) -> None:

@@ -67,6 +67,10 @@ class HostBuilder:
         """An argument of a known name and shape."""
         return self.add(Arg(name, "in", known_type(name)))
 
+    def type_of(self, name: str) -> Type:
+        """The type of what has a name in the program."""
+        return next(op.results()[""] for ops in self.blocks.values() for op in ops if op.name == name)
+
     def alloc(self, name: str, block: str = "entry", type_: Type | None = None, **options: Any) -> str:
         return self.add(Alloc(name, type_ or known_type(name), **options), block)
 
@@ -90,6 +94,21 @@ class HostBuilder:
 def known_type(name: str) -> Type:
     """The type of a tensor that has one in every module."""
     return Type(tensor_dtype(name), SHAPES[name], "hbm")
+
+
+def split_columns(b: HostBuilder, block: str, source: str, argument: str, named: str = "") -> Uses:
+    """Views of a tensor's columns, those of the latent and those that are rotated, as a kernel's arguments that are named after `argument`.
+
+    named: the start of the views' names, if they are not named after the argument.
+    """
+    name, seen = named or argument, b.type_of(source)
+    views = {"latent": ("first_columns", "D_V", ""), "rope": ("last_columns", "D_ROPE", "_ROPE")}
+    stem, new = argument.removesuffix("_NEW"), "_NEW" * argument.endswith("_NEW")
+    given = []
+    for part, (by, width, suffix) in views.items():
+        ref = b.add(View(f"{name}_{part}", source, by, Type(seen.dtype, (*seen.dims[:-1], width), "hbm")), block)
+        given.append((f"{stem}{suffix}{new}", ref))
+    return tuple(given)
 
 
 def operands(b: HostBuilder, module: Module, direction: str) -> None:
@@ -138,7 +157,8 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
         b.launch("fwd", block)
         b.launch("fwd_end", block)
     else:
-        b.launch("fwd", block)
+        args = (*split_columns(b, block, "Q", "Q"), *split_columns(b, block, "K", "K")) if module.rope else ()
+        b.launch("fwd", block, args)
     return b.host()
 
 

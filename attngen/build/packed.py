@@ -33,7 +33,7 @@ SIGNATURE = Signature(
 def applies(spec: Spec) -> bool:
     """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
     shared = SHARINGS[spec.heads.sharing].is_shared
-    alone = not shared or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
+    alone = not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
     own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
     return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
 

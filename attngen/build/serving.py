@@ -16,7 +16,7 @@ import sympy
 
 from attngen.build.common import KernelBuilder
 from attngen.build.forward import build_forward, sink_of, store_results
-from attngen.build.host import HostBuilder, known_type, operands
+from attngen.build.host import HostBuilder, known_type, operands, split_columns
 from attngen.build.packed import view_rows
 from attngen.build.semantics import listed_blocks
 from attngen.build.signature import Signature
@@ -27,8 +27,8 @@ from attngen.ir.graph import Cache, Deal, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
 from attngen.ir.names import OF_CACHE
-from attngen.ir.ops import Access, Append, Arg, Load, Map, Type, Yield
-from attngen.policy import FEW_QUERIES, RESIDENT, UNIT, WAVES
+from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Load, Map, Type, Uses, Yield
+from attngen.policy import FEW_LATENT, FEW_QUERIES, RESIDENT_LATENT, UNIT, WAVES_LATENT
 from attngen.spec import Spec
 
 _OF_CACHE = ("Q", "K", "V", "CACHE_SEQLENS")
@@ -65,7 +65,8 @@ def add_cache(module: Module, spec: Spec) -> Module:
     cache = Cache(spec.cache.page)
     _check(spec)
     _check_names(spec)
-    deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT)
+    latent = {"resident": RESIDENT_LATENT, "waves": WAVES_LATENT} if spec.rope else {}
+    deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT, **latent)
     table = ("PAGE_TABLE",) if cache.page else ()
 
     def signature(of: Signature) -> Signature:
@@ -77,7 +78,7 @@ def add_cache(module: Module, spec: Spec) -> Module:
         _combine(spec, deal),
         build_forward(spec, signature(PREFILL)),
     )
-    hosts = (_host_append(spec, cache), _host_decode(replace(module, kernels=kernels), cache, deal))
+    hosts = (_host_append(spec, cache), _host_decode(spec, replace(module, kernels=kernels), cache, deal))
     return replace(module, cache=cache, kernels=(*module.kernels, *kernels), hosts=(*module.hosts, *hosts))
 
 
@@ -102,12 +103,14 @@ def _check_names(spec: Spec) -> None:
 def _append(spec: Spec, signature: Signature) -> Kernel:
     """New keys and values, tile by tile. In this kernel `Nk` counts new keys."""
     assert signature.cache is not None
+    parts = {"K": "d_v", "K_ROPE": "d_rope"} if spec.rope else {"K": "d_qk", "V": "d_v"}
     b = KernelBuilder(spec, signature)
-    for name in signature.reads:
-        type_ = known_type(name)
-        b.add(Arg(name, "in", Type(type_.dtype, tuple("Nk" if d == "Nn" else d for d in type_.dims))))
-    for name, width in (("K", "D_QK"), ("V", "D_V")):
-        b.add(Arg(name, "out", Type("T", (*signature.cache.rows, width))))
+    for name, column in parts.items():
+        b.add(Arg(f"{name}_NEW", "in", Type("T", ("B", "Hkv", "Nk", AXIS_DIM[column]))))
+    for name in signature.reads[2:]:
+        b.add(Arg(name, "in", replace(known_type(name), space="?")))
+    for name, column in parts.items():
+        b.add(Arg(name, "out", Type("T", (*signature.cache.rows, AXIS_DIM[column]))))
     head = SHARINGS[spec.heads.sharing].owned
     for name in (*(str(axis.extent) for axis in b.grid if axis.var in ("h", "hkv")), "Nk", "Nc"):
         b.scalar(name)
@@ -119,8 +122,8 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
     if signature.cache.page:
         b.pages("page", symbol("rows"), "entry")
         pages = "page"
-    for name, tensor, column in (("k", "K", "d_qk"), ("v", "V", "d_v")):
-        value = b.load(name, f"{tensor}_NEW", ("b", head, "kv", column))
+    for tensor, column in parts.items():
+        value = b.load(tensor.lower(), f"{tensor}_NEW", ("b", head, "kv", column))
         index = (*(() if pages else (symbol("b"),)), head, symbol("kv"), symbol(column))
         b.add(Append(f"append_{tensor}", Access(tensor, index), value, (("kv", "always"),), rows="rows", pages=pages))
     return b.kernel()
@@ -159,16 +162,23 @@ def _combine(spec: Spec, deal: Deal) -> Kernel:
     return b.kernel()
 
 
-def _caches(b: HostBuilder, cache: Cache) -> None:
+def _tensors(spec: Spec) -> dict[str, str]:
+    """The tensors of keys and values in a call, with their columns: of a latent, one for both."""
+    return {"K": "D_QK"} if spec.rope else {"K": "D_QK", "V": "D_V"}
+
+
+def _caches(spec: Spec, b: HostBuilder, cache: Cache) -> None:
     """The arguments of host programs that are of the cache."""
-    for name, width in (("K", "D_QK"), ("V", "D_V")):
+    for name, width in _tensors(spec).items():
         b.add(Arg(f"{name}_CACHE", "in", Type("T", (*cache.rows, width), "hbm")))
     b.tensor("CACHE_SEQLENS")
     if cache.page:
         b.tensor("PAGE_TABLE")
 
 
-_OF_HOST = (("K", "K_CACHE"), ("V", "V_CACHE"))
+def _in_cache(spec: Spec, b: HostBuilder, block: str) -> Uses:
+    """What kernels are given as keys and values in the cache."""
+    return split_columns(b, block, "K_CACHE", "K") if spec.rope else (("K", "K_CACHE"), ("V", "V_CACHE"))
 
 
 def _room(b: HostBuilder, cache: Cache) -> None:
@@ -181,21 +191,22 @@ def _room(b: HostBuilder, cache: Cache) -> None:
 def _host_append(spec: Spec, cache: Cache) -> Host:
     """Store new keys and values."""
     b = HostBuilder("append")
-    for name in ("K_NEW", "V_NEW"):
-        b.tensor(name)
-    _caches(b, cache)
+    for name in _tensors(spec):
+        b.tensor(f"{name}_NEW")
+    _caches(spec, b, cache)
     _room(b, cache)
     b.branch("Appended", "stores", of=("K_NEW",))
     heads = {"Hq": symbol("Hkv")} if SHARINGS[spec.heads.sharing].axis == "h" else {}  # each query head has a K/V head of its own
-    b.launch("append", "stores", _OF_HOST, Nk=symbol("Nn"), **heads)
+    new = split_columns(b, "stores", "K_NEW", "K_NEW") if spec.rope else ()
+    b.launch("append", "stores", (*new, *_in_cache(spec, b, "stores")), Nk=symbol("Nn"), **heads)
     return b.host()
 
 
-def _host_decode(module: Module, cache: Cache, deal: Deal) -> Host:
+def _host_decode(spec: Spec, module: Module, cache: Cache, deal: Deal) -> Host:
     """The output and the LSE of queries over a cache."""
     b = HostBuilder("decode")
     b.tensor("Q")
-    _caches(b, cache)
+    _caches(spec, b, cache)
     operands(b, module, "decode")
     b.add(Arg("Nn", "scalar", Type("i32", (), "reg")))
     _room(b, cache)
@@ -203,15 +214,22 @@ def _host_decode(module: Module, cache: Cache, deal: Deal) -> Host:
     b.alloc("LSE")
     b.branch("Launched", "launches", of=("O",))
     b.give(O="O", LSE="LSE")
-    b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), FEW_QUERIES), orelse="many_queries")
-    busy = sympy.Max(1, floordiv(RESIDENT * symbol("processors"), sympy.Max(1, symbol("Hkv"))))
+    few, of_part = FEW_QUERIES, symbol("Hkv")  # rows of queries; programs with the same keys
+    if spec.rope:
+        few, of_part = FEW_LATENT, of_part * floordiv(symbol("Gq") + FEW_QUERIES - 1, sympy.Integer(FEW_QUERIES))
+    cached = _in_cache(spec, b, "launches")
+    b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), few), orelse="many_queries")
+    busy = sympy.Max(1, floordiv(deal.resident * symbol("processors"), sympy.Max(1, of_part)))
     least = least_items(deal.each)
-    b.add(Map("items", sympy.Max(1, least) if deal.each else sympy.Max(WAVES * busy, least), (), Type("i32", (), "reg")), "few_queries")
+    room = sympy.Max(1, least) if deal.each else sympy.Max(deal.waves * busy, least)
+    b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")
     b.alloc("O_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq", "D_V"), "hbm"))
     b.alloc("LSE2_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq"), "hbm"))
     view_rows(b, "few_queries")
-    b.launch("decode", "few_queries", (("Q", "Q_rows"), *_OF_HOST), Nq=symbol("Gq"), queries=symbol("Nq"))
+    queries = split_columns(b, "few_queries", "Q_rows", "Q") if spec.rope else (("Q", "Q_rows"),)
+    b.launch("decode", "few_queries", (*queries, *cached), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.launch("combine", "few_queries", (("O", "O_rows"), ("LSE", "LSE_rows")), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.add(Copy("copy_0", "O_rows", "O"), "few_queries")
-    b.launch("prefill", "many_queries", _OF_HOST)
+    of_all = split_columns(b, "many_queries", "Q", "Q", "Q_all") if spec.rope else ()
+    b.launch("prefill", "many_queries", (*of_all, *cached))
     return b.host()

@@ -19,7 +19,8 @@ class Signature(NamedTuple):
     One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
     Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part; if it `merges`, two of them
     write the sum of theirs. To what it `adds` to, other programs add, too. If its heads are `apart`, a program has one of the query heads
-    that share a K/V head, and writes gradients for that. Its keys and values lie in `cache`, if it has one.
+    that share a K/V head, and writes gradients for that. Its keys and values lie in `cache`, if it has one. Of a `latent`, what is named
+    after q or k has the columns of v.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Signature(NamedTuple):
     merges: bool = False
     about: str = ""
     cache: Cache | None = None
+    latent: bool = False
 
     @property
     def transposed(self) -> bool:
@@ -60,13 +62,19 @@ def tensor_type(name: str, signature: Signature) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes."""
     if len(SHAPES[name]) < 3:
         return Type(tensor_dtype(name), SHAPES[name])
-    if signature.cache and name in ("K", "V"):
-        return Type(tensor_dtype(name), (*signature.cache.rows, SHAPES[name][-1]))
+    if signature.cache and name in ("K", "K_ROPE", "V"):
+        return Type(tensor_dtype(name), (*signature.cache.rows, _column(name, signature)))
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS
     parts = [PAIRS if signature.merges else SHARES[signature.shares]] if signature.shares and written else []
     heads = "Hkv" if signature.packs else "Hq" if written and signature.apart else heads
-    return Type(tensor_dtype(name), (batch, heads, *parts, *rest))
+    return Type(tensor_dtype(name), (batch, heads, *parts, *rest[:-1], _column(name, signature)))
+
+
+def _column(name: str, signature: Signature) -> str:
+    """The last dimension of a tensor. Of a latent, what is named as q or k has the columns of v."""
+    column = SHAPES[name][-1]
+    return "D_V" if signature.latent and column == "D_QK" else column
 
 
 def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]:

@@ -24,12 +24,15 @@ Found = dict[tuple[str, Row], Reading]  # by kernel and schedule row
 
 def chosen(module: Module, targets: Sequence[str], every: bool) -> list[tuple[Kernel, Row]]:
     """The schedule rows to certify on the targets: all with `every`; otherwise those of the smallest element size that are for any
-    number of rows or were measured. Rows of divided kernels are certified always."""
+    number of rows or were measured, and all of kernels among whose programs keys are dealt: these have few rows as a rule. Rows of divided
+    kernels are certified always."""
     least = {kernel.name: min(elem_sizes(module, kernel)) for kernel in module.kernels}
     pairs = [(kernel, row) for kernel in module.kernels for row in module.rows(kernel.name) if row.device in targets]
     divided = [(kernel, row) for kernel in module.divided for row in module.rows(kernel.name, kernel.backend) if row.device in targets]
     usual = [
-        (kernel, row) for kernel, row in pairs if every or (row.elem_bytes == least[kernel.name] and (row.max_rows is None or row.measured))
+        (kernel, row)
+        for kernel, row in pairs
+        if every or (row.elem_bytes == least[kernel.name] and (row.max_rows is None or row.measured or kernel.deal))
     ]
     return usual + divided
 

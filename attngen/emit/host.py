@@ -18,12 +18,11 @@ from attngen.emit.torch_text import to_torch
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import parse, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
+from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Load, Map, Type, Yield
-from attngen.policy import RESIDENT
 
-_WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
+_WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V", "D_ROPE": "ROPE"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
 _MADE = {name: source for name, source in FOUND.items() if name not in _SHAPES}  # each may need those before it
 
@@ -191,7 +190,7 @@ class HostContext:
         if chosen:
             texts = {str(name): f"({self._python(choice)})" for choice, name in chosen.items()}
             return re.sub(r"choice\d+", lambda name: texts[name[0]], self._python(e.xreplace(chosen)))
-        return re.sub(r"(?<=\w)\*(?=\w)", " * ", to_text(e)).replace("divisor(", "runtime.divisor(")
+        return re.sub(r"(?<=\w)\*(?=[\w(])", " * ", to_text(e)).replace("divisor(", "runtime.divisor(")
 
     def _dim(self, dim: str) -> str:
         if dim in _WIDTHS:
@@ -262,6 +261,8 @@ class HostContext:
         var, src = variable(op.name), variable(op.src)
         if op.by == "expand":
             return {"var": var, "expr": f"{src}.expand({self._dim('B')}, {self._dim('Hq')}, -1, -1)"}
+        if op.by in COLUMNS:
+            return {"var": var, "expr": f"{src}[..., {':HEAD_DIM_V' if op.by == 'first_columns' else 'HEAD_DIM_V:'}]"}
         if self._is_contiguous(op.name):
             return {"var": var, "expr": src}
         if op.by == "heads":
@@ -346,7 +347,7 @@ class HostContext:
         extent = AXIS_EXTENT[kernel.own_axis]
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
         if "part" in axes:  # programs take one after another
-            axes = {"part": RESIDENT * symbol("processors")}
+            axes = {"part": kernel.deal.resident * symbol("processors")} if kernel.deal else axes
         heads = sympy.Mul(*axes.values())
         numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
         strides: list[str] = []
@@ -368,7 +369,7 @@ class HostContext:
     def _is_contiguous(self, ref: str) -> bool:
         """Whether it is allocated as a contiguous tensor, or is a view of one that launches alone take: strides follow from dimensions."""
         op = self.host.by_name[ref]
-        if isinstance(op, View) and op.by != "expand":
+        if isinstance(op, View) and op.by in ("heads", "group"):
             users = (user for user in self.host.ops() if ref in user.operands())
             return self._is_contiguous(op.src) and all(isinstance(user, Launch) for user in users)
         return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
@@ -376,6 +377,8 @@ class HostContext:
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
         """The Python source of the strides that a kernel takes: `taken` are their dimensions, of `count` dimensions without the last."""
         var, op = variable(ref), self.host.by_name[ref]
+        if isinstance(op, View) and op.by in COLUMNS:  # its rows are those of what it is a view of
+            return self._strides(op.src, taken, count)
         if self._is_contiguous(ref):
             names = [self._dim(d) for d in self.host.type_of(ref).dims]
             return [" * ".join(names[i + 1 :]) for i in taken]

@@ -160,6 +160,15 @@ class Wrapper:
         return [i.name for i in self.module.inputs if i.shape and i.dtype in ("f32", "T")]
 
     @property
+    def cached(self) -> list[str]:
+        """What a call gives of keys and values: of a latent, keys alone."""
+        return ["k"] if self.module.rope else ["k", "v"]
+
+    def tuple_of(self, suffix: str) -> str:
+        """The source of a tuple of these, with the suffix after each."""
+        return tuple_text([f"{name}{suffix}" for name in self.cached])
+
+    @property
     def derived_in_cache(self) -> list[tuple[list[str], str]]:
         """(names, call) of functions that derive what kernels read of these."""
         return [(list(d.names), _call(d, {"device": "q.device"})) for d in self.module.derived]
@@ -168,8 +177,9 @@ class Wrapper:
     def sizes_in_cache(self) -> list[str]:
         """Statements that define the sizes which these use."""
         used = set(re.findall(r"\w+", " ".join([*self.taken_in_cache, *(call for _, call in self.derived_in_cache)])))
-        room = "keys.shape[2]" if self.page is None else f"page_table.shape[1] * {self.page or 'keys.shape[2]'}"
-        sources = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "keys.shape[1]", "Nq": "q.shape[2]", "Nc": room}
+        rows = "caches[0].shape[2]"
+        room = rows if self.page is None else f"page_table.shape[1] * {self.page or rows}"
+        sources = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "caches[0].shape[1]", "Nq": "q.shape[2]", "Nc": room}
         return [f"{name} = {source}" for name, source in sources.items() if name in used]
 
     @property

@@ -28,19 +28,19 @@ def least_items(each: int) -> Expr:
     return batch * floordiv(symbol("Nc") + rows - 1, rows) if each else 2 * batch
 
 
-def unit_of_parts(work: Sequence[int], items: int, each: int) -> int:
+def unit_of_parts(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
     """Units of work of a part, at most, of sequences with so many units.
 
-    each: the number itself, where it is not 0. Otherwise there may be no more than `items` parts, and no more than a WAVES-th of these
+    each: the number itself, where it is not 0. Otherwise there may be no more than `items` parts, and no more than a `waves`-th of these
     where parts would have less than LEAST_UNITS units.
     """
     total, sequences = sum(work), len(work)
-    most, few = (max(1, n - sequences) for n in (items, items // WAVES))  # a sequence has one part more than units of whole parts
+    most, few = (max(1, n - sequences) for n in (items, items // waves))  # a sequence has one part more than units of whole parts
     balanced = max(1, -(-total // most), min(-(-total // few), LEAST_UNITS))
     return each or balanced
 
 
-def deal(work: Sequence[int], items: int, each: int) -> list[int]:
+def deal(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> list[int]:
     """How many parts each sequence has: together no more than `items`, if that is `least_items` or more."""
-    unit = unit_of_parts(work, items, each)
+    unit = unit_of_parts(work, items, each, waves)
     return [-(-units // unit) for units in work]

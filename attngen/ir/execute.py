@@ -126,7 +126,7 @@ def _dealt(kernel: Kernel, start: Values) -> list[dict[str, int]]:
     lengths = start["CACHE_SEQLENS"]
     keys = [keys_of(length, start) for length in lengths]
     work = [int(compiled(units_of(kernel.deal.work))({**start, "Nk": n})) for n in keys]
-    parts = deal(work, int(start["items"]), kernel.deal.each)
+    parts = deal(work, int(start["items"]), kernel.deal.each, kernel.deal.waves)
     places = []
     for b, count in enumerate(parts):
         known = {**start, "parts": count}

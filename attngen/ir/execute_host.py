@@ -17,7 +17,7 @@ from attngen.ir.execute import SINGLE, Values, execute_kernel, spread
 from attngen.ir.execute_roles import DividedLaunch
 from attngen.ir.expr import parse, symbol_names
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
+from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import SIZES
 from attngen.ir.numeric import compiled, value
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
@@ -156,6 +156,9 @@ class _Run:
         source, shape = values[op.src], self.shape(op.type, values)
         if op.by == "expand":
             return np.broadcast_to(source, shape)
+        if op.by in COLUMNS:
+            width = shape[-1]
+            return source[..., :width] if op.by == "first_columns" else source[..., -width:]
         seen = source.reshape(shape)
         if op.fresh and not np.shares_memory(seen, source):
             seen.fill(np.nan)  # it is a copy, and room for results

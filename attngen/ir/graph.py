@@ -43,6 +43,7 @@ from attngen.ir.ops import (
     Type,
 )
 from attngen.ir.roles import Near, Own, Pipeline, Take, Work, bodies_of
+from attngen.policy import RESIDENT, WAVES
 
 MIRRORED = "mirrored"  # what programs know it by whether their heads go the other way round (see GridAxis)
 PHASES = ("logical", "scheduled", "target")
@@ -83,12 +84,16 @@ class Deal:
 
     work: units of work of a sequence, in terms of `Nk`, its number of keys, and of what is the same for all sequences.
     each: units of a part, at most; 0: as many as make the parts of all sequences keep the device busy, and no more than `items`.
+    resident: programs that a multiprocessor has at a time.
+    waves: parts, at most, for each program that the device has at a time.
 
     Programs know `parts`, the number of those of their sequence, and `first_item`, of those of all sequences before it.
     """
 
     work: Expr
     each: int = 0
+    resident: int = RESIDENT
+    waves: int = WAVES
 
 
 DEALT = ("parts", "first_item")  # what programs know of it
@@ -333,6 +338,16 @@ class Kernel:
     def reads_cache(self) -> bool:
         """Whether its keys are in a cache, in which each sequence has a number of them of its own."""
         return any(isinstance(op, Length) for op in self.ops())
+
+    def clears(self, op: Load) -> bool:
+        """Whether rows of a tile that are in a cache, but past the end of the sequence, become zeros: they are summed up with others."""
+        summed = any(op.name in (dot.a, dot.b) and dot.over == op.type.dims[0] for dot in self.dots)
+        return summed and self.reads_cache and "kv" in op.src.axes()
+
+    @property
+    def rotates(self) -> bool:
+        """Whether its q and k are of two tensors each: columns of a latent, and columns that are rotated."""
+        return any(arg.name == "K_ROPE" for arg in self.args)
 
     @cached_property
     def reads_pairs(self) -> bool:
@@ -582,6 +597,7 @@ class Unfit:
 class Module:
     """Everything from which a generated module is made. The templates see nothing else.
 
+    rope: where the values of a cache are the first columns of its keys, the number of those that are not; else 0.
     divided: kernels that stand in for some of `kernels`, under schedule rows that name their backend. They are divided into roles
     (ir/roles.py). One has the name of the kernel that it stands in for. Each other, for rows of its own, has a name and a schedule.
     """
@@ -610,11 +626,17 @@ class Module:
     schedules: tuple[tuple[str, tuple[Row | Unfit, ...]], ...] = ()
     meaning: Meaning = Meaning()
     cache: Cache | None = None
+    rope: int = 0
 
     @property
     def widths(self) -> dict[str, int]:
         """The columns of each head dimension, by its name, in tensors of a call."""
-        return {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v}
+        return {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v} | ({"D_ROPE": self.rope} if self.rope else {})
+
+    @property
+    def head_dims(self) -> tuple[tuple[str, int], ...]:
+        """The columns of a head of q and k, and of v, by what the header calls them."""
+        return ("qk", self.head_dim_qk), ("v", self.head_dim_v)
 
     def kernel(self, name: str) -> Kernel:
         return next(k for k in self.kernels if k.name == name)

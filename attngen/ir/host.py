@@ -41,6 +41,7 @@ class View(Op):
 
     by `expand`: dimensions of length 1 are repeated.
     by `heads`: the dimension Hq becomes two, [Hkv, group].
+    by `first_columns`, `last_columns`: of the columns of a head those of the latent, D_V, or the others, D_ROPE.
     by `group`: the queries of all heads of a group become rows of their K/V head, head after head. If the layout in memory does not
     allow a view, it is a copy; with `fresh`, it is then a new tensor without a copy, for results.
     """
@@ -145,6 +146,7 @@ class ListBlocks(Op):
         return {"full_rank": ranks, "rank": ranks, "list": self.type}
 
 
+COLUMNS = {"first_columns": "D_V", "last_columns": "D_ROPE"}  # views of some columns, and how many they have
 HOST_OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "alloc": Alloc,

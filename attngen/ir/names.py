@@ -91,7 +91,9 @@ INTEGERS = {
     "BLOCK_KV": Name("keys of a tile", ("B", "c"), 1, _WIDEST_TILE, uses="everywhere"),
     "D_QK": Name("columns of a head of q and k; on chip, the next power of two", ("d", "qk"), 1, uses="everywhere"),
     "D_V": Name("columns of a head of v; on chip, the next power of two", ("d", "v"), 1, uses="everywhere"),
+    "D_ROPE": Name("columns of a head of q and k that the latent lacks", ("d", "rope"), 1, uses="everywhere"),
     "D_QK_PAD": Name("the next power of two", None, 1),
+    "D_ROPE_PAD": Name("the next power of two", None, 1),
     "D_V_PAD": Name("the next power of two", None, 1),
     "elem": Name("bytes of an element of q, k and v", ("elem", ""), 1),
     "stages": Name("tiles in flight along a loop", ("stages", ""), 1),
@@ -125,6 +127,9 @@ SHAPES = {
     "PAGE_TABLE": ("B", "max_pages"),
     "K_NEW": ("B", "Hkv", "Nn", "D_QK"),
     "V_NEW": ("B", "Hkv", "Nn", "D_V"),
+    "Q_ROPE": ("B", "Hq", "Nq", "D_ROPE"),
+    "K_ROPE": ("B", "Hkv", "Nk", "D_ROPE"),
+    "K_ROPE_NEW": ("B", "Hkv", "Nn", "D_ROPE"),
     "O_PARTS": ("items", "Hkv", "Nq", "D_V"),
     "LSE2_PARTS": ("items", "Hkv", "Nq"),
 }
@@ -172,19 +177,31 @@ WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts"
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 # Names that modules with a cache have besides, in kernels and in functions.
-OF_CACHE = {"keys_of", "work_of", "part_of"}
+OF_CACHE = {
+    "q_latent",
+    "q_all_latent",
+    "q_all_rope",
+    "q_rope",
+    "k_latent",
+    "k_rope",
+    "k_new_latent",
+    "k_new_rope",
+    "keys_of",
+    "work_of",
+    "part_of",
+}
 OF_CACHE |= {
     "parts_of",
     "unit_of_parts",
     "page_of",
     "unit",
     "place",
+    "all_parts",
     "page",
     "page_ahead",
     "page_of_tile",
     "kv_next",
-    "keys",
-    "values",
+    "caches",
     "new",
 }
 OF_CACHE |= {"k_cache", "v_cache", "cache_seqlens", "page_table", "k_new", "v_new", "o_parts", "lse2_parts", "with_kvcache", "of_sequences"}

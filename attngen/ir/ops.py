@@ -19,11 +19,11 @@ from attngen.ir.expr import Bool, Expr, cdiv, symbol, symbol_names
 
 TENSORS = ("in", "out", "inout", "scratch", "sum")  # roles of a kernel's arguments that lie in device memory
 DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T`, and the type of results, depend on the module
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> tile dimension
-AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V"}  # index letter -> extent of the whole axis
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE"}  # index letter -> tile dimension
+AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE"}  # index letter -> whole axis
 MEMBER = "g"  # the number of a query head among those that share a K/V head
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
-PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD"}  # dimension -> its name in tiles that are padded to a power of two
+PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD", "D_ROPE": "D_ROPE_PAD"}  # dimension -> its name in tiles that are padded to a power of two
 _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
 
 

@@ -162,7 +162,10 @@ def print_kernel(kernel: Kernel) -> str:
 
 
 def _print_deal(deal: Deal | None) -> str:
-    return f" deals({to_text(deal.work)}{f', {deal.each}' if deal.each else ''})" if deal else ""
+    if deal is None:
+        return ""
+    how = f" resident({deal.resident}) waves({deal.waves})" if (deal.resident, deal.waves) != (Deal.resident, Deal.waves) else ""
+    return f" deals({to_text(deal.work)}{f', {deal.each}' if deal.each else ''}){how}"
 
 
 def _print_abreast(axis: GridAxis) -> str:
@@ -208,6 +211,7 @@ def print_module(module: Module) -> str:
         f"  blocks {module.blocks.describe() if module.blocks else 'no'}",
         f"  dropout {'yes' if module.dropout else 'no'}",
         *([f"  cache {module.cache.describe()}"] if module.cache else []),
+        *([f"  latent rope={module.rope}"] if module.rope else []),
     ]
     for i in module.inputs:
         options = f"{' '.join(i.options)} | " if i.options else ""
@@ -401,7 +405,7 @@ def _parse_header_line(s: _Sections, word: str, rest: str, where: str) -> None:
     elif word in ("mask", "score"):
         s.header[word], said = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
         s.meaning |= said
-    elif word in (*_HEADER_KEYS, "order", "cache"):
+    elif word in (*_HEADER_KEYS, "order", "cache", "latent"):
         s.header[word] = rest
     else:
         known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "read", "learn"))
@@ -434,16 +438,18 @@ def _parse_role(text: str, where: str) -> _Lines:
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
     divided = r"(?: of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: resident\((?P<resident>[1-9][0-9]{0,2})\))?"
     match = re.fullmatch(
-        rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*)\))?", text
+        rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*?)\)"
+        r"(?: resident\((?P<alone>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?)?",
+        text,
     )
     if not match:
         raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
     said = {name: word or "" for name, word in match.groupdict().items()}
-    fields = {"grid": _parse_grid(said["grid"], where), "deal": _parse_deal(said["deal"], where)}
+    fields = {"grid": _parse_grid(said["grid"], where), "deal": _parse_deal(said["deal"], said.pop("alone"), said.pop("waves"), where)}
     return {**said, **fields, "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
 
 
-def _parse_deal(text: str, where: str) -> Deal | None:
+def _parse_deal(text: str, resident: str, waves: str, where: str) -> Deal | None:
     if not text:
         return None
     work, *each = split(text, ",")
@@ -451,7 +457,8 @@ def _parse_deal(text: str, where: str) -> Deal | None:
         raise IRError(
             f"{where}: `deals({text})`; expected units of work, as in `deals(cdiv(Nk, 64))`, and of a part, as in `deals(..., 16)`"
         )
-    return Deal(parse(work, where), *(int(part) for part in each))
+    how = {"resident": int(resident), "waves": int(waves)} if resident else {}
+    return Deal(parse(work, where), *(int(part) for part in each), **how)
 
 
 def _parse_input(text: str, where: str) -> Input:
@@ -532,6 +539,7 @@ def _module(s: _Sections, source: str) -> Module:
         schedules=tuple((name, tuple(rows)) for name, rows in s.schedules),
         meaning=Meaning(**s.meaning, reads=tuple(s.reads)),
         cache=_parse_cache(header["cache"], source) if "cache" in header else None,
+        rope=_parse_rope(header["latent"], source) if "latent" in header else 0,
     )
 
 
@@ -540,6 +548,13 @@ def _parse_cache(text: str, source: str) -> Cache:
     if not match:
         raise IRError(f"{source}: `cache {text}`; expected contiguous, `paged any` or `paged 64`")
     return Cache("page_rows" if match[1] == "any" else match[1] or "")
+
+
+def _parse_rope(text: str, source: str) -> int:
+    match = re.fullmatch("rope=([1-9][0-9]{0,8})", text)
+    if not match:
+        raise IRError(f"{source}: `latent {text}`; expected `latent rope=64`")
+    return int(match[1])
 
 
 def _parse_blocks(text: str, source: str) -> Blocks | None:

@@ -51,7 +51,7 @@ RESERVED: dict[str, frozenset[str]] = {
         *("turned_layout", "turns_passed", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
     )),
     "a variable of kernels": frozenset(
-        ("abreast", "d_qk", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
+        ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
     )
     | {"document_q_first_count"}
     | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}

@@ -19,7 +19,6 @@ from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row, Unfit
 from attngen.passes.base import Pass
 from attngen.passes.select_tiles import depths, joined
-from attngen.policy import RESIDENT
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ def best_stages(module: Module, kernel: Kernel, row: Row) -> Row:
 
 def _is_resident(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether as many programs fit in a multiprocessor as are launched for each."""
+    assert kernel.deal is not None
     backend, device = backend_of(row), CLASSES[row.device]
     each = backend.footprint.sram_bytes(module, kernel, row) + device.smem_reserved
-    return RESIDENT * each <= device.smem_per_sm and not backend.footprint.misfit(module, kernel, row)
+    return kernel.deal.resident * each <= device.smem_per_sm and not backend.footprint.misfit(module, kernel, row)

@@ -120,11 +120,13 @@ class SelectTiles(Pass):
         blocks = tuple(b for b in backend.choices.blocks if b <= most)
         given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
+        if kernel.deal and limit == PACKED and not self.block_q:
+            given_q = (PACKED,)  # the keys are what takes time: further rows would be empty
         if kernel.deal and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
-            given_kv = (2 * UNIT if by_rows else UNIT,)  # to find where each row is takes a while, which longer tiles hide
-            if all(backend.footprint.misfit(module, kernel, r) for r in candidates(given_q, given_kv, warps)):
-                given_kv = (UNIT,)
+            lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2)  # to find where rows are takes a while, which longer tiles hide
+            fit = (kv for kv in lengths if not all(backend.footprint.misfit(module, kernel, r) for r in candidates(given_q, (kv,), warps)))
+            given_kv = (next(fit, UNIT),)
         if not tile_loops(kernel):
             if kernel.deal:  # a row's parts are joined by a warp
                 return Row(device, elem, limit, 1, 1, 1, 1, backend=module.backend)

@@ -140,7 +140,7 @@ class KernelContext:
         # Statistics are stored row by row, and their strides are lengths: other lengths need no other machine code.
         stored = [a for a in tensors if a.role == "out" and a.name in STATISTICS]
         lengths = [s for a in stored for s in stride_names(a.name, a.type.dims) if s in strides]
-        prologue, turn, following = self._prologue(used)
+        prologue, turn, turns = self._prologue(used)
         words = used | set(re.findall(r"\w+", " ".join([*prologue, *turn])))
         return KernelView(
             name=kernel.name,
@@ -153,20 +153,20 @@ class KernelContext:
             not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.deal and s in ("B", "items"))] + lengths,
             prologue=prologue,
             turn=turn,
-            following=following,
+            turns=turns,
             nodes=nodes,
             words=words,
         )
 
-    def _prologue(self, used: set[str]) -> tuple[list[str], list[str], list[str]]:
-        """Which tile, head and sequence this program has. Where programs take one part of the keys after another: the first of them, the
-        lines by which each turn starts, and those that find the next part."""
+    def _prologue(self, used: set[str]) -> tuple[list[str], list[str], str]:
+        """Which tile, head and sequence this program has. Where programs take one part of the keys after another: also the lines by which
+        each turn starts, and how many turns all programs have."""
         lines, rest, outer = ["pid = tl.program_id(0)"], "pid", list(self.kernel.grid)
         of_parts = self.kernel.deal is not None and any(axis.var == "part" for axis in outer)
         turn: list[str] = []
-        following: list[str] = []
+        turns = ""
         if of_parts:
-            (lines, turn, following), outer = self._place_of_part(), []
+            (lines, turn, turns), outer = self._place_of_part(), []
         elif not self.kernel.walks:
             own = outer.pop(0)
             tiles = f"{own.var}_tiles"
@@ -207,14 +207,14 @@ class KernelContext:
             lines.append(f"dtype = {f'{tensor}.dtype if TMA else ' * described}{tensor}.dtype.element_ty")
         if f"{self.kernel.own_axis}_idx" in used and not self.kernel.walks:
             (turn if of_parts else lines).append(f"{self.kernel.own_axis}_idx = {self.kernel.own_axis}_start + {self.kernel.own_axis}_off")
-        for axis in ("d_qk", "d_v"):
+        for axis in ("d_qk", "d_v", "d_rope"):
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
-        return lines, turn, following
+        return lines, turn, turns
 
-    def _place_of_part(self) -> tuple[list[str], list[str], list[str]]:
-        """Lines that find the first part of a sequence's keys that a program has; those by which its turn starts; and those that find the
-        next one. Heads run faster than parts."""
+    def _place_of_part(self) -> tuple[list[str], list[str], str]:
+        """Lines that find how many parts of keys there are; those by which each turn of a program starts, which has one of them; and how
+        many turns all programs have together. Heads run faster than parts."""
         own, *others = self.kernel.grid
         of_heads = [axis for axis in others if axis.var not in ("part", "b")]
         of_item = "".join(f" // {self.scalar(axis.extent)}" for axis in of_heads)
@@ -223,15 +223,14 @@ class KernelContext:
         before = [
             f"q_tiles = {self.scalar(own.extent)}",
             f"unit = unit_of_parts(CACHE_SEQLENS, {self._dealt_by()})",
-            "place = tl.program_id(0)",
-            find,
+            f"_, all_parts = parts_of(CACHE_SEQLENS, B, unit, {self._dealt_by()})",
         ]
-        lines, rest = [f"q_start = (place % q_tiles) * {AXIS_DIM[own.var]}"], "place // q_tiles"
+        lines, rest = [find, f"q_start = (place % q_tiles) * {AXIS_DIM[own.var]}"], "place // q_tiles"
         for head in of_heads:
             extent = self.scalar(head.extent)
             lines.append(f"{head.var} = {rest} % {extent}")
             rest += f" // {extent}"
-        return before, lines, ["place += tl.num_programs(0)", find]
+        return before, lines, " * ".join(["all_parts", "q_tiles", *(self.scalar(axis.extent) for axis in of_heads)])
 
     def _dealt_by(self) -> str:
         """The arguments of functions that deal keys, after the lengths and which part or sequence."""
@@ -402,7 +401,10 @@ class KernelContext:
                 scalars.append(f"{self.scalar(index)}{times}")
                 continue
             spread = "" if len(dims) == 1 else "[" + ", ".join(":" if d == AXIS_DIM[axis] else "None" for d in dims) + "]"
-            if axis in ("q", "kv"):
+            if axis == self.kernel.own_axis and times and spread and self.kernel.deal:
+                # in one product for each turn: offsets that are the same in all turns would be kept in registers
+                tiles.append(f"{axis}_idx.to(tl.int64){spread}{times}")
+            elif axis in ("q", "kv"):
                 scalars.append(f"tl.cast({axis}_start, tl.int64){times}" if times else f"{axis}_start")
                 tiles.append(f"{self._row_of_tile(axis, tile)}{spread}{times}")
             else:
@@ -459,7 +461,8 @@ class KernelContext:
     def _described(self, op: Load, check: str) -> str:
         """The tile, read through a descriptor: its sequence and head are dimensions of one element. A page has whole tiles.
 
-        Rows of a cache that a sequence has not are there, whatever they hold: they become zeros, as those past the end of a tensor are.
+        Rows of a cache that a sequence has not are there, whatever they hold. Where rows are summed up, they become zeros, as those past
+        the end of a tensor are. Elsewhere the mask hides the scores that are made of them.
         """
         tensor, index = self.kernel.accessed(op)
         rows, _ = op.src.axes()
@@ -469,7 +472,7 @@ class KernelContext:
             places = [f"{self.var(op.pages)}_of_tile", *places]
             start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
         read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
-        return f"tl.where({check}, {read}, 0.0)" if check and self.kernel.reads_cache and rows == "kv" else read
+        return f"tl.where({check}, {read}, 0.0)" if check and self.kernel.clears(op) else read
 
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)

@@ -77,6 +77,8 @@ def _range(e: Any) -> tuple[int, int]:
         return PARAMETERS
     parts = [_range(a) for a in (e.args[1:] if isinstance(e, select) else e.args)]
     lows, highs = [low for low, _ in parts], [high for _, high in parts]
+    if (whole := _between(e)) is not None:
+        return min(low for low, _ in map(_range, whole)), max(high for _, high in map(_range, whole))
     if e.is_Add:
         return sum(min(0, low) for low in lows), sum(max(0, high) for high in highs)
     if isinstance(e, mod):
@@ -97,6 +99,13 @@ def _range(e: Any) -> tuple[int, int]:
         largest = -(-largest // by)
         return -largest, largest
     return min(lows), max(highs)
+
+
+def _between(e: Any) -> tuple[Any, Any] | None:
+    """The ends of a range of which an expression is a place: `lo + portion(hi - lo, ..)` lies between lo and hi."""
+    shares = [term for term in e.args if isinstance(term, portion)] if e.is_Add else []
+    lo = e - shares[0] if len(shares) == 1 else None
+    return (lo, lo + shares[0].args[0]) if lo is not None and -lo in sympy.Add.make_args(shares[0].args[0]) else None
 
 
 def _is_wide(e: Any) -> bool:

@@ -40,7 +40,7 @@ class KernelView:
     not_specialized: list[str]
     prologue: list[str]
     turn: list[str]  # where programs take one part of the keys after another, the lines by which each turn starts,
-    following: list[str]  # and those that find the next part
+    turns: str  # and how many turns all programs have
     nodes: list[Node]
     words: set[str]  # that occur in it
 

@@ -30,6 +30,7 @@ PACKAGES = frozenset(sys.stdlib_module_names) | {
     *("attngen", "jinja2", "matplotlib", "networkx", "numpy", "pydantic", "rich", "sympy", "torch", "triton", "typer", "yaml"),
     *("generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
 }
+WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 256, 512, 128  # columns of a head; of a latent, and of what is rotated
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -57,11 +58,25 @@ class Heads(BaseModel):
 
 
 class HeadDim(BaseModel):
-    """Width of a head of q and k, and of v: multiples of 8 from 16 to 256."""
+    """Width of a head of q and k, and of v: multiples of 8 from 16 to WIDEST_HEAD, or more where values are part of a latent."""
 
     model_config = _STRICT
-    qk: int = Field(ge=16, le=256, multiple_of=8)
-    v: int = Field(ge=16, le=256, multiple_of=8)
+    qk: int = Field(ge=16, le=WIDEST_LATENT + WIDEST_ROPE, multiple_of=8)
+    v: int = Field(ge=16, le=WIDEST_LATENT, multiple_of=8)
+
+
+class Latent(BaseModel):
+    """What DeepSeek's multi-head latent attention (MLA) keeps of each key: a latent, and columns that are rotated."""
+
+    model_config = _STRICT
+    rope: int = Field(ge=16, le=WIDEST_ROPE, multiple_of=16, description="columns of a key that are rotated, after those of the latent")
+
+
+class KeysValues(BaseModel):
+    """How keys and values are stored."""
+
+    model_config = _STRICT
+    latent: Latent = Field(description="values are the first columns of the keys, which a cache has once; projections are absorbed in q")
 
 
 Block = Annotated[Literal[16, 32, 64, 128, 256], BeforeValidator(_whole)]
@@ -206,6 +221,9 @@ class Spec(BaseModel):
     cache: Annotated[Cache | None, BeforeValidator(_parse_cache)] = Field(
         default=None, description="where `attention.with_kvcache` reads keys and values: contiguous, or {paged: {page_size: 64}}"
     )
+    kv: KeysValues | None = Field(
+        default=None, description="how keys and values are stored: {latent: {rope: 64}} for MLA; apart without it"
+    )
     schedule: Schedule = Schedule()
 
     @field_validator("name")
@@ -306,6 +324,29 @@ class Spec(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _widths_are_known(self) -> Spec:
+        """Heads are wide only where values are part of a latent, which is for serving alone."""
+        dim, rope = self.head_dim, self.rope
+        if not rope:
+            if wide := next((n for n in (dim.qk, dim.v) if n > WIDEST_HEAD), 0):
+                expected = f"expected at most {WIDEST_HEAD}, or `kv: {{latent: ...}}` beside it"
+                raise Mistakes((("head_dim",), f"has {wide} columns; {expected}"))
+            return self
+        missing: tuple[tuple[bool, document.Path, str], ...] = (
+            (self.cache is None, ("kv",), "is for keys in a cache, and there is none; expected `cache` beside it"),
+            (self.trains, ("kv",), "is for serving, and the spec has a backward; expected `backward: false` beside it"),
+            (self.heads.sharing != "mqa", ("heads",), f"has `{self.heads.sharing}`, and a latent is one for all heads; expected `mqa`"),
+            (
+                dim.qk != dim.v + rope,
+                ("head_dim",),
+                f"has {dim.qk} columns of q and k; expected {dim.v + rope}: {dim.v} of the latent and {rope} that are rotated",
+            ),
+        )
+        if found := next(((path, what) for wrong, path, what in missing if wrong), None):
+            raise Mistakes(found)
+        return self
+
+    @model_validator(mode="after")
     def _order_can(self) -> Spec:
         """What a program that walks over tiles of keys cannot do."""
         if self.schedule.order == "q_outer":
@@ -328,6 +369,11 @@ class Spec(BaseModel):
     def trains(self) -> bool:
         """Whether its module has a backward."""
         return self.backward is not None
+
+    @property
+    def rope(self) -> int:
+        """Columns of a key that are not of its latent; 0 where values are apart."""
+        return self.kv.latent.rope if self.kv else 0
 
     def _parts(self) -> Iterator[tuple[document.Path, Mask | Score]]:
         """The mask and the modifiers, each with the path of its key."""
@@ -363,9 +409,10 @@ class Spec(BaseModel):
         """The spec as plain data with every default filled in; `score`, `backward`, the backend and the order of loops only where they say
         something."""
         plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
-        del plain["cache"]
+        del plain["cache"], plain["kv"]
         if self.cache is not None:
             plain["cache"] = self.cache.model_dump(mode="json") if self.cache.paged else "contiguous"
+        plain |= {"kv": self.kv.model_dump(mode="json")} if self.kv else {}
         for key in ("order", "backend", "split"):
             if plain["schedule"][key] == Schedule.model_fields[key].default:
                 del plain["schedule"][key]
@@ -386,7 +433,7 @@ def json_schema() -> dict[str, Any]:
     schema["properties"]["score"] = score_schema()
     schema["properties"]["head_dim"] = {
         "description": "width of a head: one number, or one for q and k and one for v",
-        "anyOf": [{"type": "integer", "minimum": 16, "maximum": 256, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
+        "anyOf": [{"type": "integer", "minimum": 16, "maximum": WIDEST_HEAD, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
     }
     schema["properties"]["backward"]["anyOf"] = [{"const": False}, {"$ref": "#/$defs/Backward"}]
     schema["properties"]["cache"] = {

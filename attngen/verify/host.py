@@ -13,7 +13,7 @@ from attngen.bounds.launches import rows_are_aligned
 from attngen.ir.deal import least_items
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
+from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, SHARES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Type, Yield, dimension
 from attngen.ir.prove import prove_le
@@ -134,6 +134,8 @@ def _seen(by: str, dims: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str,
         return tuple(w if d == "*" else d for d, w in zip(dims, wanted))
     if by == "heads":
         return tuple(x for d in dims for x in (("Hkv", "group") if d == "Hq" else (d,)))
+    if by in COLUMNS:
+        return (*dims[:-1], COLUMNS[by]) if dims[-1] == "D_QK" else dims
     return tuple({"Hq": "Hkv", "Nq": "Gq"}.get(d, d) for d in dims)
 
 

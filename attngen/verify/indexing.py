@@ -48,7 +48,7 @@ CONSTANTS = {"LOG2E", "LN2"}
 RESERVED = (
     POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
 )
-RESERVED |= {*PADDED.values(), "d_qk", "d_v", "dtype", "float", "pid", "tl", "triton"}
+RESERVED |= {*PADDED.values(), "d_qk", "d_rope", "d_v", "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "q_next", "turn"}
 RESERVED |= {
     "at",
@@ -214,7 +214,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
             known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in dimensions(kernel, op)}
             known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
         elif isinstance(op, (Base, Count, Length, Load, Store)):
-            known |= axes | {"d_qk", "d_v", AXIS_EXTENT[own]}
+            known |= axes | {"d_qk", "d_rope", "d_v", AXIS_EXTENT[own]}
         for symbol_name, ref in getattr(op, "uses", ()):
             if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
                 yield f"%{op.name} takes `{symbol_name}` for %{ref}; a scalar has one name in all expressions"

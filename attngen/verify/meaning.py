@@ -117,7 +117,7 @@ class Values:
         op = self.kernel.op(ref)
         if isinstance(op, Map):
             return self.expression(op.expr, op)
-        if isinstance(op, Dot) and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
+        if isinstance(op, Dot) and self._is_product(op):
             return PRODUCT
         if isinstance(op, Load):
             tensor, index = self.kernel.accessed(op)
@@ -137,6 +137,13 @@ class Values:
         made = _element(tensor, index, guard, type_)
         self.elements[made] = tensor
         return made
+
+    def _is_product(self, op: Dot) -> bool:
+        """Whether it multiplies all columns of q and k: those of a latent in two products, of which one is added to the other."""
+        if self.kernel.rotates and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
+            rest = self.kernel.op(op.acc) if op.acc else None
+            return isinstance(rest, Dot) and {self._loaded(rest.a), self._loaded(rest.b)} == {"Q_ROPE", "K_ROPE"} and not rest.acc
+        return {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"} and not op.acc
 
     def _loaded(self, ref: str) -> str:
         op = self.kernel.op(ref)

@@ -43,7 +43,7 @@ from attngen.ir.ops import (
 from attngen.ir.roles import Pipeline
 from attngen.ir.shares import in_turn, ranges, shared, sharing
 
-WIDTHS = {"D_QK", "D_V"}
+WIDTHS = {"D_QK", "D_V", "D_ROPE"}
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
 
 
@@ -55,12 +55,14 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         ("backend", module.backend, tuple(BACKENDS)),
         *(("backend", name, (module.backend, *_dividers(module, kernel))) for name in _named_backends(module, kernel)),
         *(("dtype", d, tuple(ELEMENTS)) for d in module.dtypes),
-        *((f"head_dim {n}", d, range(16, 257, 8)) for n, d in (("qk", module.head_dim_qk), ("v", module.head_dim_v))),
+        *((f"head_dim {n}", d, range(16, 257 + 384 * bool(module.rope), 8)) for n, d in module.head_dims),
     ):
         if value not in known:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
     if set(module.dtypes) <= ELEMENTS.keys():
         yield from _unlike(module)
+    if module.rope and (module.cache is None or module.head_dim_qk != module.head_dim_v + module.rope):
+        yield f"`latent rope={module.rope}`; expected a cache, and {module.head_dim_v + module.rope} columns of q and k"
     if module.blocks and (module.blocks.size & (module.blocks.size - 1) or not 16 <= module.blocks.size <= 4096):
         yield f"`blocks {module.blocks.size}`; expected a power of two from 16 to 4096"
     names = (*module.kernels, *(k for k in module.divided if k.of))

@@ -778,7 +778,7 @@ def packed(
             other=0.0,
         )
         s = tl.dot(q, tl.trans(k))
-        s = tl.where(((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (kv_idx < Nk)[None, :], s, float("-inf"))
+        s = tl.where((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])

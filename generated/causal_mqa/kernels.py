@@ -163,7 +163,7 @@ SCHEDULES = {
         ),
         ("sm100", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
         ),
         ("gfx942", 2): (
             (16, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
@@ -755,7 +755,7 @@ def packed(
             other=0.0,
         )
         s = tl.dot(q, tl.trans(k))
-        s = tl.where(((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (kv_idx < Nk)[None, :], s, float("-inf"))
+        s = tl.where((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])

@@ -243,5 +243,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
 
 OPERANDS = "Tensor kv_lengths, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_gqa_d20871fe2fe5", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_gqa_8e6b2bf6ba73", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

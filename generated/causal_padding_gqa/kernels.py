@@ -797,7 +797,7 @@ def packed(
         )
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
-            ((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (kv_idx < tl.minimum(Nk, kv_lengths))[None, :],
+            ((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (kv_idx < kv_lengths)[None, :],
             s,
             float("-inf"),
         )

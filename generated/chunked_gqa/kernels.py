@@ -835,7 +835,7 @@ def packed(
         s = tl.where(
             ((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (
                 (kv_idx // 8192)[None, :] >= floor_div(q_idx % queries + Nk - queries, 8192)[:, None]
-            ) & (kv_idx < Nk)[None, :],
+            ),
             s,
             float("-inf"),
         )

@@ -102,11 +102,11 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
-    q, keys, values, new = CACHE_RULES.admit(q, k_cache, v_cache, cache_seqlens, None, k, v)
+    q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, None, (k, v))
     scale = SCALE if scale is None else RULES.check_scale(scale)
     of_sequences = (cache_seqlens,)
     operands = (scale,)
-    out, lse = runtime.over_cache(q, keys, values, new, of_sequences, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.over_cache(q, caches, new, of_sequences, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 
@@ -216,5 +216,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_gqa_4d33dd5e65dc", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_gqa_cf1ebf3aa2b1", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

@@ -90,24 +90,24 @@ SCHEDULES = {
     },
     "decode": {
         ("sm80", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": False}),
         ),
         ("sm90", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": True}),
         ),
         ("sm100", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": True}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (16, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("any", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": False}),
         ),
     },
     "combine": {
@@ -187,8 +187,7 @@ def portion(n, i, parts):
 
 @triton.jit
 def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn):
-    # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before. The sequence is
-    # B past the last part.
+    # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before.
     b, before, first_item, end = 0, 0, 0, 2147483647
     for first in range(0, B, 128):
         at = first + tl.arange(0, 128)
@@ -203,7 +202,7 @@ def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn):
 
 @triton.jit
 def parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn):
-    # How many parts sequence b has, and how many those before it have.
+    # How many parts sequence b has, and how many those before it have: where b is B, all of them.
     parts, first_item = 0, 0
     for first in range(0, B, 128):
         at = first + tl.arange(0, 128)
@@ -393,7 +392,7 @@ def packed(
             other=0.0,
         )
         s = tl.dot(q, tl.trans(k))
-        s = tl.where(((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (kv_idx < Nk)[None, :], s, float("-inf"))
+        s = tl.where((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
         p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
@@ -483,16 +482,16 @@ def decode(
     # Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn)
-    place = tl.program_id(0)
-    b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn)
+    _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn)
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = Q.dtype.element_ty
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    # one part of a sequence's keys after another, as long as there are any
-    while b < B:
+    # one part of a sequence's keys after another; what is the same for all is computed again, not kept in registers
+    for place in tl.range(tl.program_id(0), all_parts * q_tiles * Hkv, tl.num_programs(0), num_stages=1, disable_licm=True):
+        b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn)
         q_start = (place % q_tiles) * BLOCK_Q
         hkv = place // q_tiles % Hkv
         q_idx = q_start + q_off
@@ -513,7 +512,7 @@ def decode(
         Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
         qk_scale = LOG2E * scale
         q = tl.load(
-            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            Q_head + (q_idx.to(tl.int64)[:, None] * stride_q_n + d_qk[None, :]),
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
@@ -549,28 +548,14 @@ def decode(
             p_sum = tl.sum(p, 1)
             l = p_sum + alpha * l
             m = m_new
-        kv_partial_from = tl.cast(
-            tl.cast(kv_full_end, tl.int64) + portion(
-                tl.cast(kv_end, tl.int64) - tl.cast(kv_full_end, tl.int64),
-                tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
-        kv_partial_to = tl.cast(
-            tl.cast(kv_full_end, tl.int64) + portion(
-                tl.cast(kv_end, tl.int64) - tl.cast(kv_full_end, tl.int64),
-                1 + tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
+        kv_partial_from = kv_full_end + portion(kv_end - kv_full_end, part, parts)
+        kv_partial_to = kv_full_end + portion(kv_end - kv_full_end, 1 + part, parts)
         # tiles that the mask or the ends of the tensors cut
         for kv_tile in tl.range(kv_partial_from, kv_partial_to):
             kv_start = kv_tile * BLOCK_KV
             kv_idx = kv_start + kv_off
             if TMA:
-                k = tl.where((kv_idx < Nk)[:, None], K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK), 0.0)
+                k = K.load([b, hkv, kv_start, 0]).reshape(BLOCK_KV, D_QK)
             else:
                 k = tl.load(
                     K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
@@ -578,7 +563,7 @@ def decode(
                     other=0.0,
                 )
             s = tl.dot(q, tl.trans(k))
-            s = tl.where(((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (kv_idx < Nk)[None, :], s, float("-inf"))
+            s = tl.where((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :], s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             m_seen = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at zero
             p = tl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
@@ -600,14 +585,12 @@ def decode(
         inv_l = tl.where(l > 0, 1.0 / l, 0)
         o_part = acc * inv_l[:, None]
         tl.store(
-            O_PARTS_head + tl.cast(q_start, tl.int64) * stride_o_parts_n + (q_off[:, None] * stride_o_parts_n + d_v[None, :]),
+            O_PARTS_head + (q_idx.to(tl.int64)[:, None] * stride_o_parts_n + d_v[None, :]),
             o_part,
             mask=(q_idx < Nq)[:, None],
         )
         lse2_part = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
         tl.store(LSE2_PARTS_head + q_start + q_off, lse2_part, mask=q_idx < Nq)
-        place += tl.num_programs(0)
-        b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn)
 
 
 @triton.jit(do_not_specialize=["B", "items", "Nc", "Nn", "Nq", "stride_lse_b", "stride_lse_h"])
@@ -653,7 +636,7 @@ def combine(
             other=float("-inf"),
         )
         o_part = tl.load(
-            O_PARTS_head + tl.cast(q_start, tl.int64) * stride_o_parts_n + (q_off[:, None] * stride_o_parts_n + d_v[None, :]),
+            O_PARTS_head + (q_idx.to(tl.int64)[:, None] * stride_o_parts_n + d_v[None, :]),
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
@@ -667,7 +650,7 @@ def combine(
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
-        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
+        O_head + (q_idx.to(tl.int64)[:, None] * stride_o_n + d_v[None, :]),
         o,
         mask=(q_idx < Nq)[:, None],
     )
@@ -752,7 +735,7 @@ def prefill(
         kv_start = kv_tile * BLOCK_KV
         kv_idx = kv_start + kv_off
         if TMA:
-            k = tl.where((kv_idx < Nk)[:, None], K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK), 0.0)
+            k = K.load([b, h // group, kv_start, 0]).reshape(BLOCK_KV, D_QK)
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),

@@ -556,7 +556,7 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
 # -------------------- Calls over a cache of keys and values: their checks, and what they run.
 
 OF_NUMPY = (torch.float16, torch.float32)  # which Triton's interpreter can multiply
-Pair = tuple[torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def _error(error: type[Exception], name: str, given: str, expected: str) -> Exception:
@@ -575,49 +575,83 @@ class CacheRules:
     """What a module accepts as a cache, and as new keys and values.
 
     page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
+    latent: values are columns of the keys, so that there is one cache for both.
     """
 
-    def __init__(self, rules: Rules, page: int | None) -> None:
+    def __init__(self, rules: Rules, page: int | None, latent: bool = False) -> None:
         self.rules, self.page = rules, page
+        self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
-        self.shapes = {name: f"[{rows}, Hkv, {width}]" for name, width in (("k_cache", rules.width_qk), ("v_cache", rules.width_v))}
+        self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
+        self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
 
     def admit(
         self,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        caches: Tensors,
         cache_seqlens: torch.Tensor,
         page_table: torch.Tensor | None,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        new: tuple[torch.Tensor | None, ...],
         *inputs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pair | None]:
-        """q as kernels read it, the cache with heads before rows; and new keys and values, if there are any.
+    ) -> tuple[torch.Tensor, Tensors, Tensors]:
+        """q as kernels read it, the caches with heads before rows; and new keys and values, nothing if there are none.
 
+        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same order.
         inputs: what mask and scores read, of which a gradient may be wanted.
 
         Raises:
             ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
         """
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k_cache, v_cache, k, v, *inputs)):
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *caches, *new, *inputs)):
             raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+        given_new = tuple(x for x in new if x is not None)
+        table = () if page_table is None else (page_table,)
+        if not self._knows(q, *caches, cache_seqlens, *table, *given_new):
+            self._check(q, caches, cache_seqlens, page_table, new)
+            if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
+                q = q.resolve_neg().contiguous()
+            self._remember(q, *caches, cache_seqlens, *table, *given_new)
+        return q, tuple(cache.transpose(1, 2) for cache in caches), given_new
+
+    def _knows(self, *tensors: Any) -> bool:
+        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with caches at multiples of 16
+        bytes. It is the fast way to what `_check` says in sentences."""
+        like, layouts = self.last
+        try:
+            alike = [(x.shape, x.stride()) for x in tensors] == layouts
+        except (AttributeError, TypeError, RuntimeError):  # no tensors, sparse, nested
+            return False
+        caches = tensors[1 : 1 + len(self.widths)]
+        return alike and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
+
+    def _remember(self, *tensors: torch.Tensor) -> None:
+        """Know such tensors from now on. No guard knows one tensor twice."""
+        if guard_of is not None and len(set(map(id, tensors))) == len(tensors) and not is_watched():
+            self.last = guard_of(*tensors), [(x.shape, x.stride()) for x in tensors]
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        caches: Tensors,
+        cache_seqlens: torch.Tensor,
+        page_table: torch.Tensor | None,
+        new: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong."""
         self._check_queries(q)
-        self._check_cache(q, k_cache, v_cache)
+        self._check_cache(q, caches)
         self._check_numbers("cache_seqlens", cache_seqlens, q, [q.shape[0]], "[B]")
         if self.page is not None:
             self._check_numbers("page_table", page_table, q, [q.shape[0], None], "[B, max_pages]")
             assert page_table is not None
-            if page_table.shape[1] * k_cache.shape[1] > MAX_ROWS:
-                given = f"has room for {page_table.shape[1]} pages of {k_cache.shape[1]} keys"
+            if page_table.shape[1] * caches[0].shape[1] > MAX_ROWS:
+                given = f"has room for {page_table.shape[1]} pages of {caches[0].shape[1]} keys"
                 raise _error(ValueError, "page_table", given, "at most 2**29 - 1 keys of a sequence")
-        if k is not None or v is not None:
-            self._check_new("k", k, q, k_cache, [None])
-            self._check_new("v", v, q, v_cache, [k.shape[2] if k is not None else None])
-        new = None if k is None or v is None else (k, v)
-        if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
-            q = q.resolve_neg().contiguous()
-        return q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), new
+        rows: int | None = None
+        for name, x, cache in zip(self.widths, new if any(x is not None for x in new) else (), caches):
+            self._check_new(name, x, q, cache, [rows])
+            assert x is not None
+            rows = x.shape[2]
 
     def _check_queries(self, q: torch.Tensor) -> None:
         expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
@@ -630,12 +664,12 @@ class CacheRules:
             raise _error(TypeError, "q", f"is {q.dtype}", f"{known}, which this module was built for")
         self.rules.check_device("q", q)
 
-    def _check_cache(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        rules = self.rules
-        for name, x, width in (("k_cache", k_cache, rules.width_qk), ("v_cache", v_cache, rules.width_v)):
-            self._check_rows(q, name, x, width)
-        if k_cache.shape[:3] != v_cache.shape[:3]:
-            given = f"have shapes {list(k_cache.shape)} and {list(v_cache.shape)}"
+    def _check_cache(self, q: torch.Tensor, caches: Tensors) -> None:
+        rules, k_cache = self.rules, caches[0]
+        for (name, width), x in zip(self.widths.items(), caches):
+            self._check_rows(q, f"{name}_cache", x, width)
+        if any(x.shape[:3] != k_cache.shape[:3] for x in caches):
+            given = f"have shapes {' and '.join(str(list(x.shape)) for x in caches)}"
             raise _error(ValueError, "k_cache and v_cache", given, "one number of rows and heads in both")
         if self.page is None and k_cache.shape[0] != q.shape[0]:
             raise _error(ValueError, "k_cache", f"has {k_cache.shape[0]} sequences", f"{q.shape[0]}, as many as q has")
@@ -674,7 +708,8 @@ class CacheRules:
     def _check_new(self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]) -> None:
         text = f"[{q.shape[0]}, {cache.shape[2]}, new, {cache.shape[3]}]"
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-            raise _error(TypeError, name, f"is a {kind(x)}", f"both k and v, {text}, or neither")
+            expected = f"both k and v, {text}, or neither" if "v" in self.widths else f"a dense tensor {text}"
+            raise _error(TypeError, name, f"is a {kind(x)}", expected)
         shape = [q.shape[0], cache.shape[2], *rows, cache.shape[3]]
         if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, shape)):
             raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, with as many new ones in k and v")
@@ -687,26 +722,26 @@ class CacheRules:
 @on_its_device
 def over_cache(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    new: Pair | None,
-    of_sequences: tuple[torch.Tensor, ...],
+    caches: Tensors,
+    new: Tensors,
+    of_sequences: Tensors,
     operands: tuple[Any, ...],
     append: Any,
     decode: Any,
     interpreted: bool,
-) -> Pair:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
 
-    of_sequences: the lengths, and the table of pages where there is one; operands: the other arguments of `decode`.
+    caches: of keys, and of values; new: new ones. of_sequences: the lengths, and the table of pages where there is one.
+    operands: the other arguments of `decode`.
     """
     appended, dtype = 0, q.dtype
-    if new is not None:
-        append(*new, keys, values, *of_sequences)
+    if new:
+        append(*new, *caches, *of_sequences)
         appended = new[0].shape[2]
     if interpreted and dtype not in OF_NUMPY:
-        q, keys, values = q.float(), keys.float(), values.float()
-    out, lse = decode(q, keys, values, *of_sequences, *operands, appended)
+        q, caches = q.float(), tuple(cache.float() for cache in caches)
+    out, lse = decode(q, *caches, *of_sequences, *operands, appended)
     return out.to(dtype), lse
 
 

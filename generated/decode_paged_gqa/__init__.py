@@ -104,11 +104,11 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
-    q, keys, values, new = CACHE_RULES.admit(q, k_cache, v_cache, cache_seqlens, page_table, k, v)
+    q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v))
     scale = SCALE if scale is None else RULES.check_scale(scale)
     of_sequences = (cache_seqlens, page_table)
     operands = (scale,)
-    out, lse = runtime.over_cache(q, keys, values, new, of_sequences, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.over_cache(q, caches, new, of_sequences, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 
@@ -226,5 +226,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_gqa_944c3ef31643", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_gqa_d600be071616", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

@@ -111,13 +111,13 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
-    q, keys, values, new = CACHE_RULES.admit(q, k_cache, v_cache, cache_seqlens, page_table, k, v, sink)
+    q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v), sink)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
     sink = runtime.take_input(q, "sink", sink, torch.float32, [Hq], "a logit of each head, in the softmax of all its rows")
     of_sequences = (cache_seqlens, page_table)
     operands = (sink, scale,)
-    out, lse = runtime.over_cache(q, keys, values, new, of_sequences, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.over_cache(q, caches, new, of_sequences, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 
@@ -179,7 +179,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
     if out.numel():
         if Gq <= 64:
             # parts into which the keys of all sequences are dealt, at most
-            items = max(1, B*((Nc + 1023) // 1024))
+            items = max(1, B * ((Nc + 1023) // 1024))
             o_parts = runtime.empty(
                 q,
                 (items, Hkv, Gq, HEAD_DIM_V),
@@ -223,5 +223,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_881515010d05", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_562eb12add3e", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward

@@ -61,24 +61,24 @@ SCHEDULES = {
     },
     "decode": {
         ("sm80", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 255}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 255}),
         ),
         ("sm90", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 255}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 255}),
         ),
         ("sm100", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 3, "maxnreg": 255}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 255}),
         ),
         ("gfx942", 2): (
             (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
         ),
         ("any", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 255}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "num_warps": 4, "num_stages": 2, "maxnreg": 255}),
         ),
     },
     "combine": {
@@ -167,8 +167,7 @@ def portion(n, i, parts):
 
 @triton.jit
 def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries):
-    # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before. The sequence is
-    # B past the last part.
+    # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before.
     b, before, first_item, end = 0, 0, 0, 2147483647
     for first in range(0, B, 128):
         at = first + tl.arange(0, 128)
@@ -183,7 +182,7 @@ def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries):
 
 @triton.jit
 def parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries):
-    # How many parts sequence b has, and how many those before it have.
+    # How many parts sequence b has, and how many those before it have: where b is B, all of them.
     parts, first_item = 0, 0
     for first in range(0, B, 128):
         at = first + tl.arange(0, 128)
@@ -384,16 +383,16 @@ def decode(
     # Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries)
-    place = tl.program_id(0)
-    b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries)
+    _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries)
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = Q.dtype.element_ty
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    # one part of a sequence's keys after another, as long as there are any
-    while b < B:
+    # one part of a sequence's keys after another; what is the same for all is computed again, not kept in registers
+    for place in tl.range(tl.program_id(0), all_parts * q_tiles * Hkv, tl.num_programs(0), num_stages=1, disable_licm=True):
+        b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries)
         q_start = (place % q_tiles) * BLOCK_Q
         hkv = place // q_tiles % Hkv
         q_idx = q_start + q_off
@@ -411,7 +410,7 @@ def decode(
         Nk = keys_of(tl.load(CACHE_SEQLENS + b), Nc, Nn)
         qk_scale = LOG2E * scale
         q = tl.load(
-            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            Q_head + (q_idx.to(tl.int64)[:, None] * stride_q_n + d_qk[None, :]),
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
@@ -422,22 +421,8 @@ def decode(
         kv_first = tl.minimum(kv_end, tl.maximum(0, Nk - 127 - queries) // BLOCK_KV)
         kv_full_first = tl.cdiv(tl.maximum(0, Nk - 128), BLOCK_KV)
         kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, 1 + Nk - queries) // BLOCK_KV)
-        kv_full_from = tl.cast(
-            tl.cast(kv_full_first, tl.int64) + portion(
-                tl.cast(kv_full_end, tl.int64) - tl.cast(kv_full_first, tl.int64),
-                tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
-        kv_full_to = tl.cast(
-            tl.cast(kv_full_first, tl.int64) + portion(
-                tl.cast(kv_full_end, tl.int64) - tl.cast(kv_full_first, tl.int64),
-                1 + tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
+        kv_full_from = kv_full_first + portion(kv_full_end - kv_full_first, part, parts)
+        kv_full_to = kv_full_first + portion(kv_full_end - kv_full_first, 1 + part, parts)
         # tiles with nothing to mask: no mask, no bounds checks
         for kv_tile in tl.range(kv_full_from, kv_full_to):
             kv_start = kv_tile * BLOCK_KV
@@ -467,38 +452,10 @@ def decode(
             p_sum = tl.sum(p, 1)
             l = p_sum + alpha * l
             m = m_new
-        kv_partial_from = tl.cast(
-            tl.cast(kv_first, tl.int64) + portion(
-                tl.cast(kv_full_first, tl.int64) - tl.cast(kv_first, tl.int64),
-                tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
-        kv_partial_to = tl.cast(
-            tl.cast(kv_first, tl.int64) + portion(
-                tl.cast(kv_full_first, tl.int64) - tl.cast(kv_first, tl.int64),
-                1 + tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
-        kv_partial_from_2 = tl.cast(
-            tl.cast(kv_full_end, tl.int64) + portion(
-                tl.cast(kv_end, tl.int64) - tl.cast(kv_full_end, tl.int64),
-                tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
-        kv_partial_to_2 = tl.cast(
-            tl.cast(kv_full_end, tl.int64) + portion(
-                tl.cast(kv_end, tl.int64) - tl.cast(kv_full_end, tl.int64),
-                1 + tl.cast(part, tl.int64),
-                tl.cast(parts, tl.int64),
-            ),
-            tl.int32,
-        )
+        kv_partial_from = kv_first + portion(kv_full_first - kv_first, part, parts)
+        kv_partial_to = kv_first + portion(kv_full_first - kv_first, 1 + part, parts)
+        kv_partial_from_2 = kv_full_end + portion(kv_end - kv_full_end, part, parts)
+        kv_partial_to_2 = kv_full_end + portion(kv_end - kv_full_end, 1 + part, parts)
         # tiles that the mask or the ends of the tensors cut
         for kv_tile in tl.range(kv_partial_from, kv_partial_to + (kv_partial_to_2 - kv_partial_from_2)):
             kv_tile = tl.where(kv_tile < kv_partial_to, kv_tile, kv_tile + (kv_partial_from_2 - kv_partial_to))
@@ -520,7 +477,7 @@ def decode(
             s = tl.where(
                 (
                     (kv_idx + queries - Nk)[None, :] - (q_idx % queries)[:, None] <= 0
-                ) & ((q_idx % queries + Nk - queries)[:, None] - kv_idx[None, :] <= 127) & (kv_idx < Nk)[None, :],
+                ) & ((q_idx % queries + Nk - queries)[:, None] - kv_idx[None, :] <= 127),
                 s,
                 float("-inf"),
             )
@@ -544,14 +501,12 @@ def decode(
         inv_l = tl.where(l > 0, 1.0 / l, 0)
         o_part = acc * inv_l[:, None]
         tl.store(
-            O_PARTS_head + tl.cast(q_start, tl.int64) * stride_o_parts_n + (q_off[:, None] * stride_o_parts_n + d_v[None, :]),
+            O_PARTS_head + (q_idx.to(tl.int64)[:, None] * stride_o_parts_n + d_v[None, :]),
             o_part,
             mask=(q_idx < Nq)[:, None],
         )
         lse2_part = tl.where(l > 0, m * qk_scale + tl.log2(l), float("-inf"))
         tl.store(LSE2_PARTS_head + q_start + q_off, lse2_part, mask=q_idx < Nq)
-        place += tl.num_programs(0)
-        b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries)
 
 
 @triton.jit(do_not_specialize=["B", "items", "Nc", "Nn", "Nq", "stride_lse_b", "stride_lse_h"])
@@ -598,7 +553,7 @@ def combine(
             other=float("-inf"),
         )
         o_part = tl.load(
-            O_PARTS_head + tl.cast(q_start, tl.int64) * stride_o_parts_n + (q_off[:, None] * stride_o_parts_n + d_v[None, :]),
+            O_PARTS_head + (q_idx.to(tl.int64)[:, None] * stride_o_parts_n + d_v[None, :]),
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
@@ -616,7 +571,7 @@ def combine(
     inv_l = shrunk / l_all
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
-        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
+        O_head + (q_idx.to(tl.int64)[:, None] * stride_o_n + d_v[None, :]),
         o,
         mask=(q_idx < Nq)[:, None],
     )

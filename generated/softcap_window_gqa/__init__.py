@@ -234,5 +234,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("softcap_window_gqa_78ea3eb02512", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("softcap_window_gqa_f9794b20751f", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -822,7 +822,7 @@ def packed(
         score = tl.where(
             ((kv_idx + queries - Nk)[None, :] - (q_idx % queries)[:, None] <= 0) & (
                 (q_idx % queries + Nk - queries)[:, None] - kv_idx[None, :] <= 4095
-            ) & (kv_idx < Nk)[None, :],
+            ),
             score,
             float("-inf"),
         )

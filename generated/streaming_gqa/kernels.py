@@ -841,7 +841,7 @@ def packed(
         s = tl.where(
             ((q_idx % queries + Nk - queries)[:, None] >= kv_idx[None, :]) & (
                 ((q_idx % queries + Nk - queries)[:, None] - kv_idx[None, :] <= 1023) | (kv_idx < 4)[None, :]
-            ) & (kv_idx < Nk)[None, :],
+            ),
             s,
             float("-inf"),
         )

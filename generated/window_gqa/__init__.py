@@ -232,5 +232,5 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("window_gqa_1309d26c4fcb", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("window_gqa_a55229b5ee26", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

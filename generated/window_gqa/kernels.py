@@ -801,7 +801,7 @@ def packed(
         s = tl.where(
             ((kv_idx + queries - Nk)[None, :] - (q_idx % queries)[:, None] <= 0) & (
                 (q_idx % queries + Nk - queries)[:, None] - kv_idx[None, :] <= 1023
-            ) & (kv_idx < Nk)[None, :],
+            ),
             s,
             float("-inf"),
         )

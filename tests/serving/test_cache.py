@@ -84,10 +84,10 @@ def _grown(module: ModuleType, made: Spec, steps: int, page: int) -> None:
     """Decode token after token, and hold each step, bit for bit, against a call over a cache that has all keys from the start."""
     case = CacheCase(2, 1, 1, (0, 3, 129), steps, 129 + steps if not page else -(-(129 + steps) // page) * page, page)
     call = make_call(made, case, torch.float16, DEVICE)
-    lengths, new = call.arguments["cache_seqlens"], {name: call.arguments.pop(name) for name in ("k", "v")}
+    lengths, new = call.arguments["cache_seqlens"], {name: call.arguments.pop(name) for name in ("k", "v") if name in call.arguments}
     after = [x.clone() for x in call.caches]
     attend = module.attention.with_kvcache
-    attend(call.q, *after, k=new["k"], v=new["v"], **call.arguments)
+    attend(call.q, *after, **new, **call.arguments)
     for step in range(steps):
         token = {name: x[:, :, step : step + 1] for name, x in new.items()}
         arguments = {**call.arguments, "cache_seqlens": lengths + step}
@@ -106,6 +106,23 @@ def test_a_cache_that_grows_gives_the_bits_of_one_that_is_whole(name: str) -> No
     _grown(built(name), spec(name), 1000 if CUDA else 12, int(cache.page) if page is None else page)
 
 
+@pytest.mark.parametrize("name", CACHED)
+def test_queries_may_have_any_layout(name: str) -> None:
+    """Heads after rows in memory, rows with room between them: the bits of a call with contiguous queries."""
+    cache = spec(name).cache
+    assert cache is not None
+    page = {"": 0, "page_rows": 48}.get(cache.page)
+    page = int(cache.page) if page is None else page
+    for n_q in (1, 3, 70):
+        heads = (8, 1) if spec(name).rope else (4, 2)
+        call = make_call(spec(name), CacheCase(*heads, n_q, (5, 170), 0, 192, page), torch.float16, DEVICE)
+        attend = built(name).attention.with_kvcache
+        whole = attend(call.q, *call.caches, **call.arguments)
+        apart = torch.zeros(2, heads[0], n_q, call.q.shape[3] + 16, dtype=call.q.dtype, device=DEVICE)[..., : call.q.shape[3]]
+        for q in (call.q.transpose(1, 2).contiguous().transpose(1, 2), apart.copy_(call.q)):
+            assert torch.equal(attend(q, *call.caches, **call.arguments), whole), f"{n_q} queries, strides {q.stride()}"
+
+
 def test_bits_do_not_depend_on_other_sequences() -> None:
     """With parts of a fixed length, each sequence gets alone what it gets among others."""
     made, module = spec("decode_sinks_paged_gqa"), built("decode_sinks_paged_gqa")
@@ -115,6 +132,30 @@ def test_bits_do_not_depend_on_other_sequences() -> None:
         alone = {name: x[b : b + 1] if name != "sink" else x for name, x in call.arguments.items() if name not in ("k", "v")}
         alone["cache_seqlens"] = alone["cache_seqlens"] + 1  # the key has been appended
         assert torch.equal(module.attention.with_kvcache(call.q[b : b + 1], *call.caches, **alone), together[b : b + 1])
+
+
+def test_calls_after_a_valid_one_are_checked_too() -> None:
+    """Calls like the last valid one are admitted at once; one that differs in anything gets its sentence."""
+    module = built("decode_gqa")
+    call = make_call(spec("decode_gqa"), CacheCase(4, 2, 1, (5, 9), 1, 16), torch.float16, DEVICE)
+    attend, (k_cache, v_cache), lengths = module.attention.with_kvcache, call.caches, call.arguments["cache_seqlens"]
+    attend(call.q, k_cache, v_cache, **call.arguments)
+    attend(call.q.clone(), k_cache, v_cache, **call.arguments)
+    shifted = torch.zeros(k_cache.numel() + 1, dtype=k_cache.dtype, device=DEVICE)[1:].view(k_cache.shape)
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((call.q.double(), k_cache, v_cache), call.arguments),
+        ((call.q[:, :3], k_cache, v_cache), call.arguments),
+        ((call.q, shifted, v_cache), call.arguments),
+        ((call.q, k_cache[:1], v_cache), call.arguments),
+        (([], k_cache, v_cache), call.arguments),
+        ((call.q, k_cache, v_cache), {**call.arguments, "cache_seqlens": lengths.long()}),
+        ((call.q, k_cache, v_cache), {**call.arguments, "v": None}),
+    ]
+    for args, arguments in wrong:
+        with pytest.raises((TypeError, ValueError), match="attention.with_kvcache: .* expected"):
+            attend(*args, **arguments)
+    same = attend(call.q, k_cache, k_cache, cache_seqlens=lengths)  # one tensor twice
+    assert torch.equal(same, attend(call.q, k_cache, k_cache.clone(), cache_seqlens=lengths))
 
 
 def test_keys_without_room_are_left_out() -> None:
@@ -141,7 +182,8 @@ def test_a_graph_serves_other_lengths(name: str) -> None:
     page = {"": 0, "page_rows": 16}.get(made.cache.page)
     page = int(made.cache.page) if page is None else page
     room = 4096
-    call = make_call(made, CacheCase(8, 2, 1, (room - 1, room - 1, room - 1), 0, room, page), torch.bfloat16, DEVICE)
+    heads = (16, 1) if made.rope else (8, 2)
+    call = make_call(made, CacheCase(*heads, 1, (room - 1, room - 1, room - 1), 0, room, page), torch.bfloat16, DEVICE)
     lengths = call.arguments["cache_seqlens"]
     attend = lambda: module.attention.with_kvcache(call.q, *call.caches, **call.arguments)  # noqa: E731
     lengths.fill_(1)

@@ -92,6 +92,8 @@ PACKED_OF = {
 # Of kernels over a cache; where this has pages, their numbers are read for each row.
 SERVED_OF = {
     ("decode_gqa", "decode"): "full full full full",
+    ("decode_mla", "decode"): "full+rows full+rows full+rows full+rows",
+    ("decode_mla", "prefill"): "causal+rows causal+rows causal+rows causal+rows",
     ("decode_gqa", "prefill"): "causal causal causal causal",
     ("decode_paged_gqa", "decode"): "full+rows full+rows full+rows full+rows",
     ("decode_paged_gqa", "prefill"): "causal+rows causal+rows causal+rows causal+rows",

@@ -57,6 +57,8 @@ def obstacle(module: Module, kernel: Kernel) -> str:
     """Why a kernel cannot be divided, as the end of a sentence; empty text if it can."""
     if kernel.name != FORWARD or kernel.walks or kernel.packs:
         return "its programs own no tile of queries (`order: kv_outer`)"
+    if kernel.rotates:
+        return "its keys are of two tensors each (`kv: {latent: ...}`)"
     if module.blocks and module.blocks.size < ROWS:
         return f"its mask lists blocks of {module.blocks.size} queries, and a consumer has {ROWS}"
     return refused(module, kernel)

@@ -102,7 +102,8 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     if module.blocks is not None and kernel.dots:
         name += "+blocks" if not module.blocks.data else "+data+pairs" if kernel.reads_pairs else "+data"
     name += "+dropout" * kernel.draws
-    qk, v = tile_width(module.head_dim_qk), tile_width(module.head_dim_v)
+    v, rope = tile_width(module.head_dim_v), f"+{tile_width(module.rope)}" if module.rope else ""
+    qk = f"{v}{rope}" if rope else tile_width(module.head_dim_qk)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"
     score = f" score={module.score}" if module.score != "none" and kernel.loops else ""
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"

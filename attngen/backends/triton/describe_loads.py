@@ -34,7 +34,7 @@ class DescribeLoads(Pass):
 def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
     if not isinstance(op, Load) or kernel.walks or not describable(kernel, op):
         return op
-    cached = kernel.reads_cache and op.src.tensor in ("K", "V")
+    cached = kernel.reads_cache and op.src.tensor in ("K", "K_ROPE", "V")
     by_rows = kernel.packs and not cached  # rows of several heads have no common start
     if by_rows or (op.pages and not has_tiles(module)):
         return op

@@ -11,7 +11,7 @@ from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.deal import units_of
 from attngen.ir.graph import Module, Unfit
 from attngen.ir.ops import PADDED, Load, Scan
-from attngen.policy import LEAST_UNITS, UNIT, WAVES
+from attngen.policy import LEAST_UNITS, UNIT
 from attngen.printing.context import KernelContext, dealt_by
 from attngen.printing.printer import to_triton
 from attngen.printing.views import KernelView
@@ -68,7 +68,7 @@ def _dealing(module: Module) -> dict[str, Any]:
         "work": work,
         "each": deal.each,
         "unit": UNIT,
-        "waves": WAVES,
+        "waves": deal.waves,
         "least_units": LEAST_UNITS,
     }
 
@@ -94,7 +94,7 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
                 continue
             blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
             config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
-            config |= {"TMA": row.tma} if views[kernel].tma else {}
+            config |= launch_options(module.kernel(kernel), row) | ({"TMA": row.tma} if views[kernel].tma else {})
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
             entry.append((row.max_rows, _config(config)))
         for divided, row in module.stand_ins(kernel):

@@ -86,6 +86,8 @@ def sram_formula(
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
             streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
+            if tma and not from_shared and kernel.clears(op):  # beside its ring, a copy whose rows past the end are zeros
+                streamed += tile_bytes(op.type)
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
             scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
