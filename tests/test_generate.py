@@ -1,0 +1,98 @@
+"""The examples that serve: a run of the one with pages, its drafted trees, and what the other one gives transformers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from attngen.reference import naive_attention
+from tests.helpers import CUDA, ROOT, built
+
+DEVICE = "cuda" if CUDA else "cpu"
+SMALL = ["--device", "cpu", "--steps", "1", "--requests", "3", "--prompt", "70", "--new", "3", "--room", "128"]
+
+
+def imported(name: str) -> ModuleType:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "generate.py"), *SMALL, *options]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_requests_come_and_go_and_tokens_are_those_of_the_whole_sequence() -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "attngen, pages of 64" in done.stdout and "SDPA, contiguous" in done.stdout
+    assert done.stdout.count("are those of the whole sequence") == 3  # over pages, with SDPA, with drafts
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--room", "100"), "--room 100: expected a multiple of 64, the tokens of a page"),
+        (("--heads", "6"), "--heads 6: expected a multiple of 4, which share a K/V head"),
+        (("--new", "100"), "--prompt 70 --new 100: expected at most --room, 128, together"),
+    ],
+)
+def test_wrong_options_get_a_sentence(options: tuple[str, ...], reason: str) -> None:
+    done = run(*options)
+    assert done.returncode == 2 and reason in done.stderr
+
+
+def test_drafted_trees() -> None:
+    """Of `abababac`, `b` follows `a` most often, then `c`; a node sees itself and what it comes after."""
+    text = torch.tensor(list(b"abababac" * 4), dtype=torch.uint8)
+    drafts = imported("generate").Drafts(text, torch.device("cpu"))
+    tokens = drafts.tokens(ord("a"))
+    assert len(tokens) == 15 and bytes(tokens[:3]) == b"abc" and tokens[3] == ord("a")
+    assert drafts.depths.tolist() == [0, 1, 1, *[2] * 4, *[3] * 8]
+    assert drafts.sees[0, 9].nonzero().flatten().tolist() == [0, 1, 4, 9]
+    said = [ord("x")] * 15
+    assert drafts.path(tokens, said) == [0]
+    said[0], said[1] = tokens[1], tokens[4]
+    assert drafts.path(tokens, said) == [0, 1, 4]
+
+
+def test_pages_are_reused() -> None:
+    generate = imported("generate")
+    args = generate.arguments([*SMALL, "--slots", "2", "--room", "256"])
+    pages = generate.Pages(None, None, torch.zeros(1), args)
+    assert len(pages.free) == 4
+    assert pages.take(0, 129) and not pages.take(1, 65)  # three of four pages, and two more
+    taken = pages.taken[0]
+    pages.give(0)
+    assert pages.take(1, 256) and sorted(pages.taken[1]) == sorted([*taken, *pages.table[1].tolist()[:1]])
+    assert pages.table[0].tolist() == [0] * 4
+
+
+def test_what_transformers_is_given() -> None:
+    """A prompt of 5 tokens in a static cache with room for 16, then a token: only the rows that are there count."""
+    example = imported("generate_transformers")
+    built("decode_gqa")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 128, generator=generator).half().to(DEVICE) for h, n in ((4, 6), (1, 16), (1, 16)))
+    k[:, :, 6:] = v[:, :, 6:] = torch.nan
+    mask = torch.ones(2, 5, dtype=torch.long, device=DEVICE)
+    first = example.lengths(2, 5, 0, mask, DEVICE, kv_length=16)
+    then = example.lengths(2, 1, torch.tensor(5, device=DEVICE), None, DEVICE, kv_length=16)
+    assert first.flatten().tolist() == [5, 5] and then.flatten().tolist() == [6, 6] and then.dim() == 4
+    seen = torch.ones(6, 6, dtype=torch.bool, device=DEVICE).tril()[None, None]
+    whole, _ = naive_attention(q.double(), k[:, :, :6].double(), v[:, :, :6].double(), seen, 0.1)
+    for queries, there, rows in ((q[:, :, :5], first, slice(0, 5)), (q[:, :, 5:], then, slice(5, 6))):
+        out, weights = example.attend(None, queries, k, v, there, 0.1, dropout=0.0)
+        assert weights is None and out.shape == (2, rows.stop - rows.start, 4, 128)
+        torch.testing.assert_close(out.transpose(1, 2).double(), whole[:, :, rows], atol=2e-3, rtol=2e-3)
+    with pytest.raises(ValueError, match="a sequence is padded; expected sequences of one length, without padding"):
+        example.lengths(2, 5, 0, torch.zeros_like(mask), DEVICE)
