@@ -20,6 +20,7 @@ from tests.helpers import ROOT, SPECS
 BASE = "name: x\nhead_dim: 64\n"  # two good lines; what a case adds starts on line 3
 WIDTH = "expected a whole number from 16 to 256 that is a multiple of 8"
 HEAD_DIM = f"{WIDTH}, or {{qk: ..., v: ...}}"
+WIDTH_V = WIDTH.replace("256", "512")  # of a latent
 MASKS = "expected a list of at least one mask, as in [causal, key_padding]"
 ONCE = "expected each mask once: a repeat hides nothing more"
 DTYPE = "expected `bf16`, `fp16` or `fp32`"
@@ -29,7 +30,7 @@ MASK = (
 )
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
-KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, mask, name, schedule, score"
+KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, schedule, score"
 
 
 def message(text: str) -> str:
@@ -46,15 +47,15 @@ def message(text: str) -> str:
 MISTAKES = {
     # values
     "name: x\nhead_dim: 63": f"line 2: `head_dim` is the number 63; {HEAD_DIM}",
-    "name: x\nhead_dim: 264": f"line 2: `head_dim` is the number 264; {HEAD_DIM}",
+    "name: x\nhead_dim: 264": "line 2: `head_dim` has 264 columns; expected at most 256, or `kv: {latent: ...}` beside it",
     "name: x\nhead_dim: 64.0": f"line 2: `head_dim` is the number 64.0; {HEAD_DIM}",
     "name: x\nhead_dim: true": f"line 2: `head_dim` is the boolean `true`; {HEAD_DIM}",
     'name: x\nhead_dim: "64"': f"line 2: `head_dim` is the text `64`; {HEAD_DIM}",
     "name: x\nhead_dim: abc": f"line 2: `head_dim` is the text `abc`; {HEAD_DIM}",
     "name: x\nhead_dim: [64]": f"line 2: `head_dim` is a list; {HEAD_DIM}",
     "name: x\nhead_dim:": f"line 2: `head_dim` is empty; {HEAD_DIM}",
-    "name: x\nhead_dim: {qk: 64}": f"line 2: `head_dim.v` is missing; {WIDTH}",
-    "name: x\nhead_dim:\n  qk: 64\n  v: 8": f"line 4: `head_dim.v` is the number 8; {WIDTH}",
+    "name: x\nhead_dim: {qk: 64}": f"line 2: `head_dim.v` is missing; {WIDTH_V}",
+    "name: x\nhead_dim:\n  qk: 64\n  v: 8": f"line 4: `head_dim.v` is the number 8; {WIDTH_V}",
     "head_dim: 64": f"`name` is missing; {NAME}",
     "name: x": f"`head_dim` is missing; {HEAD_DIM}",
     "name: yes\nhead_dim: 64": f"line 1: `name` is the boolean `true`; {NAME}",

@@ -16,6 +16,7 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import SHARES
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Map
+from attngen.policy import UNIT
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,14 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
 
 
 def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, int]:
-    """The numbers that host programs compute on a device, by name: among how many programs a group of heads is split."""
+    """The numbers that host programs compute on a device, by name: among how many programs a group of heads is split.
+
+    Of a cache, sequences fill it; pages whose size calls say have UNIT keys.
+    """
     ops = (op for host in module.hosts for op in host.ops())
-    found = {**known, "processors": device.sms}
+    page = int(module.cache.page) if module.cache and module.cache.page.isdigit() else UNIT
+    of_cache = {"Nc": known["Nk"], "Nn": 0, "page_rows": page, "max_pages": -(-known["Nk"] // page)}
+    found = {**of_cache, **known, "processors": device.sms, "Gq": known["group"] * known["Nq"]}
     return {op.name: int(compiled(op.expr)(found)) for op in ops if isinstance(op, Map) and not op.type.dims}
 
 

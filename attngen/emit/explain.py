@@ -15,6 +15,7 @@ from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.memory import scratch
 from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
+from attngen.analysis.serving import call_flops, dealing, decoding, joined_bytes, read_bytes
 from attngen.backends import backend_of
 from attngen.bounds.ranges import inexact
 from attngen.bounds.tiles import tile_loops
@@ -70,9 +71,49 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
         style="dim",
     )
+    if dealing(module):
+        yield from over_cache(module, problem)
     yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
     yield from fit_table(report)
     yield from map(_line, undivided)
+
+
+def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
+    """What one query of each head costs over a cache: closed forms, and a line per device."""
+    size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads}, {problem.n_kv} keys"
+    yield Text(f"\nA token of each sequence over the cache, for {size}", style="bold")
+    yield _line(f"@decode bytes of K and V, a sequence = {to_text(read_bytes(module))}")
+    yield _line(f"@decode, @combine bytes of parts, a sequence = {to_text(joined_bytes())}")
+    yield _line(f"@decode FLOPs, a sequence = {to_text(call_flops(module))}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    headings = ("device", "tile", "programs", "filling", "parts", "MB K, V", "MB parts", "FLOP/B", "roof", "us", "tokens/s")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("device", "tile", "roof") else "right", no_wrap=True)
+    for device in DEVICES.values():
+        found = decoding(module, device, problem)
+        if found is None:
+            table.add_row(device.name, "none")
+            continue
+        row = found.row
+        table.add_row(
+            device.name,
+            f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}",
+            f"{found.programs}",
+            f"{found.filling}",
+            f"{found.parts}",
+            f"{found.read / 1e6:.1f}",
+            f"{found.joined / 1e6:.2f}",
+            f"{found.flops / found.moved:.1f}",
+            found.binds,
+            f"{found.seconds * 1e6:.1f}",
+            f"{problem.batch / found.seconds:,.0f}",
+        )
+    yield table
+    yield Text(
+        "programs: those that the device holds at once; filling: parts of a sequence's keys with which each of them has one, more\n"
+        "only add bytes of parts; parts: those that a call has, more than these where ends would be uneven; us: at the roof that binds.",
+        style="dim",
+    )
 
 
 def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:

@@ -63,13 +63,14 @@ def test_a_ring_that_does_not_fit_is_refused():
 
 
 def test_a_part_of_keys_has_the_deepest_ring_with_which_two_programs_fit_a_multiprocessor():
-    """Of 64 keys three buffers, of 128 two; a program of 8 warps has the multiprocessor to itself."""
+    """Of 64 keys three buffers with 16 rows and two with 64, of 128 keys two; a program of 8 warps has the multiprocessor to itself."""
     found = {}
-    for name in ("decode_gqa", "decode_window_paged_gqa"):
+    for name in ("decode_gqa", "decode_window_paged_gqa", "decode_mla"):
         before, after = (lowered(name)[stage] for stage in ("select-tiles", "pipeline-loads"))
         assert {row.num_stages for row in before.rows("decode")} == {1}
         found[name] = [(r.block_q, r.block_kv, r.num_warps, r.num_stages) for r in after.rows("decode") if r.device == "sm90"]
-    assert found["decode_gqa"] == [(16, 64, 4, 3), (64, 64, 8, 3)]
+    assert found["decode_gqa"] == [(16, 64, 4, 3), (64, 64, 4, 2)]
+    assert found["decode_mla"][-1] == (64, 64, 8, 2)
     assert found["decode_window_paged_gqa"] == [(16, 128, 4, 2), (64, 128, 8, 2)]  # whose third buffer spills
 
 

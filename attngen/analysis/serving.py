@@ -1,0 +1,112 @@
+"""What a token costs over a cache: bytes in closed form, the roof, and how many parts of the keys pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from attngen.analysis.roofline import Problem, counts, row_for
+from attngen.bounds.sizes import ELEM, elem_sizes
+from attngen.devices import Device
+from attngen.ir.deal import deal, units_of
+from attngen.ir.dtypes import ELEMENTS, of_size
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.numeric import compiled
+from attngen.policy import UNIT
+
+CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache, as they name it
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A call of a few queries over a cache on one device.
+
+    filling: parts of each sequence with which all programs that the device holds at once have one; parts: those that it has; programs: of
+    all sequences and heads, that the device holds at once.
+    read: bytes of K and V; joined: bytes of parts that one kernel writes and the next one reads; moved: all.
+    """
+
+    row: Row
+    filling: int
+    parts: int
+    programs: int
+    read: float
+    joined: float
+    moved: float
+    flops: float
+    compute_s: float
+    memory_s: float
+
+    @property
+    def binds(self) -> str:
+        return "compute" if self.compute_s >= self.memory_s else "memory"
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_s, self.memory_s)
+
+
+def dealing(module: Module) -> Kernel | None:
+    """The kernel among whose programs keys of a cache are dealt, if there is one."""
+    return next((kernel for kernel in module.kernels if kernel.deal and kernel.dots), None)
+
+
+def units(module: Module) -> Expr:
+    """Tiles of UNIT keys that a sequence's queries read, in terms of `Nk` and of numbers of the call."""
+    kernel = dealing(module)
+    assert kernel is not None and kernel.deal is not None
+    return units_of(kernel.deal.work)
+
+
+def columns(module: Module) -> Expr:
+    """Columns of K and V that are read for each key: of a latent those of the keys alone."""
+    kernel = dealing(module)
+    assert kernel is not None
+    return sympy.Add(*(symbol(arg.type.dims[-1]) for arg in kernel.args if arg.name in CACHED))
+
+
+def read_bytes(module: Module) -> Expr:
+    """Bytes of K and V that a call reads for one sequence."""
+    return ELEM * symbol("Hkv") * columns(module) * UNIT * units(module)
+
+
+def joined_bytes() -> Expr:
+    """Bytes of the parts of one sequence: outputs and LSEs in fp32, written once and read once."""
+    return 8 * symbol("parts") * symbol("Hkv") * symbol("Gq") * (symbol("D_V") + 1)
+
+
+def call_flops(module: Module) -> Expr:
+    """FLOPs of the two products of a call, for one sequence; of a latent, the product with values has its first columns."""
+    of_scores = symbol("D_V") + symbol("D_ROPE") if module.rope else symbol("D_QK")
+    return 2 * symbol("Hkv") * symbol("Gq") * (of_scores + symbol("D_V")) * UNIT * units(module)
+
+
+def decoding(module: Module, device: Device, problem: Problem, queries: int = 1) -> Decoding | None:
+    """A call of so many queries of each head; None where no tile fits the device, or the queries are too many to be dealt."""
+    kernel = dealing(module)
+    assert kernel is not None and kernel.deal is not None
+    group = problem.q_heads // problem.kv_heads
+    rows = group * queries
+    row = row_for(module, kernel, device, rows)
+    if row is None:
+        return None
+    known: dict[str, Any] = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.kv_heads, "group": group, "Nk": problem.n_kv}
+    known |= {"queries": queries, "Nq": rows, "Gq": rows, "elem": elem_sizes(module)[0], **module.widths}
+    known |= dict.fromkeys({str(s) for s in units(module).free_symbols} - known.keys(), problem.n_kv)  # lengths of masks: no bound
+    numbers = known | counts(module, known | {"Nq": queries}, device)
+    work = int(compiled(units(module))(numbers))
+    parts = deal([work] * problem.batch, numbers["items"], kernel.deal.each, kernel.deal.waves)[0]
+    of_part = problem.kv_heads * -(-rows // row.block_q)
+    held = kernel.deal.resident * device.sms
+    numbers |= {"parts": parts}
+    read, joined = (problem.batch * float(compiled(e)(numbers)) for e in (read_bytes(module), joined_bytes()))
+    own = numbers["elem"] * problem.batch * problem.q_heads * queries * (module.head_dim_qk + module.head_dim_v)
+    flops = problem.batch * float(compiled(call_flops(module))(numbers))
+    element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
+    rate = device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
+    filling = max(1, min(work, held // max(1, of_part * problem.batch)))
+    moved = read + joined + own
+    return Decoding(row, filling, parts, held, read, joined, moved, flops, flops / rate, moved / device.hbm_bytes_per_s)
