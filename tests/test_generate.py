@@ -15,7 +15,9 @@ from attngen.reference import naive_attention
 from tests.helpers import CUDA, ROOT, built
 
 DEVICE = "cuda" if CUDA else "cpu"
-SMALL = ["--device", "cpu", "--steps", "1", "--requests", "3", "--prompt", "70", "--new", "3", "--room", "128"]
+SIZES = {"layers": 1, "d-model": 64, "heads": 4, "steps": 1, "seq": 32, "batch": 2, "slots": 2, "room": 128, "requests": 3}
+SIZES |= {"prompt": 70, "new": 3, "chunk": 48}
+SMALL = ["--device", DEVICE, *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
 
 
 def imported(name: str) -> ModuleType:
