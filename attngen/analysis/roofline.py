@@ -30,8 +30,23 @@ class Problem:
     n_kv: int = 16384
 
 
+class Roofs:
+    """What follows from the times under the two roofs."""
+
+    compute_s: float
+    memory_s: float
+
+    @property
+    def binds(self) -> str:
+        return "compute" if self.compute_s >= self.memory_s else "memory"
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_s, self.memory_s)
+
+
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Roofs):
     """One kernel on one device: its schedule, shared memory, traffic, FLOPs, and times under the two roofs."""
 
     kernel: str
@@ -48,14 +63,6 @@ class Estimate:
     def intensity(self) -> float:
         """FLOPs per byte."""
         return self.flops / self.bytes
-
-    @property
-    def binds(self) -> str:
-        return "compute" if self.compute_s >= self.memory_s else "memory"
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute_s, self.memory_s)
 
 
 def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row | None:

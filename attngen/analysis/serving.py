@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from attngen.analysis.roofline import Problem, counts, row_for
+from attngen.analysis.roofline import Problem, Roofs, counts, row_for
 from attngen.bounds.sizes import ELEM, elem_sizes
 from attngen.devices import Device
 from attngen.ir.deal import deal, units_of
@@ -21,7 +21,7 @@ CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache, as they name it
 
 
 @dataclass(frozen=True)
-class Decoding:
+class Decoding(Roofs):
     """A call of a few queries over a cache on one device.
 
     filling: parts of each sequence with which all programs that the device holds at once have one; parts: those that it has; programs: of
@@ -39,14 +39,6 @@ class Decoding:
     flops: float
     compute_s: float
     memory_s: float
-
-    @property
-    def binds(self) -> str:
-        return "compute" if self.compute_s >= self.memory_s else "memory"
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute_s, self.memory_s)
 
 
 def dealing(module: Module) -> Kernel | None:
