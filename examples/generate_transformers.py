@@ -1,6 +1,6 @@
 """A Llama of Hugging Face's transformers generates with its static cache, and a generated module attends over that.
 
-    pip install transformers
+    pip install 'transformers>=5'
     python examples/generate_transformers.py              # random weights; its tokens beside those of SDPA
     python examples/generate_transformers.py --layers 16 --d-model 4096 --heads 32 --new 512 --room 16384
 
@@ -60,7 +60,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         import transformers
     except ImportError:
-        sys.exit("generate_transformers: transformers is not installed; expected `pip install transformers` before")
+        sys.exit("generate_transformers: transformers is not installed; expected `pip install 'transformers>=5'` before")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        sys.exit(f"generate_transformers: transformers is {transformers.__version__}; expected 5 or later")
     if not torch.cuda.is_available():
         sys.exit("generate_transformers: no GPU; expected one")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -20,7 +20,7 @@ from tests.helpers import ROOT, SPECS
 BASE = "name: x\nhead_dim: 64\n"  # two good lines; what a case adds starts on line 3
 WIDTH = "expected a whole number from 16 to 256 that is a multiple of 8"
 HEAD_DIM = f"{WIDTH}, or {{qk: ..., v: ...}}"
-WIDTH_V = WIDTH.replace("256", "512")  # of a latent
+WIDTH_V = WIDTH.replace("from 16 to 256", "of 16 or more")  # a latent may be wider
 MASKS = "expected a list of at least one mask, as in [causal, key_padding]"
 ONCE = "expected each mask once: a repeat hides nothing more"
 DTYPE = "expected `bf16`, `fp16` or `fp32`"

@@ -24,8 +24,8 @@ CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache, as they name it
 class Decoding(Roofs):
     """A call of a few queries over a cache on one device.
 
-    filling: parts of each sequence with which all programs that the device holds at once have one; parts: those that it has; programs: of
-    all sequences and heads, that the device holds at once.
+    programs: those that the device holds at once, of all sequences and heads; filling: parts of each sequence, at most, with which no more
+    are needed; parts: those that it has.
     read: bytes of K and V; joined: bytes of parts that one kernel writes and the next one reads; moved: all.
     """
 
@@ -77,7 +77,7 @@ def call_flops(module: Module) -> Expr:
 
 
 def decoding(module: Module, device: Device, problem: Problem, queries: int = 1) -> Decoding | None:
-    """A call of so many queries of each head; None where no tile fits the device, or the queries are too many to be dealt."""
+    """A call of so many queries of each head, few enough for keys to be dealt; None where no tile fits the device."""
     kernel = dealing(module)
     assert kernel is not None and kernel.deal is not None
     group = problem.q_heads // problem.kv_heads

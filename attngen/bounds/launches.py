@@ -47,5 +47,6 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     if kernel.resident > 1:
         limit = {"maxnreg": launch_registers(kernel, row)}
     elif kernel.deal and kernel.dots and device.backend == "cuda":
-        limit = {"maxnreg": device.registers_per_thread}
+        threads = row.num_warps * device.threads_per_warp
+        limit = {"maxnreg": min(device.registers_per_thread, device.registers_per_sm // threads)}
     return {"num_warps": row.num_warps, **limit}

@@ -110,8 +110,8 @@ def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
         )
     yield table
     yield Text(
-        "programs: those that the device holds at once; filling: parts of a sequence's keys with which each of them has one, more\n"
-        "only add bytes of parts; parts: those that a call has, more than these where ends would be uneven; us: at the roof that binds.",
+        "programs: those that the device holds at once; filling: parts of a sequence's keys with which they are all busy, and more only\n"
+        "add bytes of parts; parts: those that a call has: of one length, and longer sequences have more; us: at the roof that binds.",
         style="dim",
     )
 

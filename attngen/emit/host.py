@@ -22,7 +22,7 @@ from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If
 from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Load, Map, Type, Yield
 
-_WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V", "D_ROPE": "ROPE"}
+_WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
 _MADE = {name: source for name, source in FOUND.items() if name not in _SHAPES}  # each may need those before it
 

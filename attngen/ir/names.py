@@ -197,6 +197,8 @@ OF_CACHE |= {
     "unit",
     "place",
     "all_parts",
+    *("at", "before", "ends", "end", "few", "first", "found", "i", "item", "length", "most", "n", "pages", "parts", "passed", "row"),
+    *("there", "total"),
     "page",
     "page_ahead",
     "page_of_tile",

@@ -456,9 +456,9 @@ class KernelContext:
         other = "False" if op.type.dtype == "b1" else self._constant(op.other)
         pointer = self._rows_in_cache(op.src, op.pages, "kv_idx") if op.pages else self._pointer(op.src, op.type.dims)
         text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other}
-        return {**text, "described": self._described(op, check) if op.via else ""}
+        return {**text, "described": self._described(op, cls) if op.via else ""}
 
-    def _described(self, op: Load, check: str) -> str:
+    def _described(self, op: Load, cls: str) -> str:
         """The tile, read through a descriptor: its sequence and head are dimensions of one element. A page has whole tiles.
 
         Rows of a cache that a sequence has not are there, whatever they hold. Where rows are summed up, they become zeros, as those past
@@ -472,6 +472,7 @@ class KernelContext:
             places = [f"{self.var(op.pages)}_of_tile", *places]
             start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
         read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
+        check = self._check([(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims)
         return f"tl.where({check}, {read}, 0.0)" if check and self.kernel.clears(op) else read
 
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:

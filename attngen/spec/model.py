@@ -61,8 +61,8 @@ class HeadDim(BaseModel):
     """Width of a head of q and k, and of v: multiples of 8 from 16 to WIDEST_HEAD, or more where values are part of a latent."""
 
     model_config = _STRICT
-    qk: int = Field(ge=16, le=WIDEST_LATENT + WIDEST_ROPE, multiple_of=8)
-    v: int = Field(ge=16, le=WIDEST_LATENT, multiple_of=8)
+    qk: int = Field(ge=16, multiple_of=8)
+    v: int = Field(ge=16, multiple_of=8)
 
 
 class Latent(BaseModel):
@@ -336,6 +336,7 @@ class Spec(BaseModel):
             (self.cache is None, ("kv",), "is for keys in a cache, and there is none; expected `cache` beside it"),
             (self.trains, ("kv",), "is for serving, and the spec has a backward; expected `backward: false` beside it"),
             (self.heads.sharing != "mqa", ("heads",), f"has `{self.heads.sharing}`, and a latent is one for all heads; expected `mqa`"),
+            (dim.v > WIDEST_LATENT, ("head_dim",), f"has {dim.v} columns of v; expected at most {WIDEST_LATENT}, the widest latent"),
             (
                 dim.qk != dim.v + rope,
                 ("head_dim",),

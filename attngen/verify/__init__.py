@@ -21,7 +21,7 @@ from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.protocol import protocol
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
-from attngen.verify.structure import deals, header, in_place, live, loops, order, ordered, references, rewrites, shares, signature
+from attngen.verify.structure import deals, header, in_place, latents, live, loops, order, ordered, references, rewrites, shares, signature
 from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists
 from attngen.verify.turns import merges, turns
 from attngen.verify.types import types
@@ -34,6 +34,7 @@ _STRUCTURE: dict[str, Rule] = {
     "loops": loops,
     "shares": shares,
     "deals": deals,
+    "latents": latents,
     "types": types,
     "indexing": indexing,
     "names": names,

@@ -44,6 +44,7 @@ from attngen.ir.roles import Pipeline
 from attngen.ir.shares import in_turn, ranges, shared, sharing
 
 WIDTHS = {"D_QK", "D_V", "D_ROPE"}
+ROPES = range(16, 129, 16)  # columns that are rotated
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
 
 
@@ -61,8 +62,9 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
     if set(module.dtypes) <= ELEMENTS.keys():
         yield from _unlike(module)
-    if module.rope and (module.cache is None or module.head_dim_qk != module.head_dim_v + module.rope):
-        yield f"`latent rope={module.rope}`; expected a cache, and {module.head_dim_v + module.rope} columns of q and k"
+    if module.rope and (module.cache is None or module.head_dim_qk != module.head_dim_v + module.rope or module.rope not in ROPES):
+        said = f"a cache, 16 to 128 columns by 16, and {module.head_dim_v + module.rope} of q and k"
+        yield f"`latent rope={module.rope}`; expected {said}"
     if module.blocks and (module.blocks.size & (module.blocks.size - 1) or not 16 <= module.blocks.size <= 4096):
         yield f"`blocks {module.blocks.size}`; expected a power of two from 16 to 4096"
     names = (*module.kernels, *(k for k in module.divided if k.of))
@@ -251,6 +253,22 @@ def deals(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"the work of a sequence is `{to_text(kernel.deal.work)}`, which names `{min(stray)}`; expected {expected}"
     if of_cache := [k.name for k in module.kernels if k.deal and k.deal != kernel.deal]:
         yield f"keys are dealt in another way than in @{of_cache[0]}"
+
+
+def latents(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Of a latent, kernels multiply all columns of q and k; values are those of V, or in a cache the columns of the latent."""
+    names = {arg.name for arg in kernel.args}
+    if not {"Q", "K"} <= names:
+        return
+    rotated = names & {"Q_ROPE", "K_ROPE"}
+    if len(rotated) != (2 if module.rope else 0):
+        found = ", ".join(sorted(rotated)) or "no columns that are rotated"
+        yield f"it reads {found}; expected both where `latent` says so, and none elsewhere"
+    wanted = "K" if kernel.reads_cache else "V"
+    for dot in kernel.dots if module.rope else ():
+        op = kernel.op(dot.b)
+        if dot.over == AXIS_DIM["kv"] and not (isinstance(op, Load) and kernel.accessed(op)[0].name == wanted):
+            yield f"%{dot.name} multiplies weights by %{dot.b}; expected a tile of %{wanted}"
 
 
 def shares(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -566,6 +566,10 @@ def _error(error: type[Exception], name: str, given: str, expected: str) -> Exce
 _NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
 
 
+def _is_dense(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided
+
+
 def _is_near(x: torch.Tensor, rows: int) -> bool:
     """Whether kernels can read the rows of a tensor, which its dimension `rows` counts."""
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
@@ -606,7 +610,7 @@ class CacheRules:
             raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
         given_new = tuple(x for x in new if x is not None)
         table = () if page_table is None else (page_table,)
-        if not self._knows(q, *caches, cache_seqlens, *table, *given_new):
+        if (page_table is None) != (self.page is None) or not self._knows(q, *caches, cache_seqlens, *table, *given_new):
             self._check(q, caches, cache_seqlens, page_table, new)
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
                 q = q.resolve_neg().contiguous()
@@ -655,7 +659,7 @@ class CacheRules:
 
     def _check_queries(self, q: torch.Tensor) -> None:
         expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
-        if not isinstance(q, torch.Tensor) or q.layout is not torch.strided:
+        if not _is_dense(q):
             raise _error(TypeError, "q", f"is a {kind(q)}", f"a dense tensor {expected}")
         if q.dim() != 4 or q.shape[3] != self.rules.width_qk:
             raise _error(ValueError, "q", f"has shape {list(q.shape)}", expected)
@@ -680,7 +684,7 @@ class CacheRules:
             raise _error(ValueError, "q", f"has {hq} heads and k_cache {hk}", f"heads that are shared as the spec says, {rules.sharing}")
 
     def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int) -> None:
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        if not _is_dense(x):
             raise _error(TypeError, name, f"is a {kind(x)}", f"a dense tensor {self.shapes[name]}")
         if x.dim() != 4 or x.shape[3] != width:
             raise _error(ValueError, name, f"has shape {list(x.shape)}", self.shapes[name])
@@ -707,12 +711,13 @@ class CacheRules:
 
     def _check_new(self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]) -> None:
         text = f"[{q.shape[0]}, {cache.shape[2]}, new, {cache.shape[3]}]"
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+        if x is None or not _is_dense(x):
             expected = f"both k and v, {text}, or neither" if "v" in self.widths else f"a dense tensor {text}"
             raise _error(TypeError, name, f"is a {kind(x)}", expected)
         shape = [q.shape[0], cache.shape[2], *rows, cache.shape[3]]
         if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, shape)):
-            raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, with as many new ones in k and v")
+            alike = ", with as many new ones in k and v" if "v" in self.widths else ""
+            raise _error(ValueError, name, f"has shape {list(x.shape)}", text + alike)
         if x.dtype != cache.dtype or x.device != cache.device:
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", f"{cache.dtype} on {cache.device}, as the cache is")
         if not _is_near(x, 2):

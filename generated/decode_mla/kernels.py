@@ -9,8 +9,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-D_QK = tl.constexpr(576)
-D_QK_PAD = tl.constexpr(1024)
 D_V = tl.constexpr(512)
 D_ROPE = tl.constexpr(64)
 

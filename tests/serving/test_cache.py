@@ -154,6 +154,12 @@ def test_calls_after_a_valid_one_are_checked_too() -> None:
     for args, arguments in wrong:
         with pytest.raises((TypeError, ValueError), match="attention.with_kvcache: .* expected"):
             attend(*args, **arguments)
+    paged = built("decode_paged_gqa").attention.with_kvcache
+    of_pages = make_call(spec("decode_paged_gqa"), CacheCase(4, 2, 1, (5, 9), 0, 64, 64), torch.float16, DEVICE)
+    paged(of_pages.q, *of_pages.caches, **of_pages.arguments)
+    with pytest.raises(TypeError, match="page_table is a NoneType"):
+        table = of_pages.arguments.pop("page_table")
+        paged(of_pages.q, *of_pages.caches, page_table=None, k=table, **of_pages.arguments)
     same = attend(call.q, k_cache, k_cache, cache_seqlens=lengths)  # one tensor twice
     assert torch.equal(same, attend(call.q, k_cache, k_cache.clone(), cache_seqlens=lengths))
 

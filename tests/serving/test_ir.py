@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import sympy
@@ -9,14 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attngen.bounds.launches import launch_options
+from attngen.emit.render import render
 from attngen.errors import IRError
 from attngen.ir.deal import deal, unit_of_parts
 from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute_host
 from attngen.ir.expr import parse, portion, to_text
 from attngen.ir.graph import Deal, Module
+from attngen.ir.names import OF_CACHE
 from attngen.ir.numeric import value
 from attngen.ir.text import parse_module, print_module
+from attngen.lang import name_problem
 from attngen.over_cache import CacheCase, make_call
 from attngen.passes.deal_keys import DealKeys
 from attngen.passes.pipeline import lower
@@ -121,6 +128,26 @@ def test_bounds_of_parts_have_32_bits() -> None:
     lo, hi, other, i, parts = sympy.symbols("lo hi other i parts", integer=True)
     assert to_triton(lo + portion(hi - lo, i, parts), lambda name: (name, ())) == "lo + portion(hi - lo, i, parts)"
     assert "int64" in to_triton(other + portion(hi - lo, i, parts), lambda name: (name, ()))
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_names_of_functions_that_deal_keys_are_reserved(name: str) -> None:
+    """Inputs that a mask's bounds name are arguments of these functions, whose own variables they would replace."""
+    kernels = render(target(name))["kernels.py"]
+    names = {kernel.name for kernel in target(name).kernels} | {"floor_div", "floor_mod"}
+    for function in ast.walk(ast.parse(kernels)):
+        if isinstance(function, ast.FunctionDef) and function.name not in names:
+            stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            found = stored | {arg.arg for arg in function.args.args} - {"x", "a", "b"}
+            assert not [n for n in found if not name_problem(n) and n not in OF_CACHE], function.name
+
+
+def test_registers_are_no_more_than_a_multiprocessor_has() -> None:
+    """Of 16 warps a thread has 128: 65,536 for 512 threads."""
+    module = target("decode_gqa")
+    (row,) = (r for r in module.rows("decode") if r.device == "sm90" and r.max_rows is None)
+    given = {warps: launch_options(module.kernel("decode"), replace(row, num_warps=warps))["maxnreg"] for warps in (4, 8, 16, 32)}
+    assert given == {4: 255, 8: 255, 16: 128, 32: 64}
 
 
 # ---------------------------------------------------------------------------------------------- on NumPy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,7 +55,7 @@ def _read(*edits: tuple[str, str]) -> Module:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("latent rope=64", "latent rope=32", "`latent rope=32`; expected a cache, and 544 columns of q and k"),
+        ("latent rope=64", "latent rope=32", "`latent rope=32`; expected a cache, 16 to 128 columns by 16, and 544 of q and k"),
         ("dot %q %k over(D_V) acc(%s_rope)", "dot %q %k over(D_V)", "kernel @fwd: %s_rope is read by nothing"),
         ("dot %q_rope %k_rope over(D_ROPE)", "dot %k_rope %q_rope over(D_ROPE)", "the product is f32[BLOCK_KV, BLOCK_Q]"),
         ("base %K_ROPE[b, 0]", "base %K[b, 0]", "%k_rope indexes D_V of %K by `d_rope`"),
@@ -64,6 +66,36 @@ def test_rules(old: str, new: str, reason: str) -> None:
     with pytest.raises(VerifyError) as error:
         verify(_read((old, new)))
     assert reason in str(error.value)
+
+
+def _of_kernel(name: str, change: Callable[[str], str]) -> Module:
+    """The module with one kernel's text changed."""
+    text = print_module(target("decode_mla"))
+    at = text.index(f"kernel @{name} ")
+    end = text.find("\nkernel ", at + 1)
+    return parse_module(text[:at] + change(text[at:end]) + text[end:])
+
+
+def test_all_columns_are_multiplied() -> None:
+    """A kernel that knows nothing of the columns that are rotated computes other scores."""
+
+    def change(kernel: str) -> str:
+        kept = [line for line in kernel.splitlines() if not re.match(r"\s*%(Q_ROPE|K_ROPE|q_rope|k_rope|s_rope)\w* =", line)]
+        return "\n".join(kept).replace(" acc(%s_rope)", "")
+
+    with pytest.raises(VerifyError, match="rule `latents`: kernel @prefill: it reads no columns that are rotated"):
+        verify(_of_kernel("prefill", change))
+
+
+def test_values_are_those_that_are_given() -> None:
+    """Without a cache, values are V's: the columns of the latent are as wide, and something else."""
+
+    def change(kernel: str) -> str:
+        kept = [line for line in kernel.splitlines() if not re.match(r"\s*%(V|v|V_head) =", line)]
+        return "\n".join(kept).replace("dot %p_cast %v ", "dot %p_cast %k ")
+
+    with pytest.raises(VerifyError, match="rule `latents`: kernel @fwd: %acc_next multiplies weights by %k; expected a tile of %V"):
+        verify(_of_kernel("fwd", change))
 
 
 def test_views_of_columns_have_the_dimensions_of_their_part() -> None:

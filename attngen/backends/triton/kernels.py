@@ -27,6 +27,8 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
     """What the template of kernels.py sees."""
     constants = []
     for name, size in module.widths.items():
+        if name == "D_QK" and module.rope:  # which no tile has
+            continue
         constants.append((name, size))
         if size & (size - 1):
             constants.append((PADDED[name], 1 << size.bit_length()))
