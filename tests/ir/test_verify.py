@@ -134,6 +134,9 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
         ("causal_gqa", "ranges(q_full_first .. q_full_end)", f"ranges({OF_TILES})", "@group, @step; expected parts of all ranges over one"),
     ],
+    "latents": [
+        ("decode_mla", "dot %p_cast %v over(BLOCK_KV)", "dot %p_cast %k over(BLOCK_KV)", "multiplies weights by %k; expected a tile of %V"),
+    ],
     "deals": [
         ("decode_gqa", " deals(cdiv(Nk, 64))", "", "nothing says how keys are dealt; expected that of kernels with parts of them"),
         ("decode_gqa", "deals(cdiv(Nk, 64))", "deals(cdiv(queries, 64))", "keys are dealt in another way than in @combine"),
