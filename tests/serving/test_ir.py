@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sympy
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attngen.bounds.launches import launch_options
@@ -37,6 +37,7 @@ from tests.helpers import SPECS, changes, edit, lowered, spec, target
 CACHED = [name for name in SPECS if spec(name).cache]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # lists take long to draw on a machine that does other work
 @given(st.lists(st.integers(0, 3000), max_size=300), st.integers(1, 70), st.sampled_from([0, 0, 1, 16]))
 def test_parts_fit_and_have_no_more_than_a_unit(work: list[int], busy: int, each: int) -> None:
     """All sequences together have no more parts than there is room for."""
