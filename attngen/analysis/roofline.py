@@ -119,6 +119,12 @@ def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, 
     }
 
 
+def peak(module: Module, row: Row, device: Device) -> float:
+    """FLOP/s of a device, at most, in the element type of a schedule row."""
+    element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
+    return device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
+
+
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
     """The roofline estimate of one kernel on one device; None if no tile fits there."""
     rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
@@ -127,8 +133,7 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
         return None
     known = values(module, kernel, row, problem)
     numbers = known | counts(module, known, device)
-    element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
-    rate = device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
+    rate = peak(module, row, device)
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
     footprint = backend_of(row).footprint
     assert footprint.misfit(module, kernel, row) is None

@@ -7,17 +7,15 @@ from typing import Any
 
 import sympy
 
-from attngen.analysis.roofline import Problem, Roofs, counts, row_for
+from attngen.analysis.roofline import Problem, Roofs, counts, peak, row_for
 from attngen.bounds.sizes import ELEM, elem_sizes
 from attngen.devices import Device
 from attngen.ir.deal import deal, units_of
-from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Module, Row
+from attngen.ir.names import CACHED
 from attngen.ir.numeric import compiled
 from attngen.policy import UNIT
-
-CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache, as they name it
 
 
 @dataclass(frozen=True)
@@ -41,21 +39,16 @@ class Decoding(Roofs):
     memory_s: float
 
 
-def dealing(module: Module) -> Kernel | None:
-    """The kernel among whose programs keys of a cache are dealt, if there is one."""
-    return next((kernel for kernel in module.kernels if kernel.deal and kernel.dots), None)
-
-
 def units(module: Module) -> Expr:
     """Tiles of UNIT keys that a sequence's queries read, in terms of `Nk` and of numbers of the call."""
-    kernel = dealing(module)
+    kernel = module.dealing
     assert kernel is not None and kernel.deal is not None
     return units_of(kernel.deal.work)
 
 
 def columns(module: Module) -> Expr:
     """Columns of K and V that are read for each key: of a latent those of the keys alone."""
-    kernel = dealing(module)
+    kernel = module.dealing
     assert kernel is not None
     return sympy.Add(*(symbol(arg.type.dims[-1]) for arg in kernel.args if arg.name in CACHED))
 
@@ -78,7 +71,7 @@ def call_flops(module: Module) -> Expr:
 
 def decoding(module: Module, device: Device, problem: Problem, queries: int = 1) -> Decoding | None:
     """A call of so many queries of each head, few enough for keys to be dealt; None where no tile fits the device."""
-    kernel = dealing(module)
+    kernel = module.dealing
     assert kernel is not None and kernel.deal is not None
     group = problem.q_heads // problem.kv_heads
     rows = group * queries
@@ -97,8 +90,7 @@ def decoding(module: Module, device: Device, problem: Problem, queries: int = 1)
     read, joined = (problem.batch * float(compiled(e)(numbers)) for e in (read_bytes(module), joined_bytes()))
     own = numbers["elem"] * problem.batch * problem.q_heads * queries * (module.head_dim_qk + module.head_dim_v)
     flops = problem.batch * float(compiled(call_flops(module))(numbers))
-    element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
-    rate = device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
+    rate = peak(module, row, device)
     filling = max(1, min(work, held // max(1, of_part * problem.batch)))
     moved = read + joined + own
     return Decoding(row, filling, parts, held, read, joined, moved, flops, flops / rate, moved / device.hbm_bytes_per_s)

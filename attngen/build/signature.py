@@ -8,7 +8,7 @@ from typing import NamedTuple
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, Cache, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import BLOCK_LISTS, GRADIENTS, PAIRS, SHAPES, SHARES, block_lists, tensor_dtype
+from attngen.ir.names import BLOCK_LISTS, CACHED, GRADIENTS, PAIRS, SHAPES, SHARES, block_lists, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
 
@@ -62,7 +62,7 @@ def tensor_type(name: str, signature: Signature) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes."""
     if len(SHAPES[name]) < 3:
         return Type(tensor_dtype(name), SHAPES[name])
-    if signature.cache and name in ("K", "K_ROPE", "V"):
+    if signature.cache and name in CACHED:
         return Type(tensor_dtype(name), (*signature.cache.rows, _column(name, signature)))
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS

@@ -15,7 +15,7 @@ from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.memory import scratch
 from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
-from attngen.analysis.serving import call_flops, dealing, decoding, joined_bytes, read_bytes
+from attngen.analysis.serving import call_flops, decoding, joined_bytes, read_bytes
 from attngen.backends import backend_of
 from attngen.bounds.ranges import inexact
 from attngen.bounds.tiles import tile_loops
@@ -71,7 +71,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
         style="dim",
     )
-    if dealing(module):
+    if module.dealing:
         yield from over_cache(module, problem)
     yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
     yield from fit_table(report)

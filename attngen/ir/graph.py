@@ -634,6 +634,11 @@ class Module:
         return {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v} | ({"D_ROPE": self.rope} if self.rope else {})
 
     @property
+    def dealing(self) -> Kernel | None:
+        """The kernel among whose programs the keys of a cache are dealt, if there is one."""
+        return next((kernel for kernel in self.kernels if kernel.deal and kernel.dots), None)
+
+    @property
     def head_dims(self) -> tuple[tuple[str, int], ...]:
         """The columns of a head of q and k, and of v, by what the header calls them."""
         return ("qk", self.head_dim_qk), ("v", self.head_dim_v)

@@ -133,6 +133,7 @@ SHAPES = {
     "O_PARTS": ("items", "Hkv", "Nq", "D_V"),
     "LSE2_PARTS": ("items", "Hkv", "Nq"),
 }
+CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache of keys and values
 PAIRS = "split_pairs"  # of programs that share the query heads of a group
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}

@@ -32,7 +32,7 @@ class DealKeys(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        dealing = next((kernel for kernel in module.kernels if kernel.deal and kernel.dots), None)
+        dealing = module.dealing
         if dealing is None or dealing.deal is None:
             return module
         module = module.map_kernels(lambda kernel: _named(kernel) if kernel is dealing else kernel)

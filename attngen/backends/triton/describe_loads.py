@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.names import CACHED
 from attngen.ir.ops import Load, Op
 from attngen.passes.base import Pass
 from attngen.policy import UNIT
@@ -34,7 +35,7 @@ class DescribeLoads(Pass):
 def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
     if not isinstance(op, Load) or kernel.walks or not describable(kernel, op):
         return op
-    cached = kernel.reads_cache and op.src.tensor in ("K", "K_ROPE", "V")
+    cached = kernel.reads_cache and op.src.tensor in CACHED
     by_rows = kernel.packs and not cached  # rows of several heads have no common start
     if by_rows or (op.pages and not has_tiles(module)):
         return op
