@@ -26,6 +26,7 @@ class DeviceClass:
     threads_per_warp: int = 32
     matrix_rows: int  # least rows of a matrix instruction's accumulator
     flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed; of those that it has
+    converts: bool = False  # has an instruction that makes fp16 of a pair of 8-bit numbers (e4m3)
     tma: bool = False  # has an engine that copies tiles by descriptors of tensors, made by the host
     reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
@@ -55,7 +56,8 @@ class Device:
 
 _CUDA = (
     "CUDA C++ Programming Guide 13.0, technical specifications per compute capability; "
-    "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block; Tensor Memory Accelerator from 9.0 on"
+    "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block; Tensor Memory Accelerator from 9.0 on; "
+    "PTX ISA 8.1: cvt.rn.f16x2.e4m3x2 from 8.9 on"
 )
 
 CLASSES = {
@@ -79,6 +81,7 @@ CLASSES = {
             smem_per_sm=228 * KIB,
             matrix_rows=64,
             flops_per_cycle={"16-bit": 4096, "tf32": 2048, "ieee": 256},
+            converts=True,
             tma=True,
             reads_shared=True,
             moves_random=False,
@@ -93,6 +96,7 @@ CLASSES = {
             smem_per_sm=228 * KIB,
             matrix_rows=64,
             flops_per_cycle={"16-bit": 8192, "tf32": 4096, "ieee": 256},
+            converts=True,
             tma=True,
             reads_shared=True,
             keeps_reused=True,

@@ -15,6 +15,7 @@ from attngen.spec import Spec
 from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, rounding_of, torch_dtype
 
 POISON = 2**30  # the number of a page that there is not
+LARGEST = 448  # number of 8 bits
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,14 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
         x[1:2, : together * case.page] = x[:1, : together * case.page]
     table = torch.randperm(batch * max(1, case.pages) + 3, generator=generator)[: batch * case.pages].view(batch, case.pages).int()
     table[1:2, :together] = table[:1, :together]
-    caches, new = [], []
-    for x in whole:
-        caches.append(_stored(case, x, table))
+    caches, new, scales, held = [], [], {}, []
+    for name, x in zip(("k", "v"), whole):
+        kept = x
+        if spec.cache and spec.cache.dtype:
+            scales[f"{name}_scale"], factors = _factors(spec, case, table, generator)
+            kept = (x / factors).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+            held.append(kept.double() * factors.double())
+        caches.append(_stored(case, kept, table))
         added = torch.zeros(batch, case.kv_heads, case.new, x.shape[-1], dtype=dtype)
         for b, (before, after) in enumerate(zip(case.lengths, case.keys)):
             added[b, :, : after - before] = x[b, before:after].transpose(0, 1)
@@ -87,6 +93,7 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
     sizes = Sizes(batch, case.q_heads, case.kv_heads, case.n_q, case.room)
     inputs = make_mask_inputs(spec, sizes, dtype, device, generator)
     arguments: dict[str, Any] = {"cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device), **inputs}
+    arguments |= {name: scale.to(device) for name, scale in scales.items()}
     arguments |= dict(zip(("k", "v"), new)) if case.new else {}
     if case.page:
         for b, keys in enumerate(case.keys):
@@ -94,7 +101,7 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
         arguments["page_table"] = table.to(device)
     sequences = []
     for b, keys in enumerate(case.keys):
-        k, *v = (x[b : b + 1, :keys].transpose(1, 2).to(device) for x in whole)
+        k, *v = (x[b : b + 1, :keys].transpose(1, 2).to(device) for x in held or whole)
         values = v[0] if v else k[..., : spec.head_dim.v]
         sequences.append((k, values, {name: _of_sequence(spec, name, x, b, keys) for name, x in inputs.items()}))
     return Call(q, tuple(x.to(device) for x in caches), arguments, sequences)
@@ -102,15 +109,29 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
 
 def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """A cache with the keys that sequences have before the call, of x [B, room, Hkv, D], and NaN everywhere else."""
-    rows = x.clone()
+    rows, nan = (x.view(torch.uint8).clone(), 0x7F) if x.dtype.itemsize == 1 else (x.clone(), math.nan)
     for b, keys in enumerate(case.lengths):
-        rows[b, keys:] = math.nan
+        rows[b, keys:] = nan
     if case.page:
-        pages = torch.full((table.numel() + 3, case.page, *x.shape[2:]), math.nan, dtype=x.dtype)
+        pages = torch.full((table.numel() + 3, case.page, *x.shape[2:]), nan, dtype=rows.dtype)
         for b in reversed(range(len(rows))):  # of pages that are shared, what the first sequence has
             pages[table[b].long()] = rows[b].view(case.pages, case.page, *x.shape[2:])
         rows = pages
+    rows = rows.view(x.dtype)
     return rows.transpose(1, 2).contiguous().transpose(1, 2) if case.heads_first else rows
+
+
+def _factors(spec: Spec, case: CacheCase, table: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of a cache of 8 bits, and those of each row and head, [B, room, Hkv, 1]; NaN for pages that no sequence has."""
+    assert spec.cache is not None
+    batch = len(case.lengths)
+    if spec.cache.scale != "page":
+        scale = torch.exp(torch.randn(case.kv_heads, generator=generator)) / 100
+        return scale, scale.view(1, 1, -1, 1).expand(batch, case.room, -1, -1)
+    scale = torch.full((table.numel() + 3, case.kv_heads), math.nan)
+    of_table = torch.exp(torch.randn(table.numel(), case.kv_heads, generator=generator)) / 100
+    scale[table.flatten().long()] = of_table
+    return scale, scale[table.long()].repeat_interleave(case.page, 1).unsqueeze(-1)
 
 
 def _of_sequence(spec: Spec, name: str, x: Any, b: int, keys: int) -> Any:

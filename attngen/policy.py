@@ -41,9 +41,11 @@ PLAIN, SUMMED = 64, 32
 
 UNIT = 64  # keys of a unit of work, which tiles divide or are made of
 # So many parts, at most, for each program that the device holds at once, so that all end together where sequences differ; fewer where parts
-# would have less than so many units (docs/perf-log.md, section 33).
+# would have less than so many units. Parts are of a length with which all programs have one as often (docs/perf-log.md, section 33).
 WAVES, LEAST_UNITS = 16, 64
 RESIDENT = 2  # programs of a part that share a multiprocessor
+# Of keys in 8 bits, with the smallest tile of queries: half as many bytes arrive while a program waits for its warps (the same section).
+RESIDENT_QUANTISED = 3
 # Of a latent, a program's tile takes all shared memory, and its output is four times as long: fewer parts, of which each has more keys.
 RESIDENT_LATENT, WAVES_LATENT = 1, 4
 FEW_LATENT = 512  # rows of queries of all heads, of which keys of a latent are dealt among programs: 4 of each of 128 heads

@@ -30,6 +30,7 @@ MASK = (
 )
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
+CACHES = "expected `contiguous`, or {paged: {page_size: 64}}, and dtype: fp8_e4m3 in the braces for 8 bits"
 KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, schedule, score"
 
 
@@ -85,8 +86,17 @@ MISTAKES = {
     BASE + "backward: none": "line 3: `backward` is the text `none`; expected `false`, or {deterministic: ...}",
     BASE + "backward: {deterministic: 0}": "line 3: `backward.deterministic` is the number 0; expected `true` or `false`",
     BASE + "backward: {determinstic: true}": "line 3: `backward.determinstic` is no known key; did you mean `deterministic`?",
-    BASE + "cache: 3": "line 3: `cache` is `3`; expected `contiguous`, or {paged: {page_size: 64}}",
-    BASE + "cache:": "line 3: `cache` is empty; expected `contiguous`, or {paged: {page_size: 64}}",
+    BASE + "cache: 3": f"line 3: `cache` is `3`; {CACHES}",
+    BASE + "cache:": f"line 3: `cache` is empty; {CACHES}",
+    BASE + "cache: {dtype: fp8}": "line 3: `cache.dtype` is the text `fp8`; expected `fp8_e4m3`",
+    BASE + "cache: {dtype: fp8_e4m3, scale: token}": "line 3: `cache.scale` is the text `token`; expected `head` or `page`",
+    BASE + "cache: {scale: head}": "line 3: `cache.scale` is of numbers of 8 bits, and the cache has none; "
+    "expected `dtype: fp8_e4m3` beside it",
+    BASE + "cache: {dtype: fp8_e4m3, scale: page}": "line 3: `cache.scale` is `page`, and there are no pages; expected `head`, or `paged`",
+    BASE + "dtype: fp32\ncache: {dtype: fp8_e4m3}": "line 3: `dtype` names `fp32`, beside a cache of 8 bits; "
+    "expected `bf16`, `fp16` or both",
+    "name: x\nhead_dim: 72\ncache: {dtype: fp8_e4m3}": "line 2: `head_dim` has 72 columns, beside a cache of 8 bits; "
+    "expected a multiple of 16, for rows of whole copies",
     BASE + "cache: {paged: {page_size: 0}}": "line 3: `cache.paged.page_size` is the number 0; "
     "expected `any`, or a whole number from 1 to 65536",
     BASE + "cache: {pagd: 1}": "line 3: `cache.pagd` is no known key; did you mean `paged`?",
@@ -484,6 +494,9 @@ BEYOND = (
     "schedule: {warps: 4.0}",
     "schedule: {split: {keys: 1024}}",
     "{align: bottom_right}}]}",
+    "cache: {scale: head}",
+    "cache: {dtype: fp8_e4m3}",
+    "scale: page}",
 )
 
 

@@ -33,6 +33,7 @@ ONE_HEAD = {
     **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "queries", *SHARES.values())},
     **{symbol(name): N for name in ("Nq", "Nk")},
     **{symbol(name): D for name in ("D_QK", "D_V")},
+    **{symbol(name): D / 2 for name in ("PAIRS_QK", "PAIRS_V")},
     symbol("BLOCK_Q"): B_R,
     symbol("BLOCK_KV"): B_C,
 }

@@ -23,8 +23,15 @@ from typing import Any
 
 from attngen.backends.base import Reading
 from attngen.errors import last_line
+from attngen.ir.dtypes import QUANTISED
 
-TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64", "b1": "i1"}  # of the IR, as Triton names them
+TYPES = {
+    "f32": "fp32",
+    "i32": "i32",
+    "i64": "i64",
+    "b1": "i1",
+    **dict.fromkeys(QUANTISED.values(), "i16"),
+}  # of the IR, as Triton names them
 _EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
 
 

@@ -41,12 +41,16 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     """The options of a launch, by Triton's names.
 
     Where divided programs share a multiprocessor, the registers at launch are among them. So they are where programs take part after
-    part: no more are launched than a multiprocessor has room for, and ptxas is not to let values spill to make room for others.
+    part: no more are launched than a multiprocessor has room for, and ptxas is not to let values spill to make room for others, but for
+    as many more as there are of few rows.
     """
     limit, device = {}, CLASSES[row.device]
     if kernel.resident > 1:
         limit = {"maxnreg": launch_registers(kernel, row)}
     elif kernel.deal and kernel.dots and device.backend == "cuda":
         threads = row.num_warps * device.threads_per_warp
-        limit = {"maxnreg": min(device.registers_per_thread, device.registers_per_sm // threads)}
+        each = device.registers_per_sm // threads
+        if kernel.deal.few and kernel.deal.resident_for(row.max_rows) == kernel.deal.few:
+            each = each // kernel.deal.few // 8 * 8
+        limit = {"maxnreg": min(device.registers_per_thread, each)}
     return {"num_warps": row.num_warps, **limit}

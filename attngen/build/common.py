@@ -12,6 +12,7 @@ from attngen.bounds.turns import turn_of
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
+from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
@@ -42,6 +43,8 @@ from attngen.ir.ops import (
     Seed,
     Store,
     Type,
+    Unzip,
+    Zip,
     dimension,
 )
 from attngen.ir.prove import prove_le
@@ -147,7 +150,7 @@ class KernelBuilder:
         if name not in self.types:
             where = sympy.And(in_bounds("kv"), *([row >= 0, row < symbol("Nc")] if row != symbol("kv_idx") else []))
             at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(self.signature.cache.page))))
-            self.add(Gather(name, at, self._uses((*at.index, where)), Type("i32", ("BLOCK_KV",)), where), block)
+            self.add(Gather(name, at, self.uses((*at.index, where)), Type("i32", ("BLOCK_KV",)), where), block)
 
     def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0, pages: str | None = None) -> str:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
@@ -218,6 +221,16 @@ class KernelBuilder:
         dims = max((self.types[r].dims for r in uses.values()), key=len, default=())
         return self.add(Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
 
+    def unzip(self, name: str, value: str, columns: str, block: str = "entry") -> str:
+        """The even and the odd columns of a tile: so many, as `name.even` and `name.odd`. Of pairs, their numbers in fp16."""
+        of = self.types[value]
+        dtype = "fp16" if of.dtype in QUANTISED.values() else of.dtype
+        return self.add(Unzip(name, value, Type(dtype, (*of.dims[:1], columns))), block)
+
+    def zip(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:
+        """The tile that has values with the names `columns` and `even`, or `odd` as its even and its odd columns."""
+        return self.add(Zip(name, f"{columns}even", f"{columns}odd", type_), block)
+
     def reduce_sum(self, name: str, value: str, over: str, block: str = "entry") -> str:
         dims = tuple(d for d in self.types[value].dims if d != over)
         return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
@@ -243,7 +256,7 @@ class KernelBuilder:
             return
         at, inside = self._inside(read, block)
         value = Type(self.tensor_types[read.tensor].dtype, self._dims(_symbols((*at, inside))))
-        self.add(Gather(read.name, Access(tensor, at), self._uses((*at, inside)), value, inside), block)
+        self.add(Gather(read.name, Access(tensor, at), self.uses((*at, inside)), value, inside), block)
 
     def scatter(self, read: Read, tensor: str, value: str, block: str = "entry") -> None:
         """Add a value to `tensor` where `read` reads, after a sum over the dimensions that the places do not depend on."""
@@ -252,7 +265,7 @@ class KernelBuilder:
         for over in [d for d in self.types[value].dims if d not in dims]:
             value = self.reduce_sum(f"{tensor.lower()}_{AXIS_OF[over]}_sum", value, over, block)
         name = f"scatter_{sum(map(len, self.ops.values()))}"
-        self.add(Scatter(name, Access(tensor, at), value, self._uses((*at, inside)), inside), block)
+        self.add(Scatter(name, Access(tensor, at), value, self.uses((*at, inside)), inside), block)
 
     def _is_packed(self, read: Read) -> bool:
         """Whether rows of a tile, which are queries of several heads, read different heads or queries of a tensor."""
@@ -298,7 +311,7 @@ class KernelBuilder:
             raise BuildError(self.spec.key_of(read.tensor), outside)
         return tuple(at), where
 
-    def _uses(self, expressions: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    def uses(self, expressions: Iterable[Any]) -> tuple[tuple[str, str], ...]:
         """The values that expressions name."""
         names = sorted(str(s) for s in _symbols(expressions))
         return tuple((n, n) for n in names if n in self.types)
@@ -313,7 +326,7 @@ class KernelBuilder:
     def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:
         """An expression in values of the kernel and positions. The result has all of their dimensions."""
         e = e.xreplace(self.heads)
-        return self.add(Map(name, e, self._uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
+        return self.add(Map(name, e, self.uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
 
     def mask(self, name: str, value: str, where: Bool, block: str) -> str:
         """Apply a condition; one that is always true leaves the value as it is."""

@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
+from attngen.build.quantised import HALVES, join_values, multiply_keys, multiply_values, split_queries
 from attngen.build.semantics import S, unbounded
 from attngen.build.signature import Signature
 from attngen.ir.deal import item
@@ -49,6 +50,8 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     Of a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors each: the columns that
     v has, too, and those that are rotated. In a cache the first are the values.
 
+    A cache may hold keys and values in 8 bits (see attngen/build/quantised.py).
+
     If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each program has a part of
     them, and stores what it finds of these: its output, and its LSE to base 2.
     """
@@ -68,10 +71,14 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     columns = {"": "d_v", "_rope": "d_rope"} if spec.rope else {"": "d_qk"}
     for part_of, column in columns.items():
         b.load(f"q{part_of}", f"Q{part_of.upper()}", ("b", own, "q", column))
+    quantised = signature.cache is not None and bool(signature.cache.dtype)
+    if quantised:
+        split_queries(b, kv)
+    sums = {f"acc_{half}": "PAIRS_V" for half in HALVES} if quantised else {"acc": "D_V"}
     starts = {
         "m": b.init("m_init", -sympy.oo, "BLOCK_Q"),
         "l": b.init("l_init", 0, "BLOCK_Q"),
-        "acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"),
+        **{acc: b.init(f"{acc}_init", 0, "BLOCK_Q", width) for acc, width in sums.items()},
     }
     b.reads()
     first, end = sympy.Integer(0), cdiv(symbol("Nk"), symbol("BLOCK_KV"))
@@ -80,30 +87,38 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     b.loop("keys", "kv", end, "step", first=first, **starts)
 
     b.carried("step", **starts)
-    for part_of, column in columns.items():
-        b.load_keys(f"k{part_of}", f"K{part_of.upper()}", kv, column, "step")
-    b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
-    of_rope = b.dot("s_rope", "q_rope", "k_rope", "D_ROPE", "step") if spec.rope else None
-    b.dot("s", "q", "k", AXIS_DIM[columns[""]], "step", acc=of_rope)
+    if quantised:
+        multiply_keys(b, kv)
+    else:
+        for part_of, column in columns.items():
+            b.load_keys(f"k{part_of}", f"K{part_of.upper()}", kv, column, "step")
+        b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
+        of_rope = b.dot("s_rope", "q_rope", "k_rope", "D_ROPE", "step") if spec.rope else None
+        b.dot("s", "q", "k", AXIS_DIM[columns[""]], "step", acc=of_rope)
     scores(b)
     b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
     guard = "always" if unbounded(spec) else "partial"
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
-    b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
-    v = "k"
-    if "V" in signature.reads:
-        b.load_keys("v", "V", kv, "d_v", "step")
-        v = "v"
-    p = _raised(b, b.dropped("soft.p"))
-    b.dot("acc_next", p, v, "BLOCK_KV", "step", acc="rescaled")
+    for acc in sums:
+        b.map(acc.replace("acc", "rescaled"), symbol("acc") * symbol("alpha"), "step", acc=acc, alpha="soft.alpha")
+    if quantised:
+        summed = multiply_values(b, kv, "soft.p")
+    else:
+        v = "k"
+        if "V" in signature.reads:
+            b.load_keys("v", "V", kv, "d_v", "step")
+            v = "v"
+        p = _raised(b, b.dropped("soft.p"))
+        summed = {"acc": b.dot("acc_next", p, v, "BLOCK_KV", "step", acc="rescaled")}
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
-    b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), ("acc", "acc_next"))), "step")
+    b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), *summed.items())), "step")
 
+    ends = {"m": "keys.m", "l": "keys.l", "acc": join_values(b, "keys") if quantised else "keys.acc"}
     if b.shares:
-        _store_part(b, own)
+        _store_part(b, own, ends)
     else:
-        store_results(b, own, sink, {name: f"keys.{name}" for name in starts}, _factor(b))
+        store_results(b, own, sink, ends, _factor(b))
     return b.kernel()
 
 
@@ -113,13 +128,13 @@ def of_latent(signature: Signature) -> Signature:
     return signature._replace(reads=tuple(part for name in signature.reads for part in more.get(name, (name,))), latent=True)
 
 
-def _store_part(b: KernelBuilder, own: Any) -> None:
-    """The output and the LSE, to base 2, of a part of the keys."""
+def _store_part(b: KernelBuilder, own: Any, end: dict[str, str]) -> None:
+    """The output and the LSE, to base 2, of a part of the keys. end: `m`, `l` and `acc` after the loop."""
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
-    b.map("inv_l", select(l > 0, 1 / l, 0), l="keys.l")
-    b.map("o_part", acc * symbol("inv_l") / _factor(b), acc="keys.acc", inv_l="inv_l")
+    b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
+    b.map("o_part", acc * symbol("inv_l") / _factor(b), acc=end["acc"], inv_l="inv_l")
     b.store("O_PARTS", (item(), own, "q", "d_v"), "o_part")
-    b.map("lse2_part", select(l > 0, m + log2(l), -sympy.oo), m="keys.m", l="keys.l")
+    b.map("lse2_part", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
     b.store("LSE2_PARTS", (item(), own, "q"), "lse2_part")
 
 

@@ -16,19 +16,20 @@ import sympy
 
 from attngen.build.common import KernelBuilder
 from attngen.build.forward import build_forward, sink_of, store_results
-from attngen.build.host import HostBuilder, known_type, operands, split_columns
+from attngen.build.host import HostBuilder, operands, split_columns
 from attngen.build.packed import view_rows
+from attngen.build.quantised import load_scales, quantise
 from attngen.build.semantics import listed_blocks
-from attngen.build.signature import Signature
+from attngen.build.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
 from attngen.ir.deal import item, least_items
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
 from attngen.ir.graph import Cache, Deal, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
-from attngen.ir.names import OF_CACHE
+from attngen.ir.names import OF_CACHE, SCALES
 from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Load, Map, Type, Uses, Yield
-from attngen.policy import FEW_LATENT, FEW_QUERIES, RESIDENT_LATENT, UNIT, WAVES_LATENT
+from attngen.policy import FEW_LATENT, FEW_QUERIES, RESIDENT_LATENT, RESIDENT_QUANTISED, UNIT, WAVES_LATENT
 from attngen.spec import Spec
 
 _OF_CACHE = ("Q", "K", "V", "CACHE_SEQLENS")
@@ -62,15 +63,15 @@ def add_cache(module: Module, spec: Spec) -> Module:
     """
     if spec.cache is None:
         return module
-    cache = Cache(spec.cache.page)
+    cache = Cache(spec.cache.page, spec.cache.dtype or "", spec.cache.factors)
     _check(spec)
     _check_names(spec)
-    latent = {"resident": RESIDENT_LATENT, "waves": WAVES_LATENT} if spec.rope else {}
-    deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT, **latent)
-    table = ("PAGE_TABLE",) if cache.page else ()
+    more = {"resident": RESIDENT_LATENT, "waves": WAVES_LATENT} if spec.rope else {"few": RESIDENT_QUANTISED} if cache.dtype else {}
+    deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT, **more)
+    reads = (*(("PAGE_TABLE",) if cache.page else ()), *(SCALES.values() if cache.dtype else ()))
 
     def signature(of: Signature) -> Signature:
-        return of._replace(reads=(*of.reads, *table), cache=cache)
+        return of._replace(reads=(*of.reads, *reads), cache=cache)
 
     kernels = (
         _append(spec, signature(APPEND)),
@@ -102,28 +103,34 @@ def _check_names(spec: Spec) -> None:
 
 def _append(spec: Spec, signature: Signature) -> Kernel:
     """New keys and values, tile by tile. In this kernel `Nk` counts new keys."""
-    assert signature.cache is not None
+    cache = signature.cache
+    assert cache is not None
     parts = {"K": "d_v", "K_ROPE": "d_rope"} if spec.rope else {"K": "d_qk", "V": "d_v"}
     b = KernelBuilder(spec, signature)
     for name, column in parts.items():
         b.add(Arg(f"{name}_NEW", "in", Type("T", ("B", "Hkv", "Nk", AXIS_DIM[column]))))
     for name in signature.reads[2:]:
-        b.add(Arg(name, "in", replace(known_type(name), space="?")))
+        b.add(Arg(name, "in", tensor_type(name, signature)))
     for name, column in parts.items():
-        b.add(Arg(name, "out", Type("T", (*signature.cache.rows, AXIS_DIM[column]))))
+        b.add(Arg(name, "out", cached_type(cache, name, AXIS_DIM[column])))
     head = SHARINGS[spec.heads.sharing].owned
     for name in (*(str(axis.extent) for axis in b.grid if axis.var in ("h", "hkv")), "Nk", "Nc"):
         b.scalar(name)
-    if signature.cache.page == "page_rows":
+    if cache.page == "page_rows":
         b.scalar("page_rows")
     b.add(Load("before", Access("CACHE_SEQLENS", (symbol("b"),)), Type("i32")))
     b.add(Map("rows", symbol("before") + symbol("kv_idx"), (("before", "before"),), Type("i32", ("BLOCK_KV",))))
     pages = None
-    if signature.cache.page:
+    if cache.page:
         b.pages("page", symbol("rows"), "entry")
         pages = "page"
+    if cache.dtype:
+        load_scales(b, head, "entry")
     for tensor, column in parts.items():
         value = b.load(tensor.lower(), f"{tensor}_NEW", ("b", head, "kv", column))
+        if cache.dtype:
+            column = column.replace("d_", "pair_")
+            value = quantise(b, value, SCALES[tensor].lower(), AXIS_DIM[column])
         index = (*(() if pages else (symbol("b"),)), head, symbol("kv"), symbol(column))
         b.add(Append(f"append_{tensor}", Access(tensor, index), value, (("kv", "always"),), rows="rows", pages=pages))
     return b.kernel()
@@ -170,10 +177,12 @@ def _tensors(spec: Spec) -> dict[str, str]:
 def _caches(spec: Spec, b: HostBuilder, cache: Cache) -> None:
     """The arguments of host programs that are of the cache."""
     for name, width in _tensors(spec).items():
-        b.add(Arg(f"{name}_CACHE", "in", Type("T", (*cache.rows, width), "hbm")))
+        b.add(Arg(f"{name}_CACHE", "in", replace(cached_type(cache, name, width), space="hbm")))
     b.tensor("CACHE_SEQLENS")
     if cache.page:
         b.tensor("PAGE_TABLE")
+    for name in SCALES.values() if cache.dtype else ():
+        b.add(Arg(name, "in", Type("f32", cache.scales, "hbm")))
 
 
 def _in_cache(spec: Spec, b: HostBuilder, block: str) -> Uses:
@@ -219,7 +228,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, deal: Deal) -> Host:
         few, of_part = FEW_LATENT, of_part * floordiv(symbol("Gq") + FEW_QUERIES - 1, sympy.Integer(FEW_QUERIES))
     cached = _in_cache(spec, b, "launches")
     b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), few), orelse="many_queries")
-    busy = sympy.Max(1, floordiv(deal.resident * symbol("processors"), sympy.Max(1, of_part)))
+    busy = sympy.Max(1, floordiv(deal.programs * symbol("processors"), sympy.Max(1, of_part)))
     least = least_items(deal.each)
     room = sympy.Max(1, least) if deal.each else sympy.Max(deal.waves * busy, least)
     b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, Cache, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import BLOCK_LISTS, CACHED, GRADIENTS, PAIRS, SHAPES, SHARES, block_lists, tensor_dtype
+from attngen.ir.names import BLOCK_LISTS, CACHED, GRADIENTS, PAIRS, SCALES, SHAPES, SHARES, block_lists, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
 
@@ -60,15 +61,25 @@ class Signature(NamedTuple):
 
 def tensor_type(name: str, signature: Signature) -> Type:
     """The type in device memory of a tensor that a kernel reads or writes."""
+    cache = signature.cache
+    if cache and name in SCALES.values():
+        return Type(tensor_dtype(name), cache.scales)
     if len(SHAPES[name]) < 3:
         return Type(tensor_dtype(name), SHAPES[name])
-    if signature.cache and name in CACHED:
-        return Type(tensor_dtype(name), (*signature.cache.rows, _column(name, signature)))
+    if cache and name in CACHED:
+        return cached_type(cache, name, _column(name, signature))
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS
     parts = [PAIRS if signature.merges else SHARES[signature.shares]] if signature.shares and written else []
     heads = "Hkv" if signature.packs else "Hq" if written and signature.apart else heads
     return Type(tensor_dtype(name), (batch, heads, *parts, *rest[:-1], _column(name, signature)))
+
+
+def cached_type(cache: Cache, name: str, column: str) -> Type:
+    """The type of a tensor of the cache, which has as many columns as `column` says: of 8-bit numbers, pairs of columns."""
+    if cache.dtype:
+        return Type(QUANTISED[cache.dtype], (*cache.rows, column.replace("D_", "PAIRS_")))
+    return Type(tensor_dtype(name), (*cache.rows, column))
 
 
 def _column(name: str, signature: Signature) -> str:

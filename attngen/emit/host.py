@@ -347,7 +347,7 @@ class HostContext:
         extent = AXIS_EXTENT[kernel.own_axis]
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
         if "part" in axes:  # programs take one after another
-            axes = {"part": kernel.deal.resident * symbol("processors")} if kernel.deal else axes
+            axes = {"part": kernel.deal.programs * symbol("processors")} if kernel.deal else axes
         heads = sympy.Mul(*axes.values())
         numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
         strides: list[str] = []

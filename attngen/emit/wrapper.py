@@ -10,11 +10,11 @@ from typing import Any
 from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
-from attngen.ir.dtypes import ELEMENTS, TORCH, by_precision, result_type
+from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, result_type
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
-from attngen.ir.names import block_lists
+from attngen.ir.names import SCALES, block_lists
 from attngen.ir.ops import BLOCKS, Arg
 from attngen.policy import STRIP
 from attngen.scores import derive_functions
@@ -164,6 +164,33 @@ class Wrapper:
         """What a call gives of keys and values: of a latent, keys alone."""
         return ["k"] if self.module.rope else ["k", "v"]
 
+    @property
+    def scales(self) -> list[str]:
+        """The factors of a cache of 8 bits."""
+        return [name.lower() for name in SCALES.values()] if self.module.cache and self.module.cache.dtype else []
+
+    @property
+    def scales_and_inputs(self) -> list[str]:
+        """The last arguments of the check of a call over a cache."""
+        inputs = tuple_text(self.tensors_in_cache)
+        return ([tuple_text(self.scales)] if self.scales else []) + ([inputs if self.scales else f"inputs={inputs}"] if inputs else [])
+
+    @property
+    def of_cache(self) -> str:
+        """What host programs get beside the caches: lengths, the table of pages, factors."""
+        return tuple_text(["cache_seqlens", *(["page_table"] if self.page is not None else []), *self.scales])
+
+    @property
+    def of_cached(self) -> str:
+        """The dtype and device of a cache, in words."""
+        return f"{self.cached_dtype} on the device of q" if self.cached_dtype else "same dtype and device"
+
+    @property
+    def cached_dtype(self) -> str:
+        """The dtype of a cache; empty where it is that of q."""
+        cache = self.module.cache
+        return f"torch.{QUANTISED_TORCH[cache.dtype]}" if cache and cache.dtype else ""
+
     def tuple_of(self, suffix: str) -> str:
         """The source of a tuple of these, with the suffix after each."""
         return tuple_text([f"{name}{suffix}" for name in self.cached])
@@ -185,7 +212,7 @@ class Wrapper:
     @property
     def passed_in_cache(self) -> list[str]:
         """What a call over a cache gives for each argument of the host program `decode` after those of the cache."""
-        cached = ("Q", "K_CACHE", "V_CACHE", "CACHE_SEQLENS", "PAGE_TABLE", "Nn")
+        cached = ("Q", "K_CACHE", "V_CACHE", "CACHE_SEQLENS", "PAGE_TABLE", "Nn", *SCALES.values())
         return [a.name.lower() for a in self.module.host("decode").args if a.name not in cached]
 
     def derive(self, wanted: Any = None) -> list[tuple[list[str], str]]:

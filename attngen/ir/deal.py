@@ -31,12 +31,12 @@ def least_items(each: int) -> Expr:
 def unit_of_parts(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
     """Units of work of a part, at most, of sequences with so many units.
 
-    each: the number itself, where it is not 0. Otherwise there may be no more than `items` parts, and no more than a `waves`-th of these
-    where parts would have less than LEAST_UNITS units.
+    each: the number itself, where it is not 0. Otherwise there are no more than `items` parts, of which programs have a `waves`-th at one
+    time: as many turns of these as parts of LEAST_UNITS units would take. A sequence has half a part more than its units make, on average.
     """
-    total, sequences = sum(work), len(work)
-    most, few = (max(1, n - sequences) for n in (items, items // waves))  # a sequence has one part more than units of whole parts
-    balanced = max(1, -(-total // most), min(-(-total // few), LEAST_UNITS))
+    total, sequences, busy = sum(work), len(work), max(1, items // waves)
+    turns = min(waves, max(1, -(-sum(-(-units // LEAST_UNITS) for units in work) // busy)))
+    balanced = max(1, -(-total // max(1, items - sequences)), -(-total // max(1, turns * busy - sequences // 2)))
     return each or balanced
 
 

@@ -36,6 +36,11 @@ ELEMENTS: dict[str, Element] = {
     "fp32": Element(4, "float32", "", "fp32"),
 }
 
+# What a cache can hold in place of the element type of q: 8-bit numbers (Micikevicius et al. 2022, "FP8 formats for deep learning").
+# In kernels two of them, in columns side by side, are one value of 16 bits, which has this type in the IR. Products take them as fp16.
+QUANTISED = {"fp8_e4m3": "fp8_e4m3x2"}
+QUANTISED_TORCH = {"fp8_e4m3": "float8_e4m3fn"}  # their names in torch
+
 # The types of values in the IR, as generated Python names them. `T` is the element type of q, k and v, and of the results unless the
 # table names another one for these. Kernels call that by its key, and fp32 `f32`.
 TORCH = {"f32": "torch.float32", "i32": "torch.int32", "b1": "torch.bool", "T": "q.dtype"}

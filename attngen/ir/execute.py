@@ -23,7 +23,8 @@ import numpy as np
 
 from attngen.errors import AttngenError
 from attngen.ir.deal import deal, units_of
-from attngen.ir.dtypes import ELEMENTS
+from attngen.ir.dtypes import ELEMENTS, QUANTISED
+from attngen.ir.eight_bits import numbers, pairs
 from attngen.ir.expr import Expr, symbol_names
 from attngen.ir.graph import MIRRORED, Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
@@ -62,8 +63,10 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Type,
+    Unzip,
     Uses,
     Yield,
+    Zip,
     unpadded,
 )
 from attngen.ir.philox import keep_scores
@@ -75,6 +78,7 @@ Window = tuple[Any, ...]  # an index of an array: numbers and slices
 _FLOATS = ("T", "f32", *ELEMENTS)  # values, and results that have a type of their own
 SINGLE = {
     **dict.fromkeys(_FLOATS, np.float32),
+    **dict.fromkeys(QUANTISED.values(), np.int16),
     "i32": np.int64,
     "i64": np.int64,
     "b1": np.bool_,
@@ -233,6 +237,8 @@ class Launch:
                     return {field: values[ref] for field, ref in op.values}
                 case SoftmaxStep():
                     values |= self._softmax_step(op, values, cls)
+                case Unzip():
+                    values |= self._unzip(op, values)
                 case _:
                     values[op.name] = getattr(self, f"_{KIND[type(op)]}")(op, values, cls)
         return {}
@@ -524,6 +530,16 @@ class Launch:
 
     def _scan(self, op: Scan, values: Values, cls: str) -> Any:
         return np.maximum.accumulate(values[op.value], axis=self.dims[op.value].index(op.over))
+
+    def _unzip(self, op: Unzip, values: Values) -> Values:
+        x, of = values[op.value], self.kernel.type_of(op.value)
+        even, odd = numbers(x) if of.dtype in QUANTISED.values() else (x[:, ::2], x[:, 1::2])
+        return {f"{op.name}.even": self.tile(even, op.type, values), f"{op.name}.odd": self.tile(odd, op.type, values)}
+
+    def _zip(self, op: Zip, values: Values, cls: str) -> Any:
+        a, b = values[op.a], values[op.b]
+        x = pairs(a, b) if op.type.dtype in QUANTISED.values() else np.stack([a, b], 2).reshape(len(a), -1)
+        return self.tile(x, op.type, values)
 
     def _seed(self, op: Seed, values: Values, cls: str) -> int:
         return int(values[op.src])

@@ -13,7 +13,8 @@ import networkx as nx
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import Bool, Expr, floordiv, symbol
+from attngen.ir.dtypes import QUANTISED
+from attngen.ir.expr import Bool, Expr, floordiv, select, symbol
 from attngen.ir.host import Host
 from attngen.ir.names import DIRECTIONS, block_lists
 from attngen.ir.ops import (
@@ -41,9 +42,10 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Type,
+    Unzip,
 )
 from attngen.ir.roles import Near, Own, Pipeline, Take, Work, bodies_of
-from attngen.policy import RESIDENT, WAVES
+from attngen.policy import PACKED, RESIDENT, WAVES
 
 MIRRORED = "mirrored"  # what programs know it by whether their heads go the other way round (see GridAxis)
 PHASES = ("logical", "scheduled", "target")
@@ -86,6 +88,7 @@ class Deal:
     each: units of a part, at most; 0: as many as make the parts of all sequences keep the device busy, and no more than `items`.
     resident: programs that a multiprocessor has at a time.
     waves: parts, at most, for each program that the device has at a time.
+    few: `resident` where there are PACKED rows of queries at most; 0 where it is the same.
 
     Programs know `parts`, the number of those of their sequence, and `first_item`, of those of all sequences before it.
     """
@@ -94,6 +97,17 @@ class Deal:
     each: int = 0
     resident: int = RESIDENT
     waves: int = WAVES
+    few: int = 0
+
+    @property
+    def programs(self) -> Expr:
+        """How many programs a multiprocessor has at a time, in terms of `Gq`, the rows of queries."""
+        most = sympy.Integer(self.resident)
+        return select(symbol("Gq") <= PACKED, sympy.Integer(self.few), most) if self.few else most
+
+    def resident_for(self, rows: int | None) -> int:
+        """The same for a schedule row that is for so many rows, at most; None: for any number."""
+        return self.few if self.few and rows is not None and rows <= PACKED else self.resident
 
 
 DEALT = ("parts", "first_item")  # what programs know of it
@@ -341,8 +355,24 @@ class Kernel:
 
     def clears(self, op: Load) -> bool:
         """Whether rows of a tile that are in a cache, but past the end of the sequence, become zeros: they are summed up with others."""
-        summed = any(op.name in (dot.a, dot.b) and dot.over == op.type.dims[0] for dot in self.dots)
+        summed = any(self.multiplies(dot, op) and dot.over == op.type.dims[0] for dot in self.dots)
         return summed and self.reads_cache and "kv" in op.src.axes()
+
+    def multiplies(self, dot: Dot, op: Op) -> bool:
+        """Whether a product has a value as an operand: itself, or its even or odd columns."""
+        sources = (self.op(ref) for ref in (dot.a, dot.b))
+        return op.name in {source.value.split(".")[0] if isinstance(source, Unzip) else source.name for source in sources}
+
+    @cached_property
+    def tile_page(self) -> int:
+        """Keys of a page, where it reads something of a tile's page, so that tiles divide pages; else 0."""
+        found = (op for op in self.ops() if isinstance(op, Gather) and op.src.tensor == "PAGE_TABLE" and not op.type.dims)
+        return next((int(e.args[1]) for op in found for e in op.src.index if isinstance(e, floordiv)), 0)
+
+    @cached_property
+    def reads_quantised(self) -> bool:
+        """Whether it reads numbers of 8 bits, two of them as one value."""
+        return any(isinstance(op, Load) and op.type.dtype in QUANTISED.values() for op in self.ops())
 
     @property
     def rotates(self) -> bool:
@@ -544,18 +574,28 @@ class Cache:
     """The module also reads keys and values from a cache: one row of keys for each sequence; or pages, each of `page` rows.
 
     page: empty where there are no pages; a number; or `page_rows`, where a call gives it.
+    dtype: what the cache holds, by its key in QUANTISED, where that is not the element type of q.
+    scale: what has a factor of its own then, by which its numbers are multiplied: each `head`, or each head of a `page`.
     """
 
     page: str = ""
+    dtype: str = ""
+    scale: str = ""
 
     @property
     def rows(self) -> tuple[str, str, str]:
         """The dimensions of a tensor of the cache, without the last one."""
         return ("pages", "Hkv", self.page) if self.page else ("B", "Hkv", "Nc")
 
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The dimensions of a tensor of factors; none where there are no factors."""
+        return {"head": ("Hkv",), "page": ("pages", "Hkv")}.get(self.scale, ())
+
     def describe(self) -> str:
-        """`contiguous`, `paged 64` or `paged any`."""
-        return f"paged {'any' if self.page == 'page_rows' else self.page}" if self.page else "contiguous"
+        """`contiguous`, `paged 64` or `paged any`; and `fp8_e4m3 scale head` after it."""
+        pages = f"paged {'any' if self.page == 'page_rows' else self.page}" if self.page else "contiguous"
+        return f"{pages} {self.dtype} scale {self.scale}" if self.dtype else pages
 
 
 @dataclass(frozen=True)
@@ -631,7 +671,8 @@ class Module:
     @property
     def widths(self) -> dict[str, int]:
         """The columns of each head dimension, by its name, in tensors of a call."""
-        return {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v} | ({"D_ROPE": self.rope} if self.rope else {})
+        pairs = {"PAIRS_QK": self.head_dim_qk // 2, "PAIRS_V": self.head_dim_v // 2} if self.cache and self.cache.dtype else {}
+        return {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v} | ({"D_ROPE": self.rope} if self.rope else {}) | pairs
 
     @property
     def dealing(self) -> Kernel | None:

@@ -92,9 +92,13 @@ INTEGERS = {
     "D_QK": Name("columns of a head of q and k; on chip, the next power of two", ("d", "qk"), 1, uses="everywhere"),
     "D_V": Name("columns of a head of v; on chip, the next power of two", ("d", "v"), 1, uses="everywhere"),
     "D_ROPE": Name("columns of a head of q and k that the latent lacks", ("d", "rope"), 1, uses="everywhere"),
+    "PAIRS_QK": Name("pairs of columns of a head of k, of which a cache holds both in 16 bits", ("p", "qk"), 1, uses="everywhere"),
+    "PAIRS_V": Name("pairs of columns of a head of v", ("p", "v"), 1, uses="everywhere"),
     "D_QK_PAD": Name("the next power of two", None, 1),
     "D_ROPE_PAD": Name("the next power of two", None, 1),
     "D_V_PAD": Name("the next power of two", None, 1),
+    "PAIRS_QK_PAD": Name("the next power of two", None, 1),
+    "PAIRS_V_PAD": Name("the next power of two", None, 1),
     "elem": Name("bytes of an element of q, k and v", ("elem", ""), 1),
     "stages": Name("tiles in flight along a loop", ("stages", ""), 1),
 }
@@ -130,6 +134,8 @@ SHAPES = {
     "Q_ROPE": ("B", "Hq", "Nq", "D_ROPE"),
     "K_ROPE": ("B", "Hkv", "Nk", "D_ROPE"),
     "K_ROPE_NEW": ("B", "Hkv", "Nn", "D_ROPE"),
+    "K_SCALE": ("Hkv",),
+    "V_SCALE": ("Hkv",),
     "O_PARTS": ("items", "Hkv", "Nq", "D_V"),
     "LSE2_PARTS": ("items", "Hkv", "Nq"),
 }
@@ -140,7 +146,8 @@ SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
 # How generated Python calls tensors that it does not name by their small letters.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
 STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS")
-FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS")
+SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # of what a cache holds in 8 bits
+FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS", *SCALES.values())
 INT32 = ("DQ_TURNS", "DKDV_TURNS", "CACHE_SEQLENS", "PAGE_TABLE")
 SCALARS = {"scale": "f32", **dict.fromkeys(SIZES, "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
@@ -199,7 +206,7 @@ OF_CACHE |= {
     "place",
     "all_parts",
     *("at", "before", "ends", "end", "few", "first", "found", "i", "item", "length", "most", "n", "pages", "parts", "passed", "row"),
-    *("there", "total"),
+    *("busy", "fitting", "there", "total", "turns", "wanted", "work"),
     "page",
     "page_ahead",
     "page_of_tile",
@@ -207,7 +214,26 @@ OF_CACHE |= {
     "caches",
     "new",
 }
-OF_CACHE |= {"k_cache", "v_cache", "cache_seqlens", "page_table", "k_new", "v_new", "o_parts", "lse2_parts", "with_kvcache", "of_sequences"}
+OF_CACHE |= {
+    "k_cache",
+    "v_cache",
+    "cache_seqlens",
+    "page_table",
+    "k_new",
+    "v_new",
+    "o_parts",
+    "lse2_parts",
+    "with_kvcache",
+    "of_cache",
+    "k_scale",
+    "v_scale",
+}
+OF_CACHE |= {"from_pairs", "to_pairs", "widened", "narrowed", "half", "second", "size", "bits", "normal", "small", "number"}
+_HALVES = ("acc", "k", "k_columns", "part", "q_columns", "rescaled", "s", "v", "v_columns")  # values that have even and odd columns
+OF_CACHE |= {f"{name}_{half}" for name in _HALVES for half in ("even", "odd")} | {
+    f"{x}_{of}" for x in "kv" for of in ("pairs", "unit", "size")
+}
+OF_CACHE |= {"acc_scaled", "first_page", "p_scaled", "p_scaled_cast", "pair_qk", "pair_v", "q_abs", "q_size", "q_unit", "s_scale", "s_unit"}
 OF_CACHE |= {"operands", "before", "rows", "base", "weight", "m_next", "acc_next", "l_next", "o_part", "lse2_part"}
 OF_CACHE |= {f"kv_{cls}_{end}{at}" for cls in ("full", "partial") for end in ("from", "to") for at in ("", "_2", "_3", "_4", "_5", "_6")}
 ORDERS = ("q_outer", "kv_outer")  # of loops
@@ -217,7 +243,7 @@ DIRECTIONS = ("forward", "backward")
 def stride_names(tensor: str, dims: Sequence[str]) -> list[str]:
     """Stride parameters of a tensor: every dimension but the last, which is contiguous."""
     letters = [INTEGERS[d].letter if d in INTEGERS else "" for d in dims[:-1]]
-    if dims[:1] == ("pages",):
+    if dims[:1] == ("pages",) and len(dims) == 4:
         letters[-1] = "n"  # a row of the page
     return [f"stride_{tensor.lower()}_{c if c and letters.count(c) == 1 else at}" for at, c in enumerate(letters)]
 

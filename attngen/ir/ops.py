@@ -15,15 +15,24 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import sympy
 
+from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import Bool, Expr, cdiv, symbol, symbol_names
 
 TENSORS = ("in", "out", "inout", "scratch", "sum")  # roles of a kernel's arguments that lie in device memory
-DTYPE_BYTES = {"f32": 4, "i32": 4, "i64": 8, "b1": 1, "ptr": 8}  # `T`, and the type of results, depend on the module
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE"}  # index letter -> tile dimension
-AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE"}  # index letter -> whole axis
+DTYPE_BYTES = {
+    "f32": 4,
+    "i32": 4,
+    "i64": 8,
+    "b1": 1,
+    "ptr": 8,
+    **dict.fromkeys(QUANTISED.values(), 2),
+}  # `T`, and the type of results, depend on the module
+COLUMN_DIM = {"d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE", "pair_qk": "PAIRS_QK", "pair_v": "PAIRS_V"}  # index letter -> dimension
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", **COLUMN_DIM}  # index letter -> tile dimension
+AXIS_EXTENT = {"q": "Nq", "kv": "Nk", **COLUMN_DIM}  # index letter -> whole axis
 MEMBER = "g"  # the number of a query head among those that share a K/V head
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
-PADDED = {"D_QK": "D_QK_PAD", "D_V": "D_V_PAD", "D_ROPE": "D_ROPE_PAD"}  # dimension -> its name in tiles that are padded to a power of two
+PADDED = {dim: f"{dim}_PAD" for dim in COLUMN_DIM.values()}  # dimension -> its name in tiles that are padded to a power of two
 _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
 
 
@@ -374,6 +383,29 @@ class Scan(Op):
 
 
 @dataclass(frozen=True)
+class Unzip(Op):
+    """The even and the odd columns of a tile. Of a tile of pairs, the first and the second numbers, in fp16."""
+
+    value: str = field(metadata=OPERAND)
+    type: Type
+
+    def results(self) -> dict[str, Type]:
+        return {"even": self.type, "odd": self.type}
+
+
+@dataclass(frozen=True)
+class Zip(Op):
+    """The tile that has one tile as its even columns, and another one as its odd ones.
+
+    As pairs, numbers are rounded to the nearest one that there is, the even one of two; in place of larger ones is the largest.
+    """
+
+    a: str = field(metadata=OPERAND)
+    b: str = field(metadata=OPERAND)
+    type: Type
+
+
+@dataclass(frozen=True)
 class Yield(Op):
     """The last op of a block: the carried values for a loop's next turn, or the results of a host program's block."""
 
@@ -492,6 +524,8 @@ OPS: dict[str, type[Op]] = {
     "dropout": Dropout,
     "reduce": Reduce,
     "scan": Scan,
+    "unzip": Unzip,
+    "zip": Zip,
     "yield": Yield,
     "store": Store,
     "scatter": Scatter,

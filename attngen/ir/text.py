@@ -71,6 +71,8 @@ _POSITIONAL = {
     "chains": ("value",),
     "ramp": ("value",),
     "halve": ("value",),
+    "unzip": ("value",),
+    "zip": ("a", "b"),
     "join": ("a", "b"),
     "turn": ("do",),
     "follow": ("turns",),
@@ -165,6 +167,7 @@ def _print_deal(deal: Deal | None) -> str:
     if deal is None:
         return ""
     how = f" resident({deal.resident}) waves({deal.waves})" if (deal.resident, deal.waves) != (Deal.resident, Deal.waves) else ""
+    how += f" few({deal.few})" if deal.few else ""
     return f" deals({to_text(deal.work)}{f', {deal.each}' if deal.each else ''}){how}"
 
 
@@ -439,17 +442,18 @@ def _parse_kernel(text: str, where: str) -> dict[str, Any]:
     divided = r"(?: of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: resident\((?P<resident>[1-9][0-9]{0,2})\))?"
     match = re.fullmatch(
         rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*?)\)"
-        r"(?: resident\((?P<alone>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?)?",
+        r"(?: resident\((?P<alone>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?(?: few\((?P<few>[1-9]\d{0,2})\))?)?",
         text,
     )
     if not match:
         raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
     said = {name: word or "" for name, word in match.groupdict().items()}
-    fields = {"grid": _parse_grid(said["grid"], where), "deal": _parse_deal(said["deal"], said.pop("alone"), said.pop("waves"), where)}
+    deal = _parse_deal(said["deal"], said.pop("alone"), said.pop("waves"), said.pop("few"), where)
+    fields = {"grid": _parse_grid(said["grid"], where), "deal": deal}
     return {**said, **fields, "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
 
 
-def _parse_deal(text: str, resident: str, waves: str, where: str) -> Deal | None:
+def _parse_deal(text: str, resident: str, waves: str, few: str | None, where: str) -> Deal | None:
     if not text:
         return None
     work, *each = split(text, ",")
@@ -457,7 +461,7 @@ def _parse_deal(text: str, resident: str, waves: str, where: str) -> Deal | None
         raise IRError(
             f"{where}: `deals({text})`; expected units of work, as in `deals(cdiv(Nk, 64))`, and of a part, as in `deals(..., 16)`"
         )
-    how = {"resident": int(resident), "waves": int(waves)} if resident else {}
+    how = ({"resident": int(resident), "waves": int(waves)} if resident else {}) | ({"few": int(few)} if few else {})
     return Deal(parse(work, where), *(int(part) for part in each), **how)
 
 
@@ -544,10 +548,11 @@ def _module(s: _Sections, source: str) -> Module:
 
 
 def _parse_cache(text: str, source: str) -> Cache:
-    match = re.fullmatch("contiguous|paged (any|[1-9][0-9]{0,8})", text)
+    match = re.fullmatch(r"(?:contiguous|paged (any|[1-9][0-9]{0,8}))(?: (\w+) scale (head|page))?", text)
     if not match:
-        raise IRError(f"{source}: `cache {text}`; expected contiguous, `paged any` or `paged 64`")
-    return Cache("page_rows" if match[1] == "any" else match[1] or "")
+        known = "contiguous, `paged any` or `paged 64`, and for other numbers than q's `fp8_e4m3 scale head` after it"
+        raise IRError(f"{source}: `cache {text}`; expected {known}")
+    return Cache("page_rows" if match[1] == "any" else match[1] or "", match[2] or "", match[3] or "")
 
 
 def _parse_rope(text: str, source: str) -> int:

@@ -58,4 +58,4 @@ def _is_resident(module: Module, kernel: Kernel, row: Row) -> bool:
     assert kernel.deal is not None
     backend, device = backend_of(row), CLASSES[row.device]
     each = backend.footprint.sram_bytes(module, kernel, row) + device.smem_reserved
-    return kernel.deal.resident * each <= device.smem_per_sm and not backend.footprint.misfit(module, kernel, row)
+    return kernel.deal.resident_for(row.max_rows) * each <= device.smem_per_sm and not backend.footprint.misfit(module, kernel, row)

@@ -26,15 +26,13 @@ class PlaceMemory(Pass):
 
 
 def _place(kernel: Kernel) -> Kernel:
-    operands = {ref for op in kernel.dots for ref in (op.a, op.b)}
-
     def change(_: str, op: Op) -> list[Op]:
         if not hasattr(op, "type"):
             return [op]
         space = "reg"
         if isinstance(op, Arg) and op.role in TENSORS:
             space = "hbm"
-        elif isinstance(op, Load) and op.name in operands:
+        elif isinstance(op, Load) and any(kernel.multiplies(dot, op) for dot in kernel.dots):
             space = "sram"
         placed: Any = op
         return [replace(placed, type=replace(placed.type, space=space))]

@@ -127,6 +127,8 @@ class SelectTiles(Pass):
             lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2)  # to find where rows are takes a while, which longer tiles hide
             fit = (kv for kv in lengths if not all(backend.footprint.misfit(module, kernel, r) for r in candidates(given_q, (kv,), warps)))
             given_kv = (next(fit, UNIT),)
+        if kernel.tile_page:
+            given_kv = tuple(kv for kv in given_kv if kernel.tile_page % kv == 0)
         if not tile_loops(kernel):
             if kernel.deal:  # a row's parts are joined by a warp
                 return Row(device, elem, limit, 1, 1, 1, 1, backend=module.backend)

@@ -11,13 +11,14 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.dtypes import ELEMENTS
+from attngen.ir.dtypes import ELEMENTS, QUANTISED
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import DEALT, MIRRORED, Deal, Kernel, Module
 from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    COLUMN_DIM,
     KIND,
     PADDED,
     Access,
@@ -46,7 +47,9 @@ from attngen.ir.ops import (
     Seed,
     SoftmaxStep,
     Store,
+    Unzip,
     Yield,
+    Zip,
     dimension,
 )
 from attngen.printing.printer import to_triton
@@ -71,7 +74,8 @@ class KernelContext:
         names: dict[str, str] = {}
         for op in self.kernel.ops():
             for f in op.results():
-                names[f"{op.name}.{f}" if f else op.name] = f"{f}_new" if f in ("m", "l") else (f or op.name)
+                halved = f"{op.name}_{f}" if isinstance(op, Unzip) else f
+                names[f"{op.name}.{f}" if f else op.name] = f"{f}_new" if f in ("m", "l") else (halved or op.name)
         for loop in self.kernel.loops:  # outermost first: entry comes before bodies
             for f, start in loop.carry:
                 shared = f if isinstance(self.kernel.op(start), Init) else names[start]
@@ -149,6 +153,7 @@ class KernelContext:
             tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
             dropout=kernel.draws,
             tma=any(isinstance(op, Load) and op.via for op in kernel.ops()),
+            converts=kernel.reads_quantised,
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
             not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.deal and s in ("B", "items"))] + lengths,
             prologue=prologue,
@@ -207,7 +212,7 @@ class KernelContext:
             lines.append(f"dtype = {f'{tensor}.dtype if TMA else ' * described}{tensor}.dtype.element_ty")
         if f"{self.kernel.own_axis}_idx" in used and not self.kernel.walks:
             (turn if of_parts else lines).append(f"{self.kernel.own_axis}_idx = {self.kernel.own_axis}_start + {self.kernel.own_axis}_off")
-        for axis in ("d_qk", "d_v", "d_rope"):
+        for axis in COLUMN_DIM:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
         return lines, turn, turns
@@ -453,7 +458,7 @@ class KernelContext:
 
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls, op.type.dims)
-        other = "False" if op.type.dtype == "b1" else self._constant(op.other)
+        other = "False" if op.type.dtype == "b1" else "0" if op.type.dtype in QUANTISED.values() else self._constant(op.other)
         pointer = self._rows_in_cache(op.src, op.pages, "kv_idx") if op.pages else self._pointer(op.src, op.type.dims)
         text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other}
         return {**text, "described": self._described(op, cls) if op.via else ""}
@@ -473,7 +478,8 @@ class KernelContext:
             start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
         read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
         check = self._check([(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims)
-        return f"tl.where({check}, {read}, 0.0)" if check and self.kernel.clears(op) else read
+        zero = "0" if op.type.dtype in QUANTISED.values() else "0.0"
+        return f"tl.where({check}, {read}, {zero})" if check and self.kernel.clears(op) else read
 
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)
@@ -590,6 +596,20 @@ class KernelContext:
 
     def _barrier(self, op: Barrier, cls: str) -> dict[str, Any]:
         return {}
+
+    def _unzip(self, op: Unzip, cls: str) -> dict[str, Any]:
+        value, of = self.var(op.value), self.kernel.type_of(op.value)
+        rows, columns = op.type.dims
+        expr = f"from_pairs({value}, CONVERTS)" if of.dtype in QUANTISED.values() else f"tl.split({value}.reshape({rows}, {columns}, 2))"
+        return {"var": f"{self.var(f'{op.name}.even')}, {self.var(f'{op.name}.odd')}", "expr": expr}
+
+    def _zip(self, op: Zip, cls: str) -> dict[str, Any]:
+        a, b = self.var(op.a), self.var(op.b)
+        quantised = op.type.dtype in QUANTISED.values()
+        return {
+            "var": self.var(op.name),
+            "expr": f"to_pairs({a}, {b})" if quantised else f"tl.join({a}, {b}).reshape({', '.join(op.type.dims)})",
+        }
 
     def _yield(self, op: Yield, cls: str) -> dict[str, Any]:
         pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]

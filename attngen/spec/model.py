@@ -126,6 +126,18 @@ class Cache(BaseModel):
 
     model_config = _STRICT
     paged: Paged | None = Field(default=None, description="in pages, which a table names for each sequence")
+    dtype: Literal["fp8_e4m3"] | None = Field(
+        default=None,
+        description="element type of keys and values in the cache, of 8 bits, with factors `k_scale` and `v_scale`; q's without it",
+    )
+    scale: Literal["head", "page"] | None = Field(
+        default=None, description="what has a factor of its own: each K/V head (`head`, the default), or each head of a page (`page`)"
+    )
+
+    @property
+    def factors(self) -> str:
+        """What has a factor of its own, `head` or `page`; empty where there are no factors."""
+        return self.scale or "head" if self.dtype else ""
 
     @property
     def page(self) -> str:
@@ -161,11 +173,11 @@ def _parse_backward(value: Any) -> Any:
     return None if value is False else value
 
 
-_CACHES = "`contiguous`, or {paged: {page_size: 64}}"
+_CACHES = "`contiguous`, or {paged: {page_size: 64}}, and dtype: fp8_e4m3 in the braces for 8 bits"
 
 
 def _parse_cache(value: Any) -> Any:
-    """`contiguous`, or `{paged: {page_size: n}}`; `paged` alone is of any page size."""
+    """`contiguous`, or `{paged: {page_size: n}, dtype: fp8_e4m3}`, either of them; `paged` alone is of any page size."""
     if value is None:
         raise ValueError(f"is empty; expected {_CACHES}")
     if value == "contiguous":
@@ -174,7 +186,7 @@ def _parse_cache(value: Any) -> Any:
         return {"paged": {}}
     if not isinstance(value, (dict, Cache)) or value == {}:
         raise ValueError(f"is `{document.shown(value)}`; expected {_CACHES}")
-    return value
+    return value | {"paged": {}} if isinstance(value, dict) and value.get("paged", {}) is None else value
 
 
 def _parse_dtype(value: Any) -> Any:
@@ -348,6 +360,29 @@ class Spec(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _eight_bits_can_be_read(self) -> Spec:
+        """What a cache of 8-bit numbers asks of the rest of a spec."""
+        cache = self.cache
+        if cache is None or not (cache.dtype or cache.scale):
+            return self
+        wide = next((d for d in self.dtype if ELEMENTS[d].bytes != 2), "")
+        odd = next((n for n in (self.head_dim.qk, self.head_dim.v) if n % 16), 0)
+        cannot: tuple[tuple[bool, document.Path, str], ...] = (
+            (not cache.dtype, ("cache", "scale"), "is of numbers of 8 bits, and the cache has none; expected `dtype: fp8_e4m3` beside it"),
+            (
+                cache.scale == "page" and not cache.paged,
+                ("cache", "scale"),
+                "is `page`, and there are no pages; expected `head`, or `paged`",
+            ),
+            (bool(self.rope), ("cache", "dtype"), "is `fp8_e4m3`, and a latent is kept in q's type; expected the key left out"),
+            (bool(wide), ("dtype",), f"names `{wide}`, beside a cache of 8 bits; expected `bf16`, `fp16` or both"),
+            (bool(odd), ("head_dim",), f"has {odd} columns, beside a cache of 8 bits; expected a multiple of 16, for rows of whole copies"),
+        )
+        if found := next(((path, what) for wrong, path, what in cannot if wrong), None):
+            raise Mistakes(found)
+        return self
+
+    @model_validator(mode="after")
     def _order_can(self) -> Spec:
         """What a program that walks over tiles of keys cannot do."""
         if self.schedule.order == "q_outer":
@@ -412,7 +447,7 @@ class Spec(BaseModel):
         plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
         del plain["cache"], plain["kv"]
         if self.cache is not None:
-            plain["cache"] = self.cache.model_dump(mode="json") if self.cache.paged else "contiguous"
+            plain["cache"] = self.cache.model_dump(mode="json", exclude_none=True) or "contiguous"
         plain |= {"kv": self.kv.model_dump(mode="json")} if self.kv else {}
         for key in ("order", "backend", "split"):
             if plain["schedule"][key] == Schedule.model_fields[key].default:

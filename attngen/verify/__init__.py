@@ -20,6 +20,7 @@ from attngen.verify.divided import bodies, flights, role_types, roles, scopes, u
 from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.protocol import protocol
+from attngen.verify.quantised import quantised
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.structure import deals, header, in_place, latents, live, loops, order, ordered, references, rewrites, shares, signature
 from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists
@@ -70,7 +71,7 @@ _DIVIDED: dict[str, Rule] = {
     "used": used,
     "cuts": cuts,
 }
-_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said}
+_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said, "quantised": quantised}
 
 
 @cache

@@ -14,7 +14,7 @@ from attngen.ir.deal import least_items
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
-from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SHAPES, SHARES, tensor_dtype
+from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Type, Yield, dimension
 from attngen.ir.prove import prove_le
 
@@ -77,6 +77,7 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
     if host.name == "decode":  # keys are in a cache
         known = {name: (dtype, tuple("Nc" if d == "Nk" else d for d in shape)) for name, (dtype, shape) in known.items()}
     known |= {name: (tensor_dtype(name), shape) for name, shape in SHAPES.items()}
+    known |= {name: ("f32", module.cache.scales) for name in SCALES.values() if module.cache}
     known |= {name: (dtype, ()) for name, dtype in (SCALARS | DROPOUT_SCALARS).items()}
     for arg in host.args:
         dtype, dims = known.get(arg.name, (arg.type.dtype, arg.type.dims))

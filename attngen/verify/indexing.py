@@ -17,6 +17,7 @@ from attngen.ir.names import AXES, PAIRS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    COLUMN_DIM,
     MEMBER,
     PADDED,
     Add,
@@ -48,13 +49,14 @@ CONSTANTS = {"LOG2E", "LN2"}
 RESERVED = (
     POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
 )
-RESERVED |= {*PADDED.values(), "d_qk", "d_rope", "d_v", "dtype", "float", "pid", "tl", "triton"}
+RESERVED |= {*PADDED.values(), *COLUMN_DIM, "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "q_next", "turn"}
 RESERVED |= {
     "at",
     "BLOCK",
     "DROPOUT",
     "TMA",
+    "CONVERTS",
     "LEARN",
     "floor_div",
     "floor_mod",
@@ -131,6 +133,12 @@ def is_page_of(module: Module, index: Any) -> bool:
     return bool(module.cache and isinstance(index, floordiv) and index.args[1] == dimension(module.cache.page))
 
 
+def _is_page(kernel: Kernel, op: Gather | Scatter, index: Any) -> bool:
+    """Whether an index is the number of a page, read where the sequence has the row: under the same condition as the element."""
+    table = next((kernel.op(ref) for name, ref in op.uses if symbol(name) == index), None)
+    return isinstance(table, Gather) and table.src.tensor == "PAGE_TABLE" and set(conjuncts(table.where)) <= set(conjuncts(op.where))
+
+
 def _outside(module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]) -> Iterator[str]:
     """Single elements that may lie outside of their tensor. Each index is proven inside, or the condition says so."""
     conditions = conjuncts(op.where)
@@ -143,6 +151,8 @@ def _outside(module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict
             end = symbol("Nk" if kernel.reads_cache else "Nc")  # no entry past the keys of a sequence is read
             if (row < end) in conditions and (row.is_nonnegative or (row >= 0) in conditions):
                 continue  # there are pages for Nc keys of a sequence, and it has no more (see Length)
+        if dim == "pages" and _is_page(kernel, op, index):
+            continue  # a table names pages that there are
         of_row = SHARINGS[module.sharing].owned * symbol("group") + floordiv(symbol("q_idx"), symbol("queries"))
         if dim == "Hq" and kernel.packs and index == of_row and (symbol("q_idx") < symbol("Nq")) in conditions:
             continue  # the head of a row of a tile of packed ones
@@ -214,7 +224,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
             known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in dimensions(kernel, op)}
             known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
         elif isinstance(op, (Base, Count, Length, Load, Store)):
-            known |= axes | {"d_qk", "d_rope", "d_v", AXIS_EXTENT[own]}
+            known |= axes | {*COLUMN_DIM, AXIS_EXTENT[own]}
         for symbol_name, ref in getattr(op, "uses", ()):
             if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
                 yield f"%{op.name} takes `{symbol_name}` for %{ref}; a scalar has one name in all expressions"

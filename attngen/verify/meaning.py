@@ -13,10 +13,30 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import implies
+from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.ops import AXIS_EXTENT, Arg, Dot, Gather, Length, Load, Loop, Map, Mask, Op, SoftmaxStep, Type, dimension
+from attngen.ir.names import SCALES
+from attngen.ir.ops import (
+    AXIS_EXTENT,
+    Access,
+    Append,
+    Arg,
+    Dot,
+    Gather,
+    Length,
+    Load,
+    Loop,
+    Map,
+    Mask,
+    Op,
+    Reduce,
+    SoftmaxStep,
+    Type,
+    Unzip,
+    dimension,
+)
 from attngen.verify.algebra import normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
@@ -119,12 +139,14 @@ class Values:
             return self.expression(op.expr, op)
         if isinstance(op, Dot) and self._is_product(op):
             return PRODUCT
+        if isinstance(op, Dot) and (parts := self._of_halves(op)):
+            return PRODUCT / sympy.Mul(*parts)
         if isinstance(op, Load):
             tensor, index = self.kernel.accessed(op)
             letters = {symbol(axis): symbol(f"{axis}_idx") for axis in ("q", "kv")}
-            return self._element(tensor.name, [self.expression(e.xreplace(letters), op) for e in index], (), op.type)
+            return self.element(tensor.name, [self.expression(e.xreplace(letters), op) for e in index], (), op.type)
         if isinstance(op, Gather):
-            return self._gathered(op)
+            return self.gathered(op)
         if isinstance(op, Length):
             return symbol(op.name)
         if isinstance(op, Arg) and op.role == "scalar":
@@ -133,7 +155,7 @@ class Values:
         self.others[made] = ref
         return made
 
-    def _element(self, tensor: str, index: Iterable[Expr], guard: Iterable[Bool], type_: Type) -> Expr:
+    def element(self, tensor: str, index: Iterable[Expr], guard: Iterable[Bool], type_: Type) -> Expr:
         made = _element(tensor, index, guard, type_)
         self.elements[made] = tensor
         return made
@@ -145,11 +167,30 @@ class Values:
             return isinstance(rest, Dot) and {self._loaded(rest.a), self._loaded(rest.b)} == {"Q_ROPE", "K_ROPE"} and not rest.acc
         return {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"} and not op.acc
 
+    def _of_halves(self, op: Dot) -> tuple[Expr, Expr] | None:
+        """Of the second of two products that sum even and odd columns of q and of 8-bit keys: by what rows of q were divided, which is the
+        largest number of each, and the factors of the keys. None for other products."""
+        first, pairs = self.kernel.op(op.acc) if op.acc else None, quantised_load(self.kernel, op.b)
+        if not isinstance(first, Dot) or first.acc or pairs is None or not pairs.src.tensor.startswith("K"):
+            return None
+        q, k = (self.kernel.op(ref) for ref in (op.a, op.b))
+        halves = [f"{x.name}.{half}" for half in ("even", "odd") for x in (q, k)]
+        if not isinstance(q, Unzip) or [first.a, first.b, op.a, op.b] != halves:
+            return None
+        divided = self.of(q.value)
+        x = next((s for s in divided.free_symbols if self.elements.get(s) == "Q"), None)
+        size = next((s for s in divided.free_symbols if isinstance(self.kernel.op(self.others.get(s, q.name)), Reduce)), None)
+        if x is None or size is None or divided != select(size > 0, x / size, x):
+            return None
+        largest = self.kernel.op(self.others[size])
+        assert isinstance(largest, Reduce)
+        return (size, scale_of(self.kernel, self, pairs)) if largest.op == "max" and self.of(largest.value) == sympy.Max(x, -x) else None
+
     def _loaded(self, ref: str) -> str:
         op = self.kernel.op(ref)
         return self.kernel.accessed(op)[0].name if isinstance(op, Load) else ""
 
-    def _gathered(self, op: Gather) -> Expr:
+    def gathered(self, op: Gather) -> Expr:
         """An element read as the header reads: a negative index counts from the end, and an element outside is 0."""
         rest, at = conjuncts(op.where), []
         for dim, e in zip(self.kernel.type_of(op.src.tensor).dims, op.src.index):
@@ -161,7 +202,7 @@ class Values:
             else:
                 at.append(FROM_START(self.expression(e, op)))
         guard = [self.expression(c, op) for c in rest if c not in _inside()]
-        return self._element(op.src.tensor, at, guard, op.type)
+        return self.element(op.src.tensor, at, guard, op.type)
 
     def conditions(self, ref: str) -> tuple[list[Bool], Expr]:
         """The conditions of the masks that a value has passed, and the value before them."""
@@ -170,6 +211,32 @@ class Values:
             found += conjuncts(self.expression(op.where, op))
             ref = op.value
         return found, self.of(ref)
+
+
+def quantised_load(kernel: Kernel, ref: str) -> Load | None:
+    """The load of the pairs of 8-bit numbers whose even or odd columns a value is; None for other values."""
+    op = kernel.op(ref)
+    source = kernel.op(op.value) if isinstance(op, Unzip) else None
+    return source if isinstance(source, Load) and source.type.dtype in QUANTISED.values() else None
+
+
+def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
+    """The element of K_SCALE or V_SCALE with which a row goes that an op loads or appends: its head's, or its page's and head's."""
+    declared, index = kernel.accessed(op)
+    tensor, head = SCALES[declared.name], index[-3]
+    page = kernel.op(op.pages) if op.pages else None
+    if len(kernel.type_of(tensor).dims) == 1 or not isinstance(page, Gather):
+        return values.element(tensor, [values.expression(head, op)], (), kernel.type_of(tensor))
+    read = next((o for o in kernel.ops() if isinstance(o, Gather) and o.src.tensor == tensor), page)
+    if kernel.tile_page and not read.type.dims:  # of the page in which all of the tile's rows are
+        first = next(o for o in kernel.ops() if isinstance(o, Gather) and o.src.tensor == "PAGE_TABLE" and not o.type.dims)
+        of_row = {symbol("kv_idx"): symbol("kv_start")}
+        moved = replace(
+            page, src=replace(page.src, index=tuple(e.xreplace(of_row) for e in page.src.index)), where=page.where.xreplace(of_row)
+        )
+        page = first if values.gathered(moved) == values.gathered(first) else page
+    at = Access(tensor, (symbol(page.name), head))
+    return values.gathered(Gather("", at, (*page.uses, (page.name, page.name)), kernel.type_of(tensor), page.where))
 
 
 def _inside() -> list[Bool]:
@@ -235,7 +302,7 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
         return
     sink = header.meaning.sink
     scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)
-    joined = [op for op in kernel.block("entry").ops if isinstance(op, Map) and isinstance(op.expr, sympy.Max) and op.type.dims]
+    joined = [op for op in kernel.block("entry").ops if isinstance(op, Map) and isinstance(op.expr, sympy.Max) and len(op.type.dims) == 1]
     if len(joined) != (sink is not None):
         yield f"{len(joined)} logits join a row's softmax; expected {'one, as the header has a sink' if sink is not None else 'none'}"
     for op in joined if sink is not None else ():

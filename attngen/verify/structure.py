@@ -21,6 +21,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     BLOCKS,
+    COLUMN_DIM,
     DTYPE_BYTES,
     TENSORS,
     Add,
@@ -43,7 +44,7 @@ from attngen.ir.ops import (
 from attngen.ir.roles import Pipeline
 from attngen.ir.shares import in_turn, ranges, shared, sharing
 
-WIDTHS = {"D_QK", "D_V", "D_ROPE"}
+WIDTHS = set(COLUMN_DIM.values())
 ROPES = range(16, 129, 16)  # columns that are rotated
 NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
 
@@ -138,7 +139,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         if blocks.count(name) > 1 or bodies.count(name) != (name != "entry") or name not in reached:
             yield f"@{name} is not the body of loops of one other block; only @entry is no body"
     result = result_type(module.dtypes)
-    known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result)))
+    known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result, *(["fp16"] if module.cache and module.cache.dtype else []))))
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
     stores += [op.turns.tensor for op in kernel.ops() if isinstance(op, (Add, Merge)) and op.turns]
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}

@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
+from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
@@ -40,6 +41,8 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Type,
+    Unzip,
+    Zip,
     dimension,
 )
 
@@ -160,6 +163,27 @@ def _scan_errors(kernel: Kernel, op: Scan) -> Iterator[str]:
         yield f"a scan keeps the type of its value, which has the dimension {op.over}"
     if op.op != "max" or op.type.dtype not in ("f32", "i32"):
         yield f"`{op.op}` of {op.type.dtype} is not a scan; expected max of f32 or i32"
+
+
+def _unzip_errors(kernel: Kernel, op: Unzip) -> Iterator[str]:
+    of = kernel.type_of(op.value)
+    paired = of.dtype in QUANTISED.values()
+    columns = of.unpadded[1:] if paired else _halved(of)
+    if len(of.dims) != 2 or op.type.unpadded != (of.dims[0], *columns) or op.type.dtype != ("fp16" if paired else of.dtype):
+        yield f"takes the columns of {of.dtype}[{', '.join(of.dims)}]; expected halves of D_QK or D_V, of its type, or fp16 of pairs"
+
+
+def _zip_errors(kernel: Kernel, op: Zip) -> Iterator[str]:
+    a, b = kernel.type_of(op.a), kernel.type_of(op.b)
+    paired = op.type.dtype in QUANTISED.values()
+    columns = op.type.unpadded[1:] if paired else _halved(op.type)
+    if (a.dtype, a.dims) != (b.dtype, b.dims) or a.unpadded != (*op.type.dims[:1], *columns) or (a.dtype != op.type.dtype and not paired):
+        yield f"is of {a.dtype}[{', '.join(a.dims)}] and {b.dtype}[{', '.join(b.dims)}]; expected two tiles alike, of half its columns"
+
+
+def _halved(t: Type) -> tuple[str, ...]:
+    """The dimension of half of a tile's columns."""
+    return tuple(d.replace("D_", "PAIRS_") for d in t.unpadded[1:])
 
 
 def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
@@ -365,6 +389,8 @@ _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     SoftmaxStep: _softmax_errors,
     Reduce: _reduce_errors,
     Scan: _scan_errors,
+    Unzip: _unzip_errors,
+    Zip: _zip_errors,
     Count: _count_errors,
     Gather: _gather_errors,
     Scatter: _scatter_errors,

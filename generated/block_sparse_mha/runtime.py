@@ -580,10 +580,11 @@ class CacheRules:
 
     page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
     latent: values are columns of the keys, so that there is one cache for both.
+    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head", or a "page" and head.
     """
 
-    def __init__(self, rules: Rules, page: int | None, latent: bool = False) -> None:
-        self.rules, self.page = rules, page
+    def __init__(self, rules: Rules, page: int | None, latent: bool = False, dtype: torch.dtype | None = None, scale: str = "") -> None:
+        self.rules, self.page, self.dtype, self.scale = rules, page, dtype, scale
         self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
@@ -596,12 +597,14 @@ class CacheRules:
         cache_seqlens: torch.Tensor,
         page_table: torch.Tensor | None,
         new: tuple[torch.Tensor | None, ...],
-        *inputs: Any,
+        scales: Tensors = (),
+        inputs: tuple[Any, ...] = (),
     ) -> tuple[torch.Tensor, Tensors, Tensors]:
         """q as kernels read it, the caches with heads before rows; and new keys and values, nothing if there are none.
 
-        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same order.
-        inputs: what mask and scores read, of which a gradient may be wanted.
+        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same order; scales: the
+        factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be wanted.
+        Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
 
         Raises:
             ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
@@ -610,11 +613,15 @@ class CacheRules:
             raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
         given_new = tuple(x for x in new if x is not None)
         table = () if page_table is None else (page_table,)
-        if (page_table is None) != (self.page is None) or not self._knows(q, *caches, cache_seqlens, *table, *given_new):
+        rest = (cache_seqlens, *table, *scales, *given_new)
+        if (page_table is None) != (self.page is None) or not self._knows(q, *caches, *rest):
             self._check(q, caches, cache_seqlens, page_table, new)
+            self._check_scales(q, caches[0], scales)
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
                 q = q.resolve_neg().contiguous()
-            self._remember(q, *caches, cache_seqlens, *table, *given_new)
+            self._remember(q, *caches, *rest)
+        if self.dtype is not None:
+            return q, tuple(cache.view(torch.int16).transpose(1, 2) for cache in caches), given_new
         return q, tuple(cache.transpose(1, 2) for cache in caches), given_new
 
     def _knows(self, *tensors: Any) -> bool:
@@ -657,6 +664,18 @@ class CacheRules:
             assert x is not None
             rows = x.shape[2]
 
+    def _check_scales(self, q: torch.Tensor, k_cache: torch.Tensor, scales: Tensors) -> None:
+        shape = [k_cache.shape[0], k_cache.shape[2]] if self.scale == "page" else [k_cache.shape[2]]
+        text = "[pages, Hkv]" if self.scale == "page" else "[Hkv]"
+        for name, x in zip(("k_scale", "v_scale"), scales):
+            if not _is_dense(x) or x.dtype is not torch.float32 or x.device != q.device:
+                given = f"is {x.dtype} on {x.device}" if _is_dense(x) else f"is a {kind(x)}"
+                raise _error(TypeError, name, given, f"torch.float32 {text} on {q.device}, as q is")
+            if list(x.shape) != shape:
+                raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and the cache has {shape}")
+            if x.shape[-1] > 1 and x.stride(-1) != 1:
+                raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+
     def _check_queries(self, q: torch.Tensor) -> None:
         expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
         if not _is_dense(q):
@@ -688,8 +707,9 @@ class CacheRules:
             raise _error(TypeError, name, f"is a {kind(x)}", f"a dense tensor {self.shapes[name]}")
         if x.dim() != 4 or x.shape[3] != width:
             raise _error(ValueError, name, f"has shape {list(x.shape)}", self.shapes[name])
-        if x.dtype != q.dtype or x.device != q.device:
-            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", f"{q.dtype} on {q.device}, as q is")
+        if x.dtype != (self.dtype or q.dtype) or x.device != q.device:
+            expected = f"{self.dtype} on {q.device}, the device of q" if self.dtype else f"{q.dtype} on {q.device}, as q is"
+            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
         if not _is_near(x, 1):
             raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
         unit = 16 // x.element_size()  # by which a copy engine reads rows
@@ -718,8 +738,9 @@ class CacheRules:
         if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, shape)):
             alike = ", with as many new ones in k and v" if "v" in self.widths else ""
             raise _error(ValueError, name, f"has shape {list(x.shape)}", text + alike)
-        if x.dtype != cache.dtype or x.device != cache.device:
-            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", f"{cache.dtype} on {cache.device}, as the cache is")
+        if x.dtype != q.dtype or x.device != cache.device:
+            expected = f"{q.dtype} on {cache.device}, as {'q' if self.dtype else 'the cache'} is"
+            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
         if not _is_near(x, 2):
             raise _error(ValueError, name, f"has strides {list(x.stride())}", f"{_NEAR}: call .contiguous()")
 
@@ -729,7 +750,7 @@ def over_cache(
     q: torch.Tensor,
     caches: Tensors,
     new: Tensors,
-    of_sequences: Tensors,
+    of_cache: Tensors,
     operands: tuple[Any, ...],
     append: Any,
     decode: Any,
@@ -737,16 +758,16 @@ def over_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
 
-    caches: of keys, and of values; new: new ones. of_sequences: the lengths, and the table of pages where there is one.
+    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where there are any.
     operands: the other arguments of `decode`.
     """
     appended, dtype = 0, q.dtype
     if new:
-        append(*new, *caches, *of_sequences)
+        append(*new, *caches, *of_cache)
         appended = new[0].shape[2]
     if interpreted and dtype not in OF_NUMPY:
-        q, caches = q.float(), tuple(cache.float() for cache in caches)
-    out, lse = decode(q, *caches, *of_sequences, *operands, appended)
+        q, caches = q.float(), tuple(cache.float() if cache.is_floating_point() else cache for cache in caches)
+    out, lse = decode(q, *caches, *of_cache, *operands, appended)
     return out.to(dtype), lse
 
 

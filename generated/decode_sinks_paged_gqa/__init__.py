@@ -111,13 +111,13 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
-    q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v), sink)
+    q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v), inputs=(sink,))
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
     sink = runtime.take_input(q, "sink", sink, torch.float32, [Hq], "a logit of each head, in the softmax of all its rows")
-    of_sequences = (cache_seqlens, page_table)
+    of_cache = (cache_seqlens, page_table)
     operands = (sink, scale,)
-    out, lse = runtime.over_cache(q, caches, new, of_sequences, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 

@@ -106,9 +106,9 @@ def with_kvcache(
     """
     q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v))
     scale = SCALE if scale is None else RULES.check_scale(scale)
-    of_sequences = (cache_seqlens, page_table)
+    of_cache = (cache_seqlens, page_table)
     operands = (scale,)
-    out, lse = runtime.over_cache(q, caches, new, of_sequences, operands, _append, _decode, INTERPRETED)
+    out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
     return (out, lse) if return_lse else out
 
 

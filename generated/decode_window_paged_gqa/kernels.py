@@ -185,12 +185,17 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
 
 @triton.jit
 def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries):
-    # Units of work of a part, at most: there are no more parts than items, and fewer where these would be short.
-    total = 0
+    # Units of work of a part, at most: programs have items // 16 parts at one time, and all of them one as often. That is as often
+    # as with parts of 64 units; a sequence has half a part more than its units make, on average.
+    total, wanted = 0, 0
     for first in range(0, B, 128):
-        total += tl.sum(work_of(CACHE_SEQLENS, first + tl.arange(0, 128), B, items, Nc, Nn, queries))
-    most, few = tl.maximum(1, items - B), tl.maximum(1, items // 16 - B)
-    return tl.maximum(1, tl.maximum(tl.cdiv(total, most), tl.minimum(tl.cdiv(total, few), 64)))
+        work = work_of(CACHE_SEQLENS, first + tl.arange(0, 128), B, items, Nc, Nn, queries)
+        total += tl.sum(work)
+        wanted += tl.sum(tl.cdiv(work, 64))
+    busy = tl.maximum(1, items // 16)
+    turns = tl.minimum(16, tl.maximum(1, tl.cdiv(wanted, busy)))
+    fitting = tl.maximum(1, turns * busy - B // 2)
+    return tl.maximum(1, tl.maximum(tl.cdiv(total, tl.maximum(1, items - B)), tl.cdiv(total, fitting)))
 
 
 @triton.jit

@@ -137,6 +137,10 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "latents": [
         ("decode_mla", "dot %p_cast %v over(BLOCK_KV)", "dot %p_cast %k over(BLOCK_KV)", "multiplies weights by %k; expected a tile of %V"),
     ],
+    "quantised": [
+        ("decode_paged_fp8_gqa", "expr(acc*v_scale)", "expr(acc)", "expected the factor V_SCALE[hkv] in it, once"),
+        ("decode_paged_fp8_gqa", "expr(v/v_scale)", "expr(v/k_scale)", "expected an element of V_NEW / V_SCALE[hkv]"),
+    ],
     "deals": [
         ("decode_gqa", " deals(cdiv(Nk, 64))", "", "nothing says how keys are dealt; expected that of kernels with parts of them"),
         ("decode_gqa", "deals(cdiv(Nk, 64))", "deals(cdiv(queries, 64))", "keys are dealt in another way than in @combine"),

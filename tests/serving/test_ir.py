@@ -28,7 +28,7 @@ from attngen.over_cache import CacheCase, make_call
 from attngen.passes.deal_keys import DealKeys
 from attngen.passes.pipeline import lower
 from attngen.passes.simplify import simplify_condition
-from attngen.policy import LEAST_UNITS, WAVES
+from attngen.policy import WAVES
 from attngen.printing.printer import to_triton
 from attngen.reference import naive_attention, reference_mask, reference_scores
 from attngen.spec import Spec, make_spec
@@ -51,10 +51,12 @@ def test_parts_are_as_few_as_keep_a_device_busy() -> None:
     """132 multiprocessors, two programs on each, 8 K/V heads: 33 parts run at one time."""
     items = WAVES * 33
     assert deal([1024], items, 0) == [32]  # 64k keys: each program has one part
-    assert deal([2048], items, 0) == [32]
-    assert deal([1024] * 8, items, 0) == [16] * 8  # no part is longer than LEAST_UNITS, as ends would be uneven
+    assert deal([2048], items, 0) == [33]
+    assert deal([128] * 32, items, 0) == [2] * 32  # 64 parts: programs have one or two
+    assert max(deal([1024, *[8] * 7], items, 0)) == 27
+    assert deal([1024] * 8, items, 0) == [16] * 8  # in as many turns as with LEAST_UNITS
     assert deal([8], items, 0) == [8]
-    assert max(deal([1024, *[8] * 63], items, 0)) == 1024 // LEAST_UNITS  # the long one does not wait for a single program
+    assert max(deal([1024, *[8] * 63], items, 0)) == 45  # the long one does not wait for a single program
     assert deal([40, 5, 0], items, 16) == [3, 1, 0]
 
 
@@ -158,7 +160,9 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
     """Append and decode, in fp64, and compare with naive attention."""
     call = make_call(made, case, torch.float64, "cpu")
     given = {"Q": call.q.numpy(), "CACHE_SEQLENS": call.arguments["cache_seqlens"].numpy()}
-    given |= {name: x.transpose(1, 2).numpy() for name, x in zip(("K_CACHE", "V_CACHE"), call.caches)}
+    caches = [x.view(torch.int16) if x.dtype.itemsize == 1 else x for x in call.caches]  # of 8-bit numbers, pairs
+    given |= {name: x.transpose(1, 2).numpy() for name, x in zip(("K_CACHE", "V_CACHE"), caches)}
+    given |= {name.upper(): call.arguments[name].numpy() for name in ("k_scale", "v_scale") if name in call.arguments}
     given |= {"PAGE_TABLE": call.arguments["page_table"].numpy()} if case.page else {}
     given |= {"SINK": call.arguments["sink"].double().numpy()} if "sink" in call.arguments else {}
     if case.new:
@@ -168,7 +172,7 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
     for b, (k, v, inputs) in enumerate(call.sequences):
         row = call.q[b : b + 1]
         modify, sink = reference_scores(made.score, row, k, inputs)
-        out, lse = naive_attention(row, k, v, reference_mask(made.mask, row, k, inputs), 0.1, None, modify, sink)
+        out, lse = naive_attention(row, k.double(), v.double(), reference_mask(made.mask, row, k, inputs), 0.1, None, modify, sink)
         np.testing.assert_allclose(found["O"][b : b + 1], out.numpy(), atol=1e-12)
         np.testing.assert_allclose(found["LSE"][b : b + 1], lse.numpy(), atol=1e-12)
 

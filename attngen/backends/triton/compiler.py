@@ -63,7 +63,10 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
         file,
         kernel.name,
         tuple(types),
-        (("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("TMA", row.tma)),
+        (
+            *(("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("TMA", row.tma)),
+            *((("CONVERTS", device.converts),) if kernel.reads_quantised else ()),
+        ),
         tuple(({"num_warps": row.num_warps, "num_stages": row.num_stages} | launch_options(kernel, row)).items()),
         device.arch if arch is None else arch,
         device.threads_per_warp,

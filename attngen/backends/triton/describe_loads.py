@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir.dtypes import QUANTISED
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import CACHED
 from attngen.ir.ops import Load, Op
@@ -51,4 +52,4 @@ def has_tiles(module: Module) -> bool:
 def describable(kernel: Kernel, op: Load) -> bool:
     """Whether a load reads a tile for shared memory: consecutive rows of one head of a tensor [batch, head, row, column]."""
     rows = kernel.type_of(op.src.tensor).dims
-    return op.type.space == "sram" and op.type.dtype == "T" and len(rows) == 4 and len(op.src.axes()) == 2
+    return op.type.space == "sram" and op.type.dtype in ("T", *QUANTISED.values()) and len(rows) == 4 and len(op.src.axes()) == 2

@@ -48,6 +48,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "kernels": [views[kernel.name] for kernel in module.kernels if not kernel.adds],
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
+        "quantised": module.cache is not None and bool(module.cache.dtype),
         "scans": any(isinstance(op, Scan) for kernel in module.kernels for op in kernel.ops()),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
@@ -97,6 +98,7 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
             blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
             config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
             config |= launch_options(module.kernel(kernel), row) | ({"TMA": row.tma} if views[kernel].tma else {})
+            config |= {"CONVERTS": CLASSES[row.device].converts} if views[kernel].converts else {}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
             entry.append((row.max_rows, _config(config)))
         for divided, row in module.stand_ins(kernel):

@@ -10,7 +10,8 @@ before:  %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) bo
 after:   %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) body(@step) cls(full) recompute(yes)
 
 - The address of a head is computed once, in 64 bits.
-- Operands of a dot are cast to the tensors' element type. Dots of fp32 state their precision.
+- Operands of a dot are cast to the tensors' element type; beside numbers that were kept in 8 bits, to fp16. Dots of fp32 state their
+  precision.
 - A head dimension that is not a power of two is padded on chip (D_QK_PAD) and checked on every access.
 - LLVM keeps values that do not change in a loop in registers, above all offsets of rows. A loop without registers to spare recomputes
   them in each turn: one that carries two accumulators, or one of more than WIDE columns, or that holds another loop (docs/perf-log.md).
@@ -54,7 +55,8 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
     if op.var == "part":
         return replace(op, ahead=PARTS_AHEAD)
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
-    wide = len(accumulators) > 1 or any(columns.get(dims[1], 0) > WIDE for dims in accumulators)
+    halves = kernel.reads_quantised  # of one accumulator
+    wide = (len(accumulators) > 1 and not halves) or any(columns.get(dims[1], 0) > WIDE // (1 + halves) for dims in accumulators)
     return replace(op, recompute=wide or (op.cls == "all" and not kernel.prepares))
 
 
@@ -64,13 +66,14 @@ def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> li
         return [op]
     casts: list[Op] = []
     renamed = {}
+    wanted = "fp16" if "fp16" in {kernel.type_of(ref).dtype for ref in (op.a, op.b)} else "T"
     for ref in (op.a, op.b):
         source = kernel.type_of(ref)
-        if source.dtype != "T":
+        if source.dtype != wanted:
             short = ref.rpartition(".")[2]
             renamed[ref] = f"{short}_cast"
             if ref not in cast:
-                casts.append(Map(renamed[ref], symbol(short), ((short, ref),), replace(source, dtype="T")))
+                casts.append(Map(renamed[ref], symbol(short), ((short, ref),), replace(source, dtype=wanted)))
                 cast.add(ref)
     operands = {k: v for k, v in renamed.items() if k != op.acc}
     return [*casts, replace(op.with_operands(operands), precision=precision)]

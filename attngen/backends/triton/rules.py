@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from attngen.backends.triton.sram import misfit
 from attngen.devices import CLASSES
-from attngen.ir.dtypes import by_precision
+from attngen.ir.dtypes import QUANTISED, by_precision
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store
+from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip
 
 
 def described(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -21,7 +21,13 @@ def described(module: Module, kernel: Kernel) -> Iterator[str]:
         whole = (
             isinstance(tensor, Arg) and tensor.role == "in" and len(index) + bool(op.pages) == 4 and [str(i) for i in index[-2:]] == rows
         )
-        if op.via != "descriptor" or op.type.dtype != "T" or op.type.space not in ("sram", "?") or not whole or op.other != 0:
+        if (
+            op.via != "descriptor"
+            or op.type.dtype not in ("T", *QUANTISED.values())
+            or op.type.space not in ("sram", "?")
+            or not whole
+            or op.other != 0
+        ):
             yield f"%{op.name} is read via({op.via}); expected `descriptor`, of a tile %T[b, h, rows, columns] in sram whose outside is 0"
     for row in module.rows(kernel.name):
         if row.tma and not (by_descriptor and row.device in CLASSES and CLASSES[row.device].tma):
@@ -69,13 +75,14 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Both operands of a dot have the tensors' element type; products of fp32 say their precision, as the header does."""
+    """Both operands of a dot have the tensors' element type, or fp16 where one was kept in 8 bits; products of fp32 say their precision."""
     precision = module.precision if by_precision(module.dtypes) else ""
     for op in kernel.ops():
         if isinstance(op, Dot):
+            wanted = "fp16" if isinstance(kernel.op(op.b), Unzip) else "T"  # of numbers of 8 bits
             for ref in (op.a, op.b):
-                if kernel.type_of(ref).dtype != "T":
-                    yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to T first"
+                if kernel.type_of(ref).dtype != wanted:
+                    yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to {wanted} first"
             if op.precision != precision:
                 yield f"%{op.name} has precision `{op.precision}`; expected `{precision}`, by the module's dtype and precision"
 

@@ -28,6 +28,8 @@ from attngen.ir.ops import (
     Scatter,
     SoftmaxStep,
     Store,
+    Unzip,
+    Zip,
 )
 from attngen.policy import PARTS_AHEAD
 
@@ -64,7 +66,7 @@ def sram_formula(
     """
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
-    depth = STAGES if from_shared or rewrites else _max(1, STAGES - 1)
+    depth = STAGES if (from_shared and not kernel.reads_quantised) or rewrites else _max(1, STAGES - 1)
     shares_stationary = device.shares_stationary and not rewrites  # what is loaded in a loop has room of its own
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
@@ -87,7 +89,7 @@ def sram_formula(
         elif op.type.space == "sram":
             streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
             if tma and not from_shared and kernel.clears(op):  # beside its ring, a copy whose rows past the end are zeros
-                streamed += tile_bytes(op.type)
+                streamed += tile_bytes(op.type) * (2 if kernel.reads_quantised else 1)
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
             scratch += tile_bytes(op.type) * (STAGES if device.keeps_reused else 1)
         elif op.type.dims and _in_loop(kernel, op):
@@ -95,6 +97,9 @@ def sram_formula(
                 statistics += tile_bytes(op.type) * (STAGES - 1)
             else:  # beside the statistics, which are aligned
                 scratch += tile_bytes(op.type) * (STAGES - 1)
+    stationary += [_columns(op) for op in kernel.ops() if isinstance(op, Unzip) and not _in_loop(kernel, op)]
+    if from_shared or device.shares_stationary:  # numbers of 8 bits go there again, once they have 16
+        scratch += sympy.Add(*(_columns(op) for op in kernel.ops() if isinstance(op, Unzip) and _in_loop(kernel, op)))
     if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
@@ -106,6 +111,11 @@ def sram_formula(
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     streamed += _reduced(kernel, aligned)
     return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+
+
+def _columns(op: Unzip) -> Expr:
+    """Bytes of the even and the odd columns of a tile."""
+    return 2 * tile_bytes(op.type)
 
 
 def _are_pages(kernel: Kernel, op: Gather) -> bool:
@@ -210,8 +220,10 @@ def _widest(kernel: Kernel, body: str) -> Expr:
     peaks: list[Expr] = [sympy.Integer(0)]
     for i, op in enumerate(ops):
         if isinstance(op, Dot):
-            casts = [kernel.type_of(ref) for ref in (op.a, op.b) if kernel.type_of(ref).dtype != "T"]
+            casts = [kernel.type_of(ref) for ref in (op.a, op.b) if kernel.type_of(ref).dtype == "f32"]
             peaks.append(sympy.Add(*live.values(), *(tile_bytes(replace(t, dtype="T")) for t in casts)))
+        if isinstance(op, Unzip):
+            live[op.name] = _columns(op)
         live = {n: b for n, b in live.items() if last_use[n] > i}
         if isinstance(op, Dropout) and op.value.split(".")[0] in live:  # one bit a score more: it is the other value, or zero
             continue
@@ -234,6 +246,8 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
         return _exchanged(kernel) if each > 2 else sympy.Integer(0)  # one or two are loaded as they are scanned
     if kernel.deal and not kernel.dots:
         return _joined(kernel) if CLASSES[row.device].backend == "cuda" else sympy.Integer(0)
+    if not kernel.dots and any(isinstance(op, Zip) for op in kernel.ops()):  # pairs change layout, one tensor's after the other's
+        return _max(*(tile_bytes(op.type) for op in kernel.ops() if isinstance(op, Zip)))
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
     device, random, tf32 = CLASSES[row.device], random_bytes(kernel, row), _in_tf32(module, row)
     formula = sram_formula(kernel, device, on_units, moved, random, aligned(module), row.tma, tf32)
@@ -250,6 +264,8 @@ def registers_per_thread(module: Module, kernel: Kernel, row: Row) -> int:
     """32-bit registers of each thread that live tiles take."""
     device = CLASSES[row.device]
     live = register_formula(kernel, from_shared(module, kernel, row))
+    if not device.converts:  # numbers of 8 bits that become 16 by arithmetic take a register each
+        live += sympy.Add(*(_columns(op) for op in kernel.ops() if isinstance(op, Unzip) and _in_loop(kernel, op)))
     return int(evaluate(live, sizes(module, row))) // 4 // (row.num_warps * device.threads_per_warp)
 
 
@@ -326,6 +342,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
     """Why the closed form may be above what the compiler reports; None where it should not be."""
     if kernel.rewriting:
         return "a tile that is rewritten changes layout through shared memory, in as many steps as the compiler takes"
+    if any(isinstance(op, Zip) for op in kernel.ops()):
+        return "even and odd columns change layout where they are joined, in as many steps as the compiler takes"
     if not aligned(module):
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if any(isinstance(op, Load) and op.pages for op in kernel.ops()):

@@ -1,0 +1,93 @@
+"""The rule of caches of 8-bit numbers: what is read goes with the factors of its head, or of its page and head; what is stored, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sympy
+
+from attngen.ir.expr import Expr, select, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Append, Dot, Loop, Map, Op, Reduce, SoftmaxStep, Store, Unzip, Yield, Zip
+from attngen.verify.meaning import Values, quantised_load, scale_of
+
+HALVES = ("even", "odd")
+
+
+def quantised(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Numbers of 8 bits are multiplied by their factors once, and new ones divided by theirs; even columns stay even, and odd ones odd."""
+    if module.cache is None or not module.cache.dtype:
+        return
+    values = Values(kernel)
+    for row in module.rows(kernel.name) if kernel.tile_page else ():
+        if kernel.tile_page % row.block_kv:
+            yield f"{row.device}: tiles of {row.block_kv} keys, which have one factor each, do not divide pages of {kernel.tile_page}"
+    for op in kernel.ops():
+        if isinstance(op, Append):
+            yield from _stored(kernel, values, op)
+        elif isinstance(op, Zip) and isinstance(kernel.op(op.a), Loop):
+            yield from _columns(kernel, op)
+    sums = [dot for dot in kernel.dots if (load := quantised_load(kernel, dot.b)) and load.src.tensor.startswith("V")]
+    if kernel.reads_quantised and len(sums) != 2:
+        yield f"{len(sums)} products sum values of %V; expected one of even and one of odd columns"
+    for dot in sums:
+        yield from _summed(kernel, values, dot)
+
+
+def _stored(kernel: Kernel, values: Values, op: Append) -> Iterator[str]:
+    """What is appended are both halves of new numbers, divided by their factors."""
+    tensor = op.dst.tensor
+    joined = kernel.op(op.value)
+    columns = kernel.op(joined.a) if isinstance(joined, Zip) else None
+    if (
+        not isinstance(joined, Zip)
+        or not isinstance(columns, Unzip)
+        or (joined.a, joined.b) != tuple(f"{columns.name}.{h}" for h in HALVES)
+    ):
+        yield f"%{op.name} stores %{op.value}; expected the even and the odd columns of one tile"
+        return
+    new, scale = values.of(columns.value).as_numer_denom()
+    expected = scale_of(kernel, values, op)
+    if values.elements.get(new) != f"{tensor}_NEW" or scale != expected:
+        yield f"%{op.name} stores `{to_text(values.of(columns.value))}`; expected an element of {tensor}_NEW / {to_text(expected)}"
+
+
+def _columns(kernel: Kernel, op: Zip) -> Iterator[str]:
+    """What is stored in even columns was summed of even ones, and odd of odd."""
+    for ref, half in zip((op.a, op.b), HALVES):
+        loop, field = kernel.op(ref), ref.rpartition(".")[2]
+        last = kernel.block(loop.body).ops[-1] if isinstance(loop, Loop) else None
+        made = kernel.op(dict(last.values)[field]) if isinstance(last, Yield) else None
+        sources = [made, *(kernel.op(r) for r in made.operands())] if made else []
+        if not any(isinstance(dot, Dot) and dot.b.endswith(f".{half}") for dot in sources):
+            yield f"%{op.name} has %{ref} in {half} columns, which is no sum of {half} columns"
+
+
+def _summed(kernel: Kernel, values: Values, dot: Dot) -> Iterator[str]:
+    """Sums of values are multiplied by the factors of these: at the end, tile by tile, or with the weights, over the largest of a tile."""
+    load = quantised_load(kernel, dot.b)
+    assert load is not None
+    scale = scale_of(kernel, values, load)
+    weights = kernel.op(dot.a)
+    while isinstance(weights, Map) and len(weights.uses) == 1:  # a cast
+        weights = kernel.op(weights.uses[0][1])
+    made = [kernel.op(name) for name in kernel.graph.successors(dot.name)]
+    if isinstance(weights, SoftmaxStep) and all(_times(values, op, dot, scale) for op in made):
+        return
+    if isinstance(weights, SoftmaxStep):
+        stores = [op for op in kernel.ops() if isinstance(op, Store) and kernel.accessed(op)[0].name in ("O", "O_PARTS")]
+        for op in stores:
+            if sympy.Mul.make_args(values.of(op.value)).count(scale) != 1:
+                yield f"%{op.value} is stored, `{to_text(values.of(op.value))}`; expected the factor {to_text(scale)} in it, once"
+        return
+    sizes = [op for op in kernel.ops() if isinstance(op, Reduce) and op.op == "max" and values.of(op.value) == scale]
+    for size in (values.of(op.name) for op in sizes[:1]):
+        p = [values.of(f"{op.name}.p") for op in kernel.ops() if isinstance(op, SoftmaxStep)]
+        if values.of(weights.name) == p[0] * select(size > 0, scale / size, 0) and all(_times(values, op, dot, size) for op in made):
+            return
+    yield f"%{dot.name} sums values by weights `{to_text(values.of(weights.name))}`; expected the factor {to_text(scale)} in them"
+
+
+def _times(values: Values, op: Op, dot: Dot, size: Expr) -> bool:
+    """Whether an op adds a product times the largest factor of its tile."""
+    return isinstance(op, Map) and sympy.expand(values.of(op.name)).coeff(values.of(dot.name)) == size
