@@ -230,5 +230,5 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, k_scale, v_scale, sc
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_fp8_gqa_fa979c33b065", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_fp8_gqa_084331c6e062", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
