@@ -1,0 +1,65 @@
+"""FlexAttention, with functions written from the spec."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attngen.bench.flex import cannot
+from attngen.bench.grids import Cell
+from attngen.bench.peers.base import Call, Forward, importable
+
+if TYPE_CHECKING:
+    import torch
+
+    from attngen.bench.problem import Inputs, Problem
+
+
+EAGER_SCORES = 2**30  # up to so many, FlexAttention's block mask is made without compiling what makes it, which can take minutes
+
+
+def flex_flash_cannot(cell: Cell) -> str:
+    if not importable("flash_attn.cute"):
+        return "FlashAttention-4 is not installed"
+    return "no gradient of a learned bias" if cell.spec.learned() else cannot(cell.spec)
+
+
+def flex(problem: Problem, backend: str = "") -> Call:
+    """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is made before.
+
+    backend: `FLASH` for its backend that writes kernels by FlashAttention-4; its own Triton kernels without one.
+
+    With a learned bias its backward gets two stages: its default of three needs more shared memory than an H200 has.
+    """
+    import torch
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._functorch.config.donated_buffer = False  # else no backward can run twice on one graph
+    made, c = problem.mods, problem.cell
+    options: dict[str, Any] = {"score_mod": made.score, "enable_gqa": c.heads != c.kv_heads}
+    if backend:
+        options["kernel_options"] = {"BACKEND": backend}
+    elif c.spec.learned():
+        options["kernel_options"] = {"bwd_num_stages": 2}
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    if made.mask is None:
+        return Call(lambda x: compiled(x.q, x.k, x.v, **options))
+    sizes = (c.batch if made.by_batch else None, c.heads if made.by_head else None, c.n_q, c.n_kv)
+    eager: Any = partial(create_block_mask, made.mask, *sizes, device=problem.device)
+    quick: Any = partial(torch.compile(create_block_mask), made.mask, *sizes, device=problem.device)
+    large = c.n_q * c.n_kv > EAGER_SCORES
+    block_mask = quick() if large else eager()
+    masks = {"mask_ms": quick} if large else {"mask_ms": quick, "mask_eager_ms": eager}
+
+    def whole() -> Forward:
+        torch.compiler.reset()  # what was compiled above keeps its buffers for a second backward
+
+        def forward(x: Inputs) -> torch.Tensor:
+            with torch._functorch.config.patch(donated_buffer=True):
+                out: torch.Tensor = compiled(x.q, x.k, x.v, block_mask=quick(), **options)
+            return out
+
+        return forward
+
+    return Call(lambda x: compiled(x.q, x.k, x.v, block_mask=block_mask, **options), masks=masks, whole=whole)

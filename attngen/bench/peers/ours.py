@@ -1,0 +1,51 @@
+"""Ours: the generated module of the spec."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attngen.bench.peers.base import Call, Forward
+
+if TYPE_CHECKING:
+    from attngen.bench.problem import Problem
+
+
+def ours(problem: Problem) -> Call:
+    """The generated module, with what the mask reads planned."""
+    from attngen.testing import load_module
+
+    attention = load_module(problem.folder).attention
+    learned = [i.name for i in problem.cell.spec.learned()]
+    p = problem.cell.asked("dropout_p")
+    dropout = {"dropout_p": p} if p else {}
+
+    def forward(given: Mapping[str, Any]) -> Forward:
+        fixed = {name: x for name, x in given.items() if not getattr(x, "requires_grad", False)} | dropout
+        return lambda x: attention(x.q, x.k, x.v, **fixed, **dict(zip(learned, x.learned)))
+
+    make = _planner(attention, problem)
+    if make is None:
+        return Call(forward(problem.given))
+    planned = dict(problem.given)
+    if "block_mask" in planned:
+        planned["block_mask"] = make()
+    else:
+        defaults = inspect.signature(attention).parameters
+        planned = {name: x for name, x in planned.items() if defaults[name].default is inspect.Parameter.empty}  # the plan has the others
+        planned["plan"] = make()
+    return Call(forward(planned), masks={"mask_ms": make}, whole=lambda: forward(problem.given))
+
+
+def _planner(attention: Any, problem: Problem) -> Callable[[], object] | None:
+    """What makes the plan of a problem anew; None where nothing can be planned of it."""
+    if not hasattr(attention, "plan"):
+        return None
+    wanted = inspect.signature(attention.plan).parameters
+    if "block_mask" in wanted:
+        return partial(attention.plan, problem.given["block_mask"]) if "block_mask" in problem.given else None
+    one = problem.draw(0)
+    have = {**problem.given, "q": one.q, "k": one.k, "n_q": problem.cell.n_q, "n_kv": problem.cell.n_kv}
+    return partial(attention.plan, **{name: have[name] for name in wanted})

@@ -1,0 +1,67 @@
+"""The backends of torch's scaled_dot_product_attention (SDPA)."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING
+
+from attngen.bench.grids import Cell
+from attngen.bench.peers.base import Call
+from attngen.masks.causal import Causal
+from attngen.masks.none import NoMask
+
+if TYPE_CHECKING:
+    import torch
+
+    from attngen.bench.problem import Inputs, Problem
+
+
+def sdpa_cannot(cell: Cell, single: bool = False) -> str:
+    """`single`: the backend takes fp32."""
+    mask = cell.spec.mask
+    if cell.spec.score:
+        return "no score modifiers"
+    if not isinstance(mask, (NoMask, Causal)):
+        return "no mask but causal and none"
+    if isinstance(mask, Causal) and cell.n_q != cell.n_kv and mask.align == "bottom_right":
+        return "its causal is top-left"
+    return "no fp32" if cell.dtype == "fp32" and not single else ""
+
+
+def sdpa(backend: str, problem: Problem) -> Call:
+    """SDPA held to one backend; where that wants as many K/V heads as query heads, it gets views of them."""
+    import torch
+    from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention, can_use_flash_attention
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    usable = {"flash": can_use_flash_attention, "cudnn": can_use_cudnn_attention, "efficient": can_use_efficient_attention}
+    kind = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}[backend]
+    causal, group = isinstance(problem.cell.spec.mask, Causal), problem.cell.heads // problem.cell.kv_heads
+    p = problem.cell.asked("dropout_p")
+    around = partial(sdpa_kernel, getattr(SDPBackend, kind))
+    one = problem.draw(0)
+    with around():
+        expands = group > 1 and backend != "math" and not usable[backend](SDPAParams(one.q, one.k, one.v, None, p, causal, True))
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+
+    def forward(x: Inputs) -> torch.Tensor:
+        k, v = (repeated(x.k), repeated(x.v)) if expands else (x.k, x.v)
+        gqa = group > 1 and not expands
+        return torch.nn.functional.scaled_dot_product_attention(x.q, k, v, dropout_p=p, is_causal=causal, enable_gqa=gqa)
+
+    with around(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            forward(one)
+        except RuntimeError as error:
+            raise RuntimeError(_reason([str(w.message) for w in said]) or str(error)) from error
+    return Call(forward, around, "K/V heads repeated for it" if expands else "")
+
+
+def _reason(said: list[str]) -> str:
+    """Why torch cannot use a backend, as its warnings say; those of backends that were not asked for say that they are disabled."""
+    reasons = (text.partition(" (Triggered")[0].strip() for text in said)
+    return next((text for text in reasons if "not used because" not in text and "disabled" not in text), "")
