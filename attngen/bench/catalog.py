@@ -108,7 +108,52 @@ def variants() -> Grid:
     return Grid("variants", tuple(cells), ("ours", "flash"))
 
 
-GRIDS = {"paper": paper, "fa3": fa3, "flex": flex, "variants": variants}
+# ---------------------------------------------------------------------------------------------- decode
+
+K = 1024
+CONTEXTS = {  # keys of each sequence, by how many sequences there are: up to 16 GiB of K and V
+    1: (K, 4 * K, 16 * K, 64 * K, 128 * K),
+    8: (K, 4 * K, 8 * K, 16 * K, 64 * K, 128 * K),
+    64: (K, 4 * K, 8 * K, 16 * K, 64 * K),
+    128: (K, 4 * K, 16 * K),
+}
+LONG = ((64, 8 * K), (8, 64 * K))  # sequences and keys for what is held against contiguous rows, one query
+LEAST_RAGGED = 512
+
+
+def _served(name: str, page: int | str = "", **more: Any) -> Spec:
+    """A spec over a cache, in pages if it says of how many keys."""
+    cache = {"paged": {"page_size": page}} if page else "contiguous"
+    shape = {"heads": {"sharing": "gqa"}, "head_dim": 128, "dtype": "bf16", "mask": "causal"}
+    return make_spec({"name": f"decode_{name}", **shape, "cache": cache, "backward": False, **more})
+
+
+def _step(spec: Spec, batch: int, keys: int, queries: int = 1, heads: int = 32, **call: float) -> Cell:
+    kv_heads = 8 if spec.heads.sharing == "gqa" else None
+    return cell("decode", spec, queries, keys, batch=batch, heads=heads, kv_heads=kv_heads, call=call)
+
+
+def decode() -> Grid:
+    """Decoding over a cache: 32 query heads over 8, D = 128, bf16; 1k to 128k keys by 1 to 128 sequences; then drafts, pages, sequences of
+    512 to 64k keys, Mistral's window of 1024 keys, gpt-oss's sinks, MLA with 16 and 128 heads."""
+    rows, pages = _served("rows"), {size: _served(f"page{size}", size) for size in (16, 64, 256)}
+    window = _served("window", 16, mask={"sliding_window": {"left": 1023, "right": 0}})
+    fixed = {"mask": {"sliding_window": {"left": 127, "right": 0}}, "schedule": {"split": {"keys": 1024}}}
+    sinks = _served("sinks", "any", head_dim=64, score="sink", **fixed)
+    latents = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 576, "v": 512}, "kv": {"latent": {"rope": 64}}}
+    mla = _served("mla", 64, **latents)
+    cells = [_step(rows, batch, keys) for batch, contexts in CONTEXTS.items() for keys in contexts]
+    cells += [_step(rows, *size, queries) for size in LONG for queries in (4, 16)]
+    cells += [_step(spec, *size) for size in LONG for spec in pages.values()]
+    cells += [_step(_served("page_any", "any"), *LONG[0], page=size) for size in (16, 64)]
+    cells += [_step(spec, 64, 64 * K, ragged=LEAST_RAGGED) for spec in (rows, pages[64], pages[16])]
+    cells += [_step(window, 8, keys) for keys in (K, 128 * K)]
+    cells += [_step(sinks, *LONG[0], heads=64)]
+    cells += [_step(mla, 8, keys, heads=heads) for keys in (8 * K, 64 * K) for heads in (16, 128)]
+    return Grid("decode", tuple(cells), ("ours", "flash", "cudnn", "flex", "flashinfer", "naive"))
+
+
+GRIDS = {"paper": paper, "fa3": fa3, "flex": flex, "variants": variants, "decode": decode}
 TABLED = ("flex", "variants")  # shown by tables of their own (reports.py), without plots
 
 

@@ -24,14 +24,17 @@ from typing import Any
 
 import torch
 
+from attngen.bench.cache import problem_of
 from attngen.bench.grids import Cell
 from attngen.bench.peers import Call, Forward, Peer
-from attngen.bench.problem import Inputs, Problem
+from attngen.bench.problem import Inputs
 from attngen.bench.results import DIFFERS, RESULTS, sentence
 from attngen.reference import relative_error
 from attngen.spec import make_spec
 
 SETS = 3  # of inputs, at most, that calls take in turn
+STEP_SETS = 64  # the same of calls over a cache, of which
+STEP_BYTES = 2**30  # are read in all, as far as memory goes: many times what the largest L2 holds
 HEAVY = 1 / 16  # of the free memory: a peer that keeps more for its backward has that timed alone
 HOST_MS = 100.0  # of device time for a round of host times
 NAN = 1e9  # stands for a difference that is no number, which JSON does not have
@@ -56,16 +59,16 @@ class Bench:
 
     def __init__(self, job: dict[str, Any], known: dict[str, Peer], clock: Any, tell: Tell) -> None:
         cell = replace(Cell("", make_spec(job["spec"]), *job["sizes"]), call=tuple(job["call"].items()))
-        self.problem = Problem(cell, job["device"], Path(job["folder"]))
+        self.problem = problem_of(cell, job["device"], Path(job["folder"]))
         self.peers = {name: known[name] for name in job["peers"]}
         self.rounds, self.host, self.masks, self.clock, self.tell = job["rounds"], job["host"], job["masks"], clock, tell
         self.calls: dict[str, Call] = {}  # of the peers that work, those that compile first
-        self.no_backward: set[str] = set() if cell.spec.trains else set(self.peers)
+        self.no_backward: set[str] = set() if cell.trains else set(self.peers)
 
     def prepare(self) -> None:
         """The first calls of peers that compile."""
         self.tell(step="", doing="making the inputs")
-        self.tell(pairs=self.problem.pairs())
+        self.tell(pairs=self.problem.pairs(), read=self.problem.read_bytes)
         self.first_calls(compiles=True)
         self.clock.settle()
 
@@ -76,7 +79,10 @@ class Bench:
         for name in list(self.calls):
             self.memory(name)
         held = self.check()
-        self.times(held)
+        if self.problem.cell.cached:
+            self.step_times()
+        else:
+            self.times(held)
         if self.masks:
             self.mask_times()
 
@@ -109,7 +115,7 @@ class Bench:
         self.no_backward.add(name)
         with self.step(name, doing, loses=False):
             yield
-            if self.problem.cell.spec.trains:
+            if self.problem.cell.trains:
                 self.no_backward.discard(name)
 
     def first_calls(self, compiles: bool) -> None:
@@ -146,7 +152,7 @@ class Bench:
 
     def memory(self, name: str) -> None:
         """The peaks of inputs, forward and, if the spec has one, backward, above what was allocated before."""
-        if name not in self.no_backward or not self.problem.cell.spec.trains:
+        if name not in self.no_backward or not self.problem.cell.trains:
             with self.backward(name, "memory"):
                 allocated, reserved = self.clock.peak_bytes(lambda: self.both(name, self.problem.draw(0)))
                 self.tell(peer=name, allocated_mib=allocated / 2**20, reserved_mib=reserved / 2**20)
@@ -213,6 +219,18 @@ class Bench:
         self.timed("both", {name: partial(turn, self.both, name) for name in self.calls if name not in self.no_backward})
         self.host_times(sets, medians)
 
+    def step_times(self) -> None:
+        """The time of a call over a cache as one of many, peers in turn."""
+        self.tell(step="", doing="making the inputs")
+        few = min(STEP_SETS, -(-STEP_BYTES // max(1, self.problem.read_bytes)), int(self.clock.free_bytes() / 4 / self.problem.set_bytes))
+        sets = [self.problem.draw(i) for i in range(max(1, few))]
+
+        def turn(name: str, number: int) -> object:
+            return self.forward(name, sets[number % len(sets)])
+
+        measure = partial(self.clock.step_times, sets=len(sets), rounds=self.rounds)
+        self.host_times(sets, self.timed("fwd", {name: partial(turn, name) for name in self.calls}, measure))
+
     def host_times(self, sets: list[Inputs], medians: dict[str, float]) -> None:
         """The host's time of a forward call: eager, with gradients; where it is asked for, in the other ways, too."""
         ways = {
@@ -270,8 +288,10 @@ class Bench:
         replay = self.clock.captured(lambda: forward(sets[0]))
         return lambda number: replay()
 
-    def timed(self, direction: str, calls: dict[str, Callable[[int], object]]) -> dict[str, float]:
-        """Tell the times of calls; one that fails is left out, and the others start again. Gives their medians in ms."""
+    def timed(self, direction: str, calls: dict[str, Callable[[int], object]], measure: Any = None) -> dict[str, float]:
+        """Tell the times of calls, by the clock's `device_times` or another of its functions; one that fails is left out, and the others
+        start again. Gives their medians in ms."""
+        measure = measure or partial(self.clock.device_times, rounds=self.rounds)
         while calls:
             current = [next(iter(calls))]
 
@@ -280,7 +300,7 @@ class Bench:
                 self.tell(step=name, doing=direction)
 
             try:
-                found = self.clock.device_times(calls, self.rounds, say)
+                found = measure(calls, say=say)
             except Exception as error:  # of whatever kind a peer's libraries have
                 self.lose(current[0], direction, error, loses=False)
                 calls = {name: call for name, call in calls.items() if name != current[0]}

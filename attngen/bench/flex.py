@@ -32,7 +32,7 @@ from attngen.ir.expr import (
     to_text,
     trunc,
 )
-from attngen.parts import NATURAL, Part, Sizes
+from attngen.parts import KV, NATURAL, NK, Part, Sizes
 from attngen.spec import Spec
 
 if TYPE_CHECKING:
@@ -114,6 +114,21 @@ class Mods:
                     count += self.mask(b, h, q, kv).expand(len(q), sizes.n_kv).sum()
         return int(count) * (sizes.batch // batches) * (sizes.q_heads // heads)
 
+    def visible_keys(self, sizes: Sizes, device: torch.device | str) -> int:
+        """Keys that some query sees, of all sequences and K/V heads; counted, a sequence and a K/V head at a time."""
+        import torch
+
+        if self.mask is None:
+            return sizes.batch * sizes.kv_heads * sizes.n_kv
+        q, kv = torch.arange(sizes.n_q, device=device)[:, None], torch.arange(sizes.n_kv, device=device)
+        batches, heads = sizes.batch if self.by_batch else 1, sizes.kv_heads if self.by_head else 1
+        groups = torch.arange(sizes.q_heads, device=device).view(sizes.kv_heads, -1, 1, 1)
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        for b in torch.arange(batches, device=device):
+            for group in groups[:heads]:
+                count += self.mask(b, group, q, kv).expand(len(group), sizes.n_q, sizes.n_kv).any(0).any(0).sum()
+        return int(count) * (sizes.batch // batches) * (sizes.kv_heads // heads)
+
 
 def cannot(spec: Spec) -> str:
     """Why a spec cannot be said in FlexAttention's two functions, in a few words; empty if it can."""
@@ -121,7 +136,10 @@ def cannot(spec: Spec) -> str:
 
 
 def mods(spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.device | str) -> Mods:
-    """The functions for a call with these sizes and inputs; its tensors are on the device."""
+    """The functions for a call with these sizes and inputs; its tensors are on the device.
+
+    With `cache_seqlens` among the inputs, int32 [B], each sequence has so many keys of the sizes' `n_kv`.
+    """
     tensors = _tensors(spec, sizes, given, device)
     written = write(spec, sizes, given, {name: tuple(x.shape) for name, x in tensors.items()})
     space: dict[str, Any] = {}
@@ -146,12 +164,15 @@ def _tensors(spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.d
 def write(spec: Spec, sizes: Sizes, given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Written:
     """The functions' source for a call; `shapes` are those of every tensor that they may read."""
     group = sizes.q_heads // sizes.kv_heads
-    known: dict[Any, Any] = {symbol("Nq"): sympy.Integer(sizes.n_q), symbol("Nk"): sympy.Integer(sizes.n_kv)}
+    ragged = "cache_seqlens" in shapes
+    known: dict[Any, Any] = {symbol("Nq"): sympy.Integer(sizes.n_q)} | ({} if ragged else {NK: sympy.Integer(sizes.n_kv)})
     known[symbol("hkv")] = floordiv(symbol("h"), sympy.Integer(group))
     known |= {symbol(name): sympy.sympify(x) for name, x in given.items() if isinstance(x, (int, float))}
     mask_printer, score_printer = _Printer(spec.mask, known, shapes), None
-    lines, names = [], []
-    condition = spec.mask.expression().xreplace(known)
+    lines: list[str] = []
+    names = ["cache_seqlens"] if ragged else []
+    length = [f"        {NK} = cache_seqlens[b]"] if ragged else []
+    condition = sympy.And(spec.mask.expression(), KV < NK if ragged else sympy.true).xreplace(known)
     texts = [] if condition == sympy.true else [mask_printer.text(condition)]
     if blocks := spec.mask.blocks():
         shape = shapes["block_mask"]
@@ -162,12 +183,12 @@ def write(spec: Spec, sizes: Sizes, given: Mapping[str, Any], shapes: Mapping[st
         mask_printer.letters |= {place for place in places if place in ("b", "h")}
     if texts:
         body = texts[0] if len(texts) == 1 else f"({texts[0]}) & {texts[1]}"
-        lines += ["    def _mask_mod(b, h, q_idx, kv_idx):", f"        return {body}", ""]
+        lines += ["    def _mask_mod(b, h, q_idx, kv_idx):", *length, f"        return {body}", ""]
         names += list(mask_printer.tensors)
     guarded = mask_printer.guarded
     scored = [part for part in spec.score if part.sink() is None]
     if scored:
-        lines.append("    def _score_mod(score, b, h, q_idx, kv_idx):")
+        lines += ["    def _score_mod(score, b, h, q_idx, kv_idx):", *length]
         for part in scored:
             score_printer = _Printer(part, known, shapes)
             lines.append(f"        score = {score_printer.text(part.expression().xreplace(known))}")
@@ -178,7 +199,7 @@ def write(spec: Spec, sizes: Sizes, given: Mapping[str, Any], shapes: Mapping[st
     lines.append(f"    return {'_mask_mod' if texts else 'None'}, {'_score_mod' if scored else 'None'}")
     head = _HEADER.format(name=spec.name) + (_READ if guarded else "") + f"def _mods({', '.join(names)}):\n"
     letters = mask_printer.letters
-    return Written(head + "\n".join(lines) + "\n", tuple(names), "b" in letters, "h" in letters)
+    return Written(head + "\n".join(lines) + "\n", tuple(names), ragged or "b" in letters, "h" in letters)
 
 
 class _Printer:

@@ -10,6 +10,11 @@ A grid's file holds blocks of cells, each the product of its lists (SPEC files a
         heads: 16
         kv_heads: 4                    # of gqa; by default a quarter of the heads
         dtype: bf16                    # by default the first of the spec's
+      - specs: [specs/decode_gqa.yaml, specs/decode_sinks_paged_gqa.yaml]
+        n: [[1, 65536]]                # of specs with a cache: queries, and keys that each sequence has in the cache
+        batch: 64
+        ragged: 512                    # numbers of keys are uniform in 512 to those above
+        page_size: 16                  # where the spec says `any`; by default 64
 """
 
 from __future__ import annotations
@@ -27,7 +32,10 @@ from attngen.ir.heads import SHARINGS
 from attngen.spec import Spec, load_spec
 
 TOKENS, HEADS = 16384, 16  # where nothing else is said: rows of all sequences together, query heads
-_KEYS = ("specs", "n", "tokens", "batch", "heads", "kv_heads", "dtype")
+_SIZES = ("tokens", "batch", "heads", "kv_heads")
+_CALL = {"ragged": "ragged", "page_size": "page"}  # keys of a block, and what `call` of its cells has them as
+_KEYS = ("specs", "n", *_SIZES, "dtype", *_CALL)
+PAGE = 64  # keys of a page where neither spec nor cell says it
 _MOST = 2**24
 
 
@@ -35,8 +43,12 @@ _MOST = 2**24
 class Cell:
     """One problem: a spec in one element type, with its sizes. `grid` names the plot or the tables that it belongs to.
 
+    Calls of a spec with a cache read keys and values from that, by `attention.with_kvcache`, and have no backward.
+
     `call` says how its calls differ from a common user's: `dropout_p`, the probability of dropout; `document`, the rows of each document,
-    where the spec reads numbers of documents; `share`, one of so many blocks counts, where it reads a mask of blocks.
+    where the spec reads numbers of documents; `share`, one of so many blocks counts, where it reads a mask of blocks;
+    `ragged`, the least keys of a sequence, where their numbers are uniform from that to n_kv; `page`, the keys of a page, where the spec
+    takes any.
     """
 
     grid: str
@@ -59,12 +71,31 @@ class Cell:
         return dict(self.call).get(name, 0)
 
     @property
+    def cached(self) -> bool:
+        """Whether calls read a cache."""
+        return self.spec.cache is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether calls have a backward."""
+        return self.spec.trains and not self.cached
+
+    @property
+    def page(self) -> int:
+        """Keys of a page; 0 without pages."""
+        paged = self.spec.cache.paged if self.spec.cache else None
+        if paged is None:
+            return 0
+        return int(self.asked("page")) or PAGE if paged.page_size == "any" else paged.page_size
+
+    @property
     def score(self) -> str:
         """The modifiers in words."""
         return ", ".join(part.describe() for part in self.spec.score)
 
     def words(self) -> dict[str, str]:
         """By what `--only` chooses cells: one word of each kind."""
+        cache = {"lengths": "ragged" if self.asked("ragged") else "even", "page": f"page{self.page}"} if self.cached else {}
         return {
             "spec": self.spec.name,
             "mask": self.spec.mask.describe(),
@@ -72,6 +103,10 @@ class Cell:
             "dtype": self.dtype,
             "dim": f"D{self.spec.head_dim.qk}",
             "rows": f"N{self.n_kv}",
+            "queries": f"Nq{self.n_q}",
+            "batch": f"B{self.batch}",
+            "heads": f"H{self.heads}",
+            **cache,
         }
 
 
@@ -95,6 +130,10 @@ def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, ba
         raise AttngenError(f"{spec.name}: {heads} query heads are not a multiple of {shared} K/V heads")
     if dtype is not None and dtype not in spec.dtype:
         raise AttngenError(f"{spec.name} is not built for {dtype}; expected {' or '.join(spec.dtype)}")
+    if "ragged" in call and (spec.cache is None or call["ragged"] > n_kv):
+        raise AttngenError(f"{spec.name}: `ragged` is {call['ragged']:g}; expected a spec with `cache`, and {n_kv}, the keys, at most")
+    if "page" in call and (spec.cache is None or spec.cache.page != "page_rows"):
+        raise AttngenError(f"{spec.name}: `page_size` is {call['page']:g}; expected a spec with `cache: {{paged: {{page_size: any}}}}`")
     return Cell(grid, spec, dtype or spec.dtype[0], batch or max(1, tokens // n_kv), heads, shared, n_q, n_kv, tuple(call.items()))
 
 
@@ -140,9 +179,9 @@ class _Reader:
         self.known(data, _KEYS, place)
         if "tokens" in data and "batch" in data:
             raise self.error((*place, "batch"), "stands beside `tokens`; expected one of them")
-        sizes: dict[str, Any] = {
-            key: self.whole(data[key], (*place, key)) for key in ("tokens", "batch", "heads", "kv_heads") if key in data
-        }
+        numbers = {key: self.whole(data[key], (*place, key)) for key in (*_SIZES, *_CALL) if key in data}
+        sizes: dict[str, Any] = {key: numbers[key] for key in _SIZES if key in numbers}
+        call = {name: numbers[key] for key, name in _CALL.items() if key in numbers}
         dtype = data.get("dtype")
         if dtype not in (None, *ELEMENTS):
             *most, last = ELEMENTS
@@ -155,7 +194,7 @@ class _Reader:
                 pair = rows if isinstance(rows, list) and len(rows) == 2 else [rows, rows]
                 n_q, n_kv = (self.whole(n, (*place, "n")) for n in pair)
                 try:
-                    yield cell(self.path.stem, spec, n_q, n_kv, dtype=dtype, **sizes)
+                    yield cell(self.path.stem, spec, n_q, n_kv, dtype=dtype, call=call, **sizes)
                 except AttngenError as error:
                     raise self.error(place, str(error)) from error
 
@@ -185,7 +224,7 @@ def only(cells: Sequence[Cell], text: str) -> list[Cell]:
             raise AttngenError(f"--only: no cell has `{shown(word)}`; {suggest(word, {w for words in known for w in words.values()})}")
         for kind in kinds:
             wanted.setdefault(kind, set()).add(word)
-    found = [c for c, words in zip(cells, known) if all(words[kind] in some for kind, some in wanted.items())]
+    found = [c for c, words in zip(cells, known) if all(words.get(kind) in some for kind, some in wanted.items())]
     if not found:
         raise AttngenError(f"--only {shown(text)} leaves no cell")
     return found

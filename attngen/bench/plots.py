@@ -1,10 +1,10 @@
-"""Plots of a run, as SVG that is the same to the byte for the same figures: TFLOP/s over N, and memory over N."""
+"""Plots of a run, as SVG that is the same to the byte for the same figures: TFLOP/s and memory over N; TB/s of what reads a cache."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attngen.bench.catalog import TABLED
@@ -15,6 +15,7 @@ from attngen.masks.none import NoMask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MISSING = "matplotlib is not installed; `pip install attngen[plot]` brings it"
 COLOURS = (  # of PEERS
@@ -26,9 +27,14 @@ COLOURS = (  # of PEERS
     "#5b6770",
     "#17a2a2",
     "#222222",
+    "#c2410c",
+    "#9a9a00",
 )
 NAMES = {"fwd": "forward", "bwd": "backward"}
 WIDTH, HEIGHT = 3.1, 2.7  # inches of a panel
+BAR, GAP = 0.11, 0.8  # inches of a bar's height; bars that would fit between two cells
+RATE = "K and V that must be read, TB/s"
+CURVE = 3  # numbers of keys at least, for a curve; what has fewer is bars
 Panel = tuple[str, list[Line]]
 
 
@@ -38,12 +44,18 @@ def available() -> bool:
 
 
 def plots(results: Results) -> dict[str, str]:
-    """SVG texts by file name: two for each grid of the run that has no tables of its own."""
+    """SVG texts by file name: for each grid of the run that has no tables of its own TFLOP/s and memory; of what reads a cache, TB/s."""
     found = {}
     for grid in dict.fromkeys(line.cell.grid for line in results.lines if line.cell.grid not in TABLED):
-        panels = _panels(line for line in results.lines if line.cell.grid == grid)
-        found[f"{grid}-tflops.svg"] = _tflops(panels, results)
-        found[f"{grid}-memory.svg"] = _memory(panels, results)
+        panels = _panels(line for line in results.lines if line.cell.grid == grid and not line.cell.cached)
+        curves, bars = _cached(line for line in results.lines if line.cell.grid == grid and line.cell.cached)
+        if panels:
+            found[f"{grid}-tflops.svg"] = _tflops(panels, results)
+            found[f"{grid}-memory.svg"] = _memory(panels, results)
+        if curves:
+            found[f"{grid}-rate.svg"] = _rate(curves, results)
+        if bars:
+            found[f"{grid}-bars.svg"] = _bars(bars, results)
     return found
 
 
@@ -62,6 +74,17 @@ def _title(c: Cell) -> str:
     mask = "no mask" if isinstance(c.spec.mask, NoMask) else c.spec.mask.describe()
     modifiers = f", {c.score}" if c.score else ""
     return f"{mask}{modifiers}, {c.spec.heads.sharing}\n{width}, {heads}, {c.dtype}"
+
+
+def _cached(lines: Iterable[Line]) -> tuple[list[Panel], list[Line]]:
+    """Panels of cells that differ in nothing but the number of keys, and the lines of the other cells."""
+    found: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        c = line.cell
+        found.setdefault((c.spec.name, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.call), []).append(line)
+    curves = [group for group in found.values() if len({line.cell.n_kv for line in group}) >= CURVE]
+    bars = [line for group in found.values() if group not in curves for line in group]
+    return [(f"{group[0].cell.batch} sequences of N keys\n{_title(group[0].cell)}", group) for group in curves], bars
 
 
 def _tflops(panels: Sequence[Panel], results: Results) -> str:
@@ -87,27 +110,67 @@ def _memory(panels: Sequence[Panel], results: Results) -> str:
     return _figure(panels, ["peak MiB, forward and backward"], draw, results, "solid: allocated; dotted: reserved")
 
 
+def _rate(panels: Sequence[Panel], results: Results) -> str:
+    roof = results.machine["copy_tb_s"]
+
+    def draw(axes: Axes, row: int, lines: list[Line]) -> None:
+        _curves(axes, lines, "read_tb_s", "-")
+        axes.axhline(roof, color="#888888", linestyle="--", linewidth=1)
+        axes.set_ylim(0, 1.25 * roof)
+
+    return _figure(panels, [RATE], draw, results, _copy(results))
+
+
+def _copy(results: Results) -> str:
+    return f"dashed: {results.machine['copy_tb_s']:.2f} TB/s, a copy in the same run"
+
+
+def _bars(lines: Sequence[Line], results: Results) -> str:
+    """A bar for each line, cell below cell."""
+    cells: dict[Cell, dict[str, float]] = {}
+    for line in lines:
+        if "read_tb_s" in line.figures:
+            cells.setdefault(line.cell, {})[line.peer] = line.figures["read_tb_s"]
+    colours = dict(zip(PEERS, COLOURS))
+
+    def paint(figure: Figure) -> dict[str, Any]:
+        axes = figure.subplots()
+        place, middles, handles = 0.0, [], {}
+        for rates in cells.values():
+            middles.append(place + (len(rates) - 1) / 2)
+            for peer, rate in rates.items():
+                handles[_label(peer)] = axes.barh(place, rate, 0.9, color=colours[peer])
+                place += 1
+            place += GAP
+        axes.axvline(results.machine["copy_tb_s"], color="#888888", linestyle="--", linewidth=1)
+        axes.set_yticks(middles, [str(c) for c in cells])
+        axes.invert_yaxis()
+        axes.set_xlabel(RATE)
+        return handles
+
+    height = BAR * sum(len(rates) + GAP for rates in cells.values()) + 1.2
+    return _drawn((2.5 * WIDTH, height), paint, results, _copy(results))
+
+
+def _label(peer: str) -> str:
+    return "attngen" if peer == "ours" else peer
+
+
 def _curves(axes: Axes, lines: list[Line], figure: str, style: str) -> None:
     for peer, colour in zip(PEERS, COLOURS):
         points = sorted((line.cell.n_kv, line.figures[figure]) for line in lines if line.peer == peer and figure in line.figures)
         if points:
             ours = {"linewidth": 2.2, "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
             xs, ys = zip(*points)
-            label = ("attngen" if peer == "ours" else peer) if style == "-" else None
+            label = _label(peer) if style == "-" else None
             axes.plot(xs, ys, style, color=colour, marker="o", markersize=3, label=label, **ours)  # type: ignore[arg-type]
 
 
 def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Results, note: str) -> str:
     """A grid of panels: a column for each, a row for each kind of figure."""
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    fixed: Any = {"svg.hashsalt": "attngen", "font.family": "DejaVu Sans", "font.size": 8, "axes.titlesize": 8}
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(fixed)
-        figure = Figure(figsize=(max(2, len(panels)) * WIDTH, len(rows) * HEIGHT + 0.9), layout="constrained")
+    def paint(figure: Figure) -> dict[str, Any]:
         grid = figure.subplots(len(rows), len(panels), squeeze=False)
         handles: dict[str, Any] = {}
         for column, (title, lines) in enumerate(panels):
@@ -127,6 +190,22 @@ def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Re
                 if row == len(rows) - 1:
                     axes.set_xlabel("N")
                 handles |= {text: handle for handle, text in zip(*axes.get_legend_handles_labels())}
+        return handles
+
+    return _drawn((max(2, len(panels)) * WIDTH, len(rows) * HEIGHT + 0.9), paint, results, note)
+
+
+def _drawn(size: tuple[float, float], paint: Callable[[Figure], dict[str, Any]], results: Results, note: str) -> str:
+    """A figure of so many inches, as SVG. `paint` draws its axes, and gives the handles of its legend by their texts."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    fixed: Any = {"svg.hashsalt": "attngen", "font.family": "DejaVu Sans", "font.size": 8, "axes.titlesize": 8}
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(fixed)
+        figure = Figure(figsize=size, layout="constrained")
+        handles = paint(figure)
         m = results.machine
         figure.supxlabel(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; {note}", fontsize=7)
         if handles:

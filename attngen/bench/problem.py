@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 
 from attngen.bench.flex import Mods, mods
 from attngen.bench.grids import Cell
+from attngen.masks.none import NoMask
 from attngen.parts import Sizes
+from attngen.reference import reference_mask, reference_scores
 from attngen.testing import make_workload, torch_dtype
 
 
@@ -86,6 +89,26 @@ class Problem:
     def pairs(self) -> int:
         """Pairs of query and key that the mask lets see each other, of all sequences and query heads."""
         return self.mods.visible_pairs(self.sizes, self.device)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of K and V that a forward must read."""
+        c, dim = self.cell, self.cell.spec.head_dim
+        return self.dtype.itemsize * c.batch * c.kv_heads * c.n_kv * (dim.qk + dim.v)
+
+    def visible(self) -> torch.Tensor | None:
+        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where it sees all."""
+        one = self.draw(0)
+        return None if isinstance(self.cell.spec.mask, NoMask) else reference_mask(self.cell.spec.mask, one.q, one.k, self.given)
+
+    def scores(self) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
+        """(what modifiers do to scores [B, Hq, n_q, n_kv], the sink's logits [Hq]); None where there is no such."""
+        one = self.draw(0)
+        return reference_scores(self.cell.spec.score, one.q, one.k, self.given)
+
+    def rows(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of a set, [B, Hkv, n_kv, D]."""
+        return x.k, x.v
 
     def draw(self, number: int) -> Inputs:
         """A set of normal values; the same for the same number."""

@@ -1,12 +1,13 @@
-"""Tables of the grids that have their own, as Markdown: `flex` and `variants`."""
+"""Tables as Markdown: of the grids `flex` and `variants`, and of what reads a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from attngen.analysis.numbers import emitted_bytes
 from attngen.analysis.roofline import Problem
-from attngen.bench.catalog import BLOCK_ROWS, DROPOUT_P, FLEX, MEMORY_ROWS, TABLED
+from attngen.bench.catalog import BLOCK_ROWS, DROPOUT_P, FLEX, MEMORY_ROWS
 from attngen.bench.grids import Cell
 from attngen.bench.peers import PEERS
 from attngen.bench.results import DIRECTIONS as TIMES
@@ -20,13 +21,13 @@ SMEM = 227 * 1024  # bytes of an H200's SM that a program can have: M of the low
 
 
 def reports(results: Results) -> dict[str, str]:
-    """The tables of a run's grids by file name: flex.md, variants.md."""
+    """The tables of a run's grids by file name: flex.md, variants.md, decode.md."""
     found = {}
-    for grid in TABLED:
+    for grid in dict.fromkeys(line.cell.grid for line in results.lines):
         lines = [line for line in results.lines if line.cell.grid == grid]
-        tables = flex(lines) if grid == "flex" else variants(lines)
-        parts = [heading(results), *(markdown(table) for table in tables), notes(lines)]
-        if lines:
+        tables = [markdown(table) for table in {"flex": flex, "variants": variants}.get(grid, over_cache)(lines)]
+        parts = [heading(results), *tables, notes(lines)]
+        if tables:
             found[f"{grid}.md"] = "\n\n".join(part for part in parts if part) + "\n"
     return found
 
@@ -176,3 +177,34 @@ def _blocks(c: Cell, full: Cell | None, cells: dict[Cell, Peers]) -> list[str]:
     moved = [emitted_bytes(module, direction, "sm90", problem, 1 / share) for direction in DIRECTIONS]
     bound = c.heads * c.n_q**2 * c.spec.head_dim.qk**2 / share / (SMEM / 2) * 2
     return [*row, _figure(cells[c], "ours", "mask_ms", ".0f", 1e3), *(f"{x / 1e9:.2f}" for x in (*moved, bound))]
+
+
+# ---------------------------------------------------------------------------------------------- over a cache
+
+
+def over_cache(lines: Sequence[Line]) -> Iterator[Table]:
+    """Times and rates of what reads a cache, and the peers' times.
+
+    Ours are also held against the first cell that reads as many bytes of as many sequences: pages against contiguous rows, drafts against
+    one query, a window against a cache of as many keys.
+    """
+    cells = {c: peers for c, peers in by_cell(lines).items() if c.cached}
+    others = [p for p in PEERS if p != "ours" and any("fwd_ms" in peers[p].figures for peers in cells.values() if p in peers)]
+    first: dict[tuple[Any, ...], float | None] = {}
+    rows = []
+    for c, peers in cells.items():
+        ms = {peer: line.figures["fwd_ms"] for peer, line in peers.items() if "fwd_ms" in line.figures}
+        ours, best = ms.get("ours"), min((x for peer, x in ms.items() if peer != "ours"), default=None)
+        read = _figure(peers, "ours", "read_mib", ".1f")
+        rates = (_figure(peers, "ours", name, form) for name, form in (("read_tb_s", ".2f"), ("read_copy", ".0%")))
+        ratios = _ratio(ours, first.setdefault((c.batch, read), ours)), _ratio(best, ours)
+        rows.append([str(c), read, _us(ours), *rates, *ratios, *(_us(ms.get(peer)) for peer in others)])
+    if rows:
+        yield [[*_CACHE, *(f"{peer} us" for peer in others)], *rows]
+
+
+_CACHE = ["cell", "MiB to read", "ours us", "TB/s", "of the copy", "over the first of as many bytes", "best peer over ours"]
+
+
+def _us(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms * 1e3:.1f}"

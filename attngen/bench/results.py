@@ -27,6 +27,7 @@ DIRECTIONS = ("fwd", "bwd", "both")
 WORK = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # FLOPs over those of the forward, as FlashAttention's papers count them
 HOST = ("host_us", "host_nograd_us", "host_compiled_us", "host_compiled_nograd_us", "host_graph_us")
 MASKS = ("mask_ms", "mask_eager_ms", "mask_mib", "whole_fwd_ms", "whole_fwd_spread", "whole_mib")
+CACHE = ("read_mib", "read_tb_s", "read_copy")
 RESULTS = ("out", "dq", "dk", "dv", "learned")  # whose differences are figures of their own; `learned`: the largest of learned inputs
 FIGURES = (
     *(f"{d}_{figure}" for d in DIRECTIONS for figure in ("ms", "spread", "tflops", "roof")),
@@ -36,6 +37,7 @@ FIGURES = (
     "first_fwd_s",
     "first_s",
     "visible",
+    *CACHE,
     *MASKS,
     "differs",
     *(f"{result}_differs" for result in RESULTS),
@@ -50,6 +52,7 @@ class Line:
     """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of a roof, MiB, microseconds, seconds.
 
     `visible` is the share of scores that the mask lets through. `mask_*` are of preparing the mask, `whole_*` of calls that do it too.
+    Over a cache `read_mib` of K and V must be read, which a call does at `read_tb_s`, the part `read_copy` of a copy's rate.
     """
 
     cell: Cell
@@ -138,8 +141,10 @@ def read_results(path: Path) -> Results:
 # ---------------------------------------------------------------------------------------------- figures
 
 
-def rates(cell: Cell, machine: dict[str, Any], pairs: int, direction: str, ms: float) -> dict[str, float]:
-    """TFLOP/s of a time, and which part of it the nearest roof would take.
+def rates(cell: Cell, machine: dict[str, Any], pairs: int, read: int, direction: str, ms: float) -> dict[str, float]:
+    """TFLOP/s of a time, and which part of it the nearest roof would take; over a cache also what CACHE names.
+
+    read: bytes of K and V that a forward must read.
 
     FLOPs are 4 D for each pair of query and key that the mask lets see each other, D the mean of both head dimensions. The roof is the
     larger of the times of this run's bf16 matrix product for these FLOPs, and of its copy for what must be read and written.
@@ -147,11 +152,15 @@ def rates(cell: Cell, machine: dict[str, Any], pairs: int, direction: str, ms: f
     dim, size, out_size = cell.spec.head_dim, ELEMENTS[cell.dtype].bytes, ELEMENTS[result_of(cell.dtype)].bytes
     flops = WORK[direction] * 2 * (dim.qk + dim.v) * pairs
     rows_q, rows_kv = cell.batch * cell.heads * cell.n_q, cell.batch * cell.kv_heads * cell.n_kv
-    forward = size * (rows_q * dim.qk + rows_kv * (dim.qk + dim.v)) + out_size * rows_q * dim.v + 4 * rows_q
+    forward = size * rows_q * dim.qk + read + out_size * rows_q * dim.v + 4 * rows_q
     backward = size * (rows_q * 2 * (dim.qk + dim.v) + rows_kv * 2 * (dim.qk + dim.v)) + 4 * rows_q
     moved = {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
     roof_ms = max(flops / machine["matmul_tflops"] / 1e9, moved / machine["copy_tb_s"] / 1e9)
-    return {f"{direction}_tflops": round(flops / ms / 1e9, 2), f"{direction}_roof": round(roof_ms / ms, 4)}
+    found = {f"{direction}_tflops": round(flops / ms / 1e9, 2), f"{direction}_roof": round(roof_ms / ms, 4)}
+    if cell.cached:
+        tb_s = read / ms / 1e9
+        found |= {"read_mib": round(read / 2**20, 2), "read_tb_s": round(tb_s, 3), "read_copy": round(tb_s / machine["copy_tb_s"], 4)}
+    return found
 
 
 def sentence(text: str) -> str:
@@ -172,9 +181,9 @@ HEADINGS = ("cell", "peer", "fwd ms", "TFLOP/s", "roof", "bwd ms", "TFLOP/s", "r
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The table under HEADINGS; a cell's name stands at its first line. `+-` is the largest spread of the three."""
+    """The table under HEADINGS, of what reads no cache; a cell's name stands at its first line. `+-` is the largest spread of the three."""
     before: Cell | None = None
-    for line in results.lines:
+    for line in (line for line in results.lines if not line.cell.cached):
         f = line.figures
         found = [str(line.cell) if line.cell is not before else "", line.peer]
         for d in DIRECTIONS:
@@ -193,6 +202,21 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
         ]
         before = line.cell
         yield (*found, "; ".join(filter(None, (line.why, line.note))))
+
+
+CACHE_HEADINGS = ("over a cache", "peer", "us", "+-", "MiB to read", "TB/s", "of the copy", "TFLOP/s", "host us", "first s", "")
+
+
+def cache_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """The table under CACHE_HEADINGS, of what reads a cache."""
+    before: Cell | None = None
+    for line in (line for line in results.lines if line.cell.cached):
+        f = line.figures
+        forms = {"fwd_spread": ".1%", "read_mib": ".1f", "read_tb_s": ".2f", "read_copy": ".0%", "fwd_tflops": ".0f", "host_us": ".0f"}
+        us = f"{f['fwd_ms'] * 1e3:.1f}" if "fwd_ms" in f else "-"
+        found = (us, *(_number(f, name, form) for name, form in forms.items()), _number(f, "first_fwd_s", ".1f"))
+        yield (str(line.cell) if line.cell is not before else "", line.peer, *found, "; ".join(filter(None, (line.why, line.note))))
+        before = line.cell
 
 
 HOST_HEADINGS = ("host us of a forward call", "peer", "eager", "no gradients", "compiled", "no gradients", "CUDA graph")
@@ -229,17 +253,18 @@ def ratios(results: Results) -> Iterator[str]:
     """How ours compares with each peer, over the cells that have both: the geometric mean of the ratios, and the least."""
     times = {(line.cell, line.peer, d): line.figures[f"{d}_ms"] for line in results.lines for d in DIRECTIONS if f"{d}_ms" in line.figures}
     for peer in results.peers():
-        parts = []
+        parts, count = [], 0
         for d, name in (("fwd", "forward"), ("bwd", "backward")):
             found = [
                 (times[c, peer, d] / times[c, "ours", d], c) for c in results.cells() if (c, peer, d) in times and (c, "ours", d) in times
             ]
             if peer != "ours" and found:
                 least, where = min(found, key=lambda pair: pair[0])
+                count = max(count, len(found))
                 mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))
                 parts.append(f"{name} {mean:.2f}x on average, {least:.2f}x at least ({where})")
         if parts:
-            yield f"ours over {peer}, {len(found)} cells: {'; '.join(parts)}"
+            yield f"ours over {peer}, {count} cells: {'; '.join(parts)}"
 
 
 # ---------------------------------------------------------------------------------------------- an older run

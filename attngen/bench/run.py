@@ -70,6 +70,7 @@ class Attempt:
     peers: list[str]
     lost: dict[str, str] = field(default_factory=dict)
     pairs: int = 0
+    read: int = 0
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     whys: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Attempt:
     def take(self, message: dict[str, Any]) -> None:
         """Keep what a message says."""
         if "pairs" in message:
-            self.pairs = message["pairs"]
+            self.pairs, self.read = message["pairs"], message["read"]
         if name := message.get("peer"):
             self.figures.setdefault(name, {}).update({key: x for key, x in message.items() if key in FIGURES})
             self.whys.setdefault(name, []).extend([message["why"]] if "why" in message else [])
@@ -89,7 +90,7 @@ class Attempt:
         for name in asked:
             figures = {key: _rounded(key, x) for key, x in self.figures.get(name, {}).items()}
             for direction in (d for d in DIRECTIONS if f"{d}_ms" in figures):
-                figures |= rates(self.cell, machine, self.pairs, direction, figures[f"{direction}_ms"])
+                figures |= rates(self.cell, machine, self.pairs, self.read, direction, figures[f"{direction}_ms"])
             if figures:
                 figures["visible"] = float(f"{self.pairs / (self.cell.batch * self.cell.heads * self.cell.n_q * self.cell.n_kv):.5g}")
             why = setup.cannot(self.cell, name) or self.lost.get(name) or "; ".join(dict.fromkeys(self.whys.get(name, [])))
@@ -312,7 +313,9 @@ def _without(attempt: Attempt, gone: Lost) -> Attempt | None:
 
 
 def progress(lines: Sequence[Line]) -> str:
-    """A cell in one line: TFLOP/s forward and backward of each peer."""
+    """A cell in one line: TFLOP/s forward and backward of each peer; over a cache TB/s."""
+    if lines and lines[0].cell.cached:
+        return "; ".join(f"{x.peer} {x.figures.get('read_tb_s', '-')}{f' ({x.why})' if x.why else ''}" for x in lines) + " TB/s"
     return "; ".join(f"{x.peer} {_rate(x, 'fwd')}/{_rate(x, 'bwd')}{f' ({x.why})' if x.why else ''}" for x in lines) + " TFLOP/s"
 
 

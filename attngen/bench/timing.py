@@ -1,4 +1,7 @@
-"""Times on a CUDA device, for comparisons: the calls interleaved, the L2 flushed, inputs rotated, clocks warm."""
+"""Times on a CUDA device, for comparisons: the calls interleaved, the L2 flushed, inputs rotated, clocks warm.
+
+Calls of microseconds, as over a cache, are timed in CUDA graphs of many of them, whose inputs rotate through more than the L2 holds.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -18,6 +22,7 @@ Call = Callable[[int], object]  # takes the number of the turn, by which it pick
 
 FLUSH_BYTES = 2**28  # several times the largest L2
 ROUND_MS = 12.0  # of device time that one call gets in a round, as far as 3 to 10 turns go
+LEAST_CALLS = 8  # of a graph of steps
 CYCLES_PER_US = 2000  # of torch.cuda._sleep: no GPU's clock is much faster
 _flush: dict[torch.device, torch.Tensor] = {}
 _sleep: Callable[[int], None] = torch.cuda._sleep  # these have no types
@@ -111,6 +116,43 @@ def device_times(calls: Mapping[str, Call], rounds: int = 5, say: Callable[[str]
             say(name)
             found[name].append(statistics.median(_turns(calls[name], turns[name], host[name])))
     return {name: Times(tuple(found[name])) for name in names}
+
+
+def step_times(calls: Mapping[str, Call], sets: int, rounds: int = 5, say: Callable[[str], object] = lambda name: None) -> dict[str, Times]:
+    """Times of calls in milliseconds, as a model makes them in a step: many in a CUDA graph, each on the next of `sets` sets of inputs.
+
+    The L2 holds what it holds of the calls before. So inputs of all sets together have to be several times as large as it.
+    """
+    names, turns = list(calls), sets * -(-LEAST_CALLS // sets)
+    graphs: dict[str, Callable[[], object]] = {}
+    replays: dict[str, int] = {}
+    for name, call in calls.items():
+        say(name)
+        graphs[name] = captured(partial(_each, call, turns))
+        replays[name] = max(1, min(20, round(ROUND_MS / max(1e-3, _span(graphs[name], 1)))))
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        for name in names[:: 1 - i % 2 * 2]:
+            say(name)
+            found[name].append(_span(graphs[name], replays[name]) / replays[name] / turns)
+    return {name: Times(tuple(found[name])) for name in names}
+
+
+def _each(call: Call, turns: int) -> None:
+    for turn in range(turns):
+        call(turn)
+
+
+def _span(replay: Callable[[], object], times: int) -> float:
+    """Milliseconds from the first to the last of some replays in a row, after one that is not counted."""
+    start, end = _event(enable_timing=True), _event(enable_timing=True)
+    replay()
+    start.record()
+    for _ in range(times):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def _launch_us(call: Call) -> float:

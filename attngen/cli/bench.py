@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from attngen.bench.results import Results
     from attngen.bench.run import Setup, Work
 
-Grids = Annotated[list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants or a YAML file")]
-Words = typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096: one word of each kind")
+Grids = Annotated[list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants, decode or a YAML file")]
+Words = typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind")
 Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")
 Rows = typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")
 Compare = typer.Option(help="results.json of another run: show what moved, fail if ours got slower")
@@ -52,10 +52,16 @@ def bench(
     rounds, the L2 flushed), TFLOP/s, the fraction of the roof that this run measured, the spread; peak memory of a forward and backward,
     host time of a forward call, seconds to the first result with empty caches. Peers: ours, flash, cudnn, efficient, math (SDPA's
     backends), flex (FlexAttention, written from the spec), flex_flash (its backend of FlashAttention-4), fa4 (FlashAttention-4; both where
-    that is installed), naive. Dropout is off, masks and plans are made before. A peer that fails or hangs loses its own figures alone.
+    that is installed), flashinfer, naive. Dropout is off, masks and plans are made before. A peer that fails or hangs loses its own figures
+    alone.
 
     Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and variants (what dropout
-    costs, and what block sparsity saves). The last two have tables of their own, as Markdown.
+    costs, and what block sparsity saves). The last two have tables of their own, as Markdown. And decode: steps of decoding over a cache.
+
+    Specs with a cache are called over it, by `attention.with_kvcache`. Such a call is timed among many in a CUDA graph, whose inputs rotate
+    through more than the L2 holds. Beside microseconds stand the bytes of K and V that some query sees, the rate at which they are read,
+    in TB/s, and its part of the rate of a copy, which this run measured. SDPA's backends read contiguous caches, with a mask as a tensor
+    where some query does not see all rows; flashinfer, where it is installed, reads pages. --n 1:65536 is one query of each sequence.
 
     With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
     CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and of a call that does it too.
@@ -66,6 +72,7 @@ def bench(
     \b
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
     attngen bench --grid flex --jobs 1
+    attngen bench --grid decode --only ragged,page64
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
     """
@@ -138,17 +145,16 @@ def _show_table(results: Results, out_dir: Path) -> None:
     """Print the table of a run, and write its files."""
     from attngen.bench import plots
     from attngen.bench.reports import reports
-    from attngen.bench.results import HEADINGS, HOST_HEADINGS, MASK_HEADINGS, host_rows, mask_rows, ratios, rows
+    from attngen.bench.results import CACHE_HEADINGS, HEADINGS, HOST_HEADINGS, MASK_HEADINGS, cache_rows, host_rows, mask_rows, ratios, rows
     from attngen.emit.files import write_file
 
     m = results.machine
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
     print(f"roofs: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
-    print_rows(HEADINGS, rows(results))
-    if hosts := list(host_rows(results)):
-        print_rows(HOST_HEADINGS, hosts)
-    if masks := list(mask_rows(results)):
-        print_rows(MASK_HEADINGS, masks)
+    tabled = {HEADINGS: rows, CACHE_HEADINGS: cache_rows, HOST_HEADINGS: host_rows, MASK_HEADINGS: mask_rows}
+    for headings, made in tabled.items():
+        if found := list(made(results)):
+            print_rows(headings, found)
     for line in ratios(results):
         print(line)
     tables = reports(results)

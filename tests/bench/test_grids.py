@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bench.catalog import fa3, find_grid, flex, paper
+from attngen.bench.catalog import decode, fa3, find_grid, flex, paper
 from attngen.bench.grids import cell, only, read_grid
 from attngen.bench.peers import PEERS
 from attngen.bench.run import Setup
@@ -25,6 +25,7 @@ cells:
     heads: 8
     kv_heads: 2
   - {specs: specs/causal_mqa.yaml, n: 512, batch: 3, dtype: fp16}
+  - {specs: specs/decode_sinks_paged_gqa.yaml, n: [[1, 900]], batch: 2, ragged: 100, page_size: 16}
 """
 
 
@@ -71,6 +72,7 @@ def test_a_grid_from_a_file(tmp_path: Path) -> None:
         "window_gqa bf16 B8 H8/2 N1024",
         "window_gqa bf16 B1 H8/2 Nq1 Nk8192",
         "causal_mqa fp16 B3 H16/1 N512",
+        "decode_sinks_paged_gqa bf16 B2 H16/4 Nq1 Nk900 ragged=100 page=16",
     ]
 
 
@@ -89,6 +91,17 @@ def test_a_grid_from_a_file(tmp_path: Path) -> None:
         ("dtype: fp16", "dtype: fp32", ", line 8: `cells`: causal_mqa is not built for fp32; expected bf16 or fp16"),
         ("kv_heads: 2", "kv_heads: 3", ", line 3: `cells`: causal_gqa: 8 query heads are not a multiple of 3 K/V heads"),
         ("batch: 3", "kv_heads: 4", ", line 8: `cells`: causal_mqa is mqa, which has 1 K/V heads for 16 query heads, not 4"),
+        (
+            "ragged: 100",
+            "ragged: 901",
+            ", line 9: `cells`: decode_sinks_paged_gqa: `ragged` is 901; expected a spec with `cache`, and 900, the keys, at most",
+        ),
+        ("batch: 3", "ragged: 3", ", line 8: `cells`: causal_mqa: `ragged` is 3; expected a spec with `cache`, and 512, the keys, at most"),
+        (
+            "batch: 3",
+            "page_size: 16",
+            ", line 8: `cells`: causal_mqa: `page_size` is 16; expected a spec with `cache: {paged: {page_size: any}}`",
+        ),
         ("specs: specs/causal_mqa.yaml", "specs: 7", ", line 8: `specs`: is `7`; expected files, as in [specs/causal_gqa.yaml]"),
     ],
 )
@@ -109,6 +122,8 @@ def test_parts_of_a_grid() -> None:
         "causal_mha_d128 bf16 B32 H16 N512",
         "causal_mha_d128 bf16 B4 H16 N4096",
     ]
+    assert [str(c) for c in only(decode().cells, "ragged,page16")] == ["decode_page16 bf16 B64 H32/8 Nq1 Nk65536 ragged=512"]
+    assert [c.n_kv for c in only(decode().cells, "B1")] == [1024, 4096, 16384, 65536, 131072]
     with pytest.raises(AttngenError, match="--only: no cell has `d65`; did you mean `d64`?"):
         only(fa3().cells, "D65")
     with pytest.raises(AttngenError, match="--only .* leaves no cell"):

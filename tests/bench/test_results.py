@@ -43,7 +43,7 @@ def line(at: int, peer: str, fwd: float | None, bwd: float | None = None, spread
     figures = {}
     for d, ms in (("fwd", fwd), ("bwd", bwd)):
         if ms is not None:
-            figures |= {f"{d}_ms": ms, f"{d}_spread": spread} | rates(CELLS[at], MACHINE, 1000, d, ms)
+            figures |= {f"{d}_ms": ms, f"{d}_spread": spread} | rates(CELLS[at], MACHINE, 1000, 0, d, ms)
     return Line(CELLS[at], peer, {**figures, "allocated_mib": 100.0 + at, "host_us": 20.0}, why, "a remark" if peer == "flash" else "")
 
 
@@ -102,14 +102,15 @@ def test_rates_by_hand() -> None:
     spec = make_spec({"name": "x", "heads": {"sharing": "mqa"}, "head_dim": {"qk": 192, "v": 128}})
     c = cell("", spec, 100, 200, batch=2, heads=8)
     pairs = 10**9  # bound by arithmetic
-    assert rates(c, MACHINE, pairs, "fwd", 2.0) == {"fwd_tflops": 320.0, "fwd_roof": 0.4}
-    assert rates(c, MACHINE, pairs, "bwd", 2.0) == {"bwd_tflops": 800.0, "bwd_roof": 1.0}
-    assert rates(c, MACHINE, pairs, "both", 2.8) == {"both_tflops": 800.0, "both_roof": 1.0}
+    read = 2 * 2 * 200 * 320  # of K and V
+    assert rates(c, MACHINE, pairs, read, "fwd", 2.0) == {"fwd_tflops": 320.0, "fwd_roof": 0.4}
+    assert rates(c, MACHINE, pairs, read, "bwd", 2.0) == {"bwd_tflops": 800.0, "bwd_roof": 1.0}
+    assert rates(c, MACHINE, pairs, read, "both", 2.8) == {"both_tflops": 800.0, "both_roof": 1.0}
     rows_q, rows_kv = 2 * 8 * 100, 2 * 200  # bound by memory: q, k, v, out and the LSE; then those and dO, and three gradients
     forward = 2 * (rows_q + rows_kv) * 320 + 4 * rows_q
-    assert rates(c, MACHINE, 1, "fwd", 1e-3)["fwd_roof"] == pytest.approx(forward / 4e12 / 1e-6, abs=1e-4)
+    assert rates(c, MACHINE, 1, read, "fwd", 1e-3)["fwd_roof"] == pytest.approx(forward / 4e12 / 1e-6, abs=1e-4)
     backward = 2 * (rows_q * (192 + 128 + 128 + 192) + rows_kv * 2 * (192 + 128)) + 4 * rows_q
-    assert rates(c, MACHINE, 1, "bwd", 1e-3)["bwd_roof"] == pytest.approx(backward / 4e12 / 1e-6, abs=1e-4)
+    assert rates(c, MACHINE, 1, read, "bwd", 1e-3)["bwd_roof"] == pytest.approx(backward / 4e12 / 1e-6, abs=1e-4)
 
 
 def test_the_table_and_the_ratios() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from functools import partial
 
 from attngen.bench.flex import cannot
-from attngen.bench.peers.base import Call, Forward, Peer, undropped
+from attngen.bench.peers.base import Call, Forward, Peer, uncached, undropped
 from attngen.bench.peers.fa4 import fa4, fa4_cannot
+from attngen.bench.peers.flashinfer import flashinfer, flashinfer_cannot
 from attngen.bench.peers.flex import flex, flex_flash_cannot
 from attngen.bench.peers.naive import naive
 from attngen.bench.peers.ours import ours
@@ -19,12 +20,15 @@ __all__ = ["PEERS", "Call", "Forward", "Peer"]
 
 PEERS = {  # ours first: the others' results are held against the first's
     "ours": Peer("attngen", lambda cell: "", ours, compiles=True),
-    "flash": Peer("SDPA FLASH", sdpa_cannot, partial(sdpa, "flash")),
+    "flash": Peer("SDPA FLASH", partial(sdpa_cannot, masked=False), partial(sdpa, "flash")),
     "cudnn": Peer("SDPA CUDNN", sdpa_cannot, partial(sdpa, "cudnn")),
     "efficient": Peer("SDPA EFFICIENT", partial(sdpa_cannot, single=True), partial(sdpa, "efficient")),
     "math": Peer("SDPA MATH", partial(sdpa_cannot, single=True), partial(sdpa, "math")),
     "flex": Peer("FlexAttention", partial(undropped, lambda cell: cannot(cell.spec)), flex, compiles=True),
-    "flex_flash": Peer("FlexAttention by FlashAttention-4", partial(undropped, flex_flash_cannot), partial(flex, backend="FLASH"), True),
-    "fa4": Peer("FlashAttention-4", partial(undropped, fa4_cannot), fa4, compiles=True),
+    "flex_flash": Peer(
+        "FlexAttention by FlashAttention-4", partial(undropped, partial(uncached, flex_flash_cannot)), partial(flex, backend="FLASH"), True
+    ),
+    "fa4": Peer("FlashAttention-4", partial(undropped, partial(uncached, fa4_cannot)), fa4, compiles=True),
+    "flashinfer": Peer("FlashInfer", flashinfer_cannot, flashinfer, compiles=True),
     "naive": Peer("naive", partial(undropped, lambda cell: ""), naive),
 }

@@ -49,6 +49,11 @@ def undropped(cannot: Callable[[Cell], str], cell: Cell) -> str:
     return "no dropout" if cell.asked("dropout_p") else cannot(cell)
 
 
+def uncached(cannot: Callable[[Cell], str], cell: Cell) -> str:
+    """Of a peer that reads no cache here."""
+    return "not over a cache" if cell.cached else cannot(cell)
+
+
 def importable(name: str) -> bool:
     """Whether a package is at hand; it is not imported."""
     try:

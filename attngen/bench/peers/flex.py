@@ -37,6 +37,8 @@ def flex(problem: Problem, backend: str = "") -> Call:
 
     torch._functorch.config.donated_buffer = False  # else no backward can run twice on one graph
     made, c = problem.mods, problem.cell
+    if c.page:
+        return _paged(problem)
     options: dict[str, Any] = {"score_mod": made.score, "enable_gqa": c.heads != c.kv_heads}
     if backend:
         options["kernel_options"] = {"BACKEND": backend}
@@ -48,8 +50,10 @@ def flex(problem: Problem, backend: str = "") -> Call:
     sizes = (c.batch if made.by_batch else None, c.heads if made.by_head else None, c.n_q, c.n_kv)
     eager: Any = partial(create_block_mask, made.mask, *sizes, device=problem.device)
     quick: Any = partial(torch.compile(create_block_mask), made.mask, *sizes, device=problem.device)
-    large = c.n_q * c.n_kv > EAGER_SCORES
+    large = c.n_q * c.n_kv * (sizes[0] or 1) > EAGER_SCORES
     block_mask = quick() if large else eager()
+    if c.cached:
+        return Call(lambda x: compiled(x.q, x.k, x.v, block_mask=block_mask, **options))
     masks = {"mask_ms": quick} if large else {"mask_ms": quick, "mask_eager_ms": eager}
 
     def whole() -> Forward:
@@ -63,3 +67,34 @@ def flex(problem: Problem, backend: str = "") -> Call:
         return forward
 
     return Call(lambda x: compiled(x.q, x.k, x.v, block_mask=block_mask, **options), masks=masks, whole=whole)
+
+
+def _paged(problem: Problem) -> Call:
+    """FlexAttention over pages, by torch's PagedAttention: all pages are the keys of one sequence, and a block mask says whose they are."""
+    import torch
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
+
+    made, c = problem.mods, problem.cell
+    table = problem.given["page_table"].long()
+    owned = torch.arange(table.shape[1], device=problem.device) * c.page < problem.given["cache_seqlens"][:, None]
+    pages = PagedAttention(int(owned.sum()), c.page, c.batch, device=problem.device)
+    sequence, place = owned.nonzero(as_tuple=True)
+    pages.page_table[sequence, place] = table[owned]
+    pages.physical_to_logical[sequence, table[owned]] = place
+    sizes = (c.batch, c.heads if made.by_head else None, c.n_q, c.n_kv)
+    make: Any = torch.compile(create_block_mask) if c.batch * c.n_q * c.n_kv > EAGER_SCORES else create_block_mask
+    logical = make(made.mask or noop_mask, *sizes, device=problem.device, BLOCK_SIZE=(128, c.page))
+    block_mask = pages.convert_logical_block_mask(logical)
+    score = None if made.score is None else pages.get_score_mod(made.score)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        """[pages, Hkv, page, D] as [1, Hkv, pages * page, D]."""
+        return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+    def forward(x: Inputs) -> torch.Tensor:
+        out: torch.Tensor = compiled(x.q, rows(x.k), rows(x.v), score, block_mask, enable_gqa=c.heads != c.kv_heads)
+        return out
+
+    return Call(forward)

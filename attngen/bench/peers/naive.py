@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attngen.bench.peers.base import Call
-from attngen.masks.none import NoMask
 
 if TYPE_CHECKING:
     import torch
@@ -17,26 +16,24 @@ def naive(problem: Problem) -> Call:
     """softmax(q @ k^T) @ v in plain torch, with the whole score matrix in memory, in the cell's dtype."""
     import torch
 
-    from attngen.reference import reference_mask, reference_scores
-
-    spec, one = problem.cell.spec, problem.draw(0)
-    mask = None if isinstance(spec.mask, NoMask) else reference_mask(spec.mask, one.q, one.k, problem.given)
+    mask = problem.visible()
     hidden = None if mask is None else ~mask
     empty = None if mask is None or bool(mask.any(-1).all()) else ~mask.any(-1, keepdim=True)
-    modify, sink = reference_scores(spec.score, one.q, one.k, problem.given)
-    scale = spec.head_dim.qk**-0.5
+    modify, sink = problem.scores()
+    scale = problem.cell.spec.head_dim.qk**-0.5
 
     def forward(x: Inputs) -> torch.Tensor:
         b, heads, n_q, width = x.q.shape
-        shared, n_kv = x.k.shape[1:3]
+        k, v = problem.rows(x)
+        shared, n_kv = k.shape[1:3]
         rows = (x.q * scale).reshape(b, shared, heads // shared * n_q, width)  # the queries that share a K/V head, without copies of it
-        scores = (rows @ x.k.transpose(-1, -2)).view(b, heads, n_q, n_kv)
+        scores = (rows @ k.transpose(-1, -2)).view(b, heads, n_q, n_kv)
         scores = scores if modify is None else modify(scores).to(x.q.dtype)
         scores = scores if hidden is None else scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         if sink is not None:
             scores = torch.cat([scores, sink.to(scores.dtype)[None, :, None, None].expand(b, heads, n_q, 1)], -1)
         probabilities = torch.softmax(scores, -1)[..., :n_kv]
         probabilities = probabilities if empty is None else probabilities.masked_fill(empty, 0.0)
-        return (probabilities.reshape(b, shared, heads // shared * n_q, n_kv) @ x.v).view(b, heads, n_q, -1)
+        return (probabilities.reshape(b, shared, heads // shared * n_q, n_kv) @ v).view(b, heads, n_q, -1)
 
     return Call(forward)

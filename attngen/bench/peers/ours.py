@@ -1,4 +1,4 @@
-"""Ours: the generated module of the spec."""
+"""Ours: the generated module of the spec, and its calls over a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from attngen.bench.peers.base import Call, Forward
 
 if TYPE_CHECKING:
-    from attngen.bench.problem import Problem
+    import torch
+
+    from attngen.bench.problem import Inputs, Problem
 
 
 def ours(problem: Problem) -> Call:
@@ -18,6 +20,8 @@ def ours(problem: Problem) -> Call:
     from attngen.testing import load_module
 
     attention = load_module(problem.folder).attention
+    if problem.cell.cached:
+        return _over_cache(attention.with_kvcache, problem)
     learned = [i.name for i in problem.cell.spec.learned()]
     p = problem.cell.asked("dropout_p")
     dropout = {"dropout_p": p} if p else {}
@@ -37,6 +41,19 @@ def ours(problem: Problem) -> Call:
         planned = {name: x for name, x in planned.items() if defaults[name].default is inspect.Parameter.empty}  # the plan has the others
         planned["plan"] = make()
     return Call(forward(planned), masks={"mask_ms": make}, whole=lambda: forward(problem.given))
+
+
+def _over_cache(with_kvcache: Any, problem: Problem) -> Call:
+    """Calls that read the cache and store nothing in it; of a latent there is no v_cache."""
+    import torch
+
+    stored = 1 if problem.cell.spec.rope else 2
+
+    def forward(x: Inputs) -> torch.Tensor:
+        out: torch.Tensor = with_kvcache(x.q, *(y.transpose(1, 2) for y in (x.k, x.v)[:stored]), **problem.given)
+        return out
+
+    return Call(forward, torch.no_grad)
 
 
 def _planner(attention: Any, problem: Problem) -> Callable[[], object] | None:

@@ -17,16 +17,25 @@ if TYPE_CHECKING:
     from attngen.bench.problem import Inputs, Problem
 
 
-def sdpa_cannot(cell: Cell, single: bool = False) -> str:
-    """`single`: the backend takes fp32."""
+def sdpa_cannot(cell: Cell, single: bool = False, masked: bool = True) -> str:
+    """`single`: the backend takes fp32. `masked`: it takes a mask as a tensor, which it gets over a cache."""
     mask = cell.spec.mask
     if cell.spec.score:
         return "no score modifiers"
+    if cell.cached:
+        return "no pages" if cell.page else "" if masked or not _hides(cell) else "no mask as a tensor"
     if not isinstance(mask, (NoMask, Causal)):
         return "no mask but causal and none"
     if isinstance(mask, Causal) and cell.n_q != cell.n_kv and mask.align == "bottom_right":
         return "its causal is top-left"
     return "no fp32" if cell.dtype == "fp32" and not single else ""
+
+
+def _hides(cell: Cell) -> bool:
+    """Whether some query does not see all `n_kv` rows of a cache. A causal mask lets the only query of a sequence see all its keys."""
+    mask = cell.spec.mask
+    last = isinstance(mask, Causal) and mask.align == "bottom_right" and cell.n_q == 1
+    return bool(cell.asked("ragged")) or not (last or isinstance(mask, NoMask))
 
 
 def sdpa(backend: str, problem: Problem) -> Call:
@@ -37,12 +46,14 @@ def sdpa(backend: str, problem: Problem) -> Call:
 
     usable = {"flash": can_use_flash_attention, "cudnn": can_use_cudnn_attention, "efficient": can_use_efficient_attention}
     kind = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}[backend]
-    causal, group = isinstance(problem.cell.spec.mask, Causal), problem.cell.heads // problem.cell.kv_heads
-    p = problem.cell.asked("dropout_p")
+    c, group = problem.cell, problem.cell.heads // problem.cell.kv_heads
+    mask = problem.visible() if c.cached else None
+    causal = isinstance(c.spec.mask, Causal) and not c.cached
+    p = c.asked("dropout_p")
     around = partial(sdpa_kernel, getattr(SDPBackend, kind))
     one = problem.draw(0)
     with around():
-        expands = group > 1 and backend != "math" and not usable[backend](SDPAParams(one.q, one.k, one.v, None, p, causal, True))
+        expands = group > 1 and backend != "math" and not usable[backend](SDPAParams(one.q, one.k, one.v, mask, p, causal, True))
 
     def repeated(x: torch.Tensor) -> torch.Tensor:
         return x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
@@ -50,7 +61,7 @@ def sdpa(backend: str, problem: Problem) -> Call:
     def forward(x: Inputs) -> torch.Tensor:
         k, v = (repeated(x.k), repeated(x.v)) if expands else (x.k, x.v)
         gqa = group > 1 and not expands
-        return torch.nn.functional.scaled_dot_product_attention(x.q, k, v, dropout_p=p, is_causal=causal, enable_gqa=gqa)
+        return torch.nn.functional.scaled_dot_product_attention(x.q, k, v, mask, dropout_p=p, is_causal=causal, enable_gqa=gqa)
 
     with around(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -58,7 +69,10 @@ def sdpa(backend: str, problem: Problem) -> Call:
             forward(one)
         except RuntimeError as error:
             raise RuntimeError(_reason([str(w.message) for w in said]) or str(error)) from error
-    return Call(forward, around, "K/V heads repeated for it" if expands else "")
+    notes = ["K/V heads repeated for it"] * expands
+    if mask is not None:
+        notes.append(f"mask as a tensor, all {problem.set_bytes / 2**20:.0f} MiB of the cache read")
+    return Call(forward, around, "; ".join(notes))
 
 
 def _reason(said: list[str]) -> str:

@@ -1,0 +1,122 @@
+"""A cell whose calls read a cache: how many keys sequences have, where these lie, and what of them must be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attngen.bench.flex import Mods, mods
+from attngen.bench.grids import Cell
+from attngen.bench.problem import Inputs, Problem
+from attngen.reference import reference_scores
+
+
+def problem_of(cell: Cell, device: str, folder: Path) -> Problem:
+    """A cell on a device, over a cache if its spec has one."""
+    return (CacheProblem if cell.cached else Problem)(cell, device, folder)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheProblem(Problem):
+    """A cell over a cache. `given` has what `attention.with_kvcache` takes beside q and the cache, the same for all sets.
+
+    k and v of a set are the cache, with heads before rows: [B, Hkv, n_kv, D], or [pages, Hkv, page, D]. In memory rows lie before heads, as
+    `with_kvcache` takes them. Of a latent, v is the first columns of k.
+    """
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The keys of each sequence."""
+        c, generator = self.cell, torch.Generator().manual_seed(0)
+        found: list[int] = torch.randint(int(c.asked("ragged")) or c.n_kv, c.n_kv + 1, (c.batch,), generator=generator).tolist()
+        return found
+
+    @cached_property
+    def used(self) -> list[int]:
+        """The pages of each sequence."""
+        return [-(-n // self.cell.page) for n in self.lengths]
+
+    @property
+    def pages(self) -> int:
+        """Pages of all sequences together."""
+        return sum(self.used)
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """Numbers of pages, in no order: int32 [B, pages of n_kv keys]; 0 past the last page of a sequence."""
+        numbers = torch.randperm(self.pages, generator=torch.Generator().manual_seed(0)).int()
+        table = torch.zeros(self.cell.batch, -(-self.cell.n_kv // self.cell.page), dtype=torch.int32)
+        for row, own in zip(table, numbers.split(self.used)):
+            row[: len(own)] = own
+        return table.to(self.device)
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        found = {**super().given, "cache_seqlens": torch.tensor(self.lengths, dtype=torch.int32, device=self.device)}
+        return found | ({"page_table": self.page_table} if self.cell.page else {})
+
+    @cached_property
+    def mods(self) -> Mods:
+        """The mask and the scores as functions of positions: of constant sizes where all sequences have `n_kv` keys in whole pages."""
+        whole = {self.cell.n_kv} == set(self.lengths) and self.cell.n_kv % (self.cell.page or 1) == 0
+        given = {name: x for name, x in self.given.items() if not (whole and name == "cache_seqlens")}
+        return mods(self.cell.spec, self.sizes, given, self.device)
+
+    @property
+    def columns(self) -> int:
+        """Columns of K and V that are stored for each key."""
+        dim = self.cell.spec.head_dim
+        return dim.qk + (0 if self.cell.spec.rope else dim.v)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of K and V that some query sees: a window's alone under a window."""
+        return self.mods.visible_keys(self.sizes, self.device) * self.columns * self.dtype.itemsize
+
+    @property
+    def set_bytes(self) -> int:
+        c = self.cell
+        keys = self.pages * c.page if c.page else c.batch * c.n_kv
+        return keys * c.kv_heads * self.columns * self.dtype.itemsize
+
+    def draw(self, number: int) -> Inputs:
+        c, dim = self.cell, self.cell.spec.head_dim
+        generator = torch.Generator(self.device).manual_seed(number)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+
+        rows = (self.pages, c.page) if c.page else (c.batch, c.n_kv)
+        q, k = normal(c.batch, c.heads, c.n_q, dim.qk), normal(*rows, c.kv_heads, dim.qk).transpose(1, 2)
+        v = k[..., : dim.v] if c.spec.rope else normal(*rows, c.kv_heads, dim.v).transpose(1, 2)
+        return Inputs(q, k, v, (), q)  # no gradient of the output is read
+
+    def visible(self) -> torch.Tensor | None:
+        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where all see all."""
+        if self.mods.mask is None:
+            return None
+        c = self.cell
+        mask: torch.Tensor = self.mods.mask(*self._positions(c.batch if self.mods.by_batch else 1, c.heads if self.mods.by_head else 1))
+        return None if bool(mask.all()) else mask
+
+    def scores(self) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
+        one, modify = self.draw(0), self.mods.score
+        _, sink = reference_scores(self.cell.spec.score, one.q, one.k, self.given)
+        return (None if modify is None else lambda s: modify(s, *self._positions(*s.shape[:2]))), sink
+
+    def _positions(self, batch: int, heads: int) -> list[torch.Tensor]:
+        """Numbers of sequences, heads, queries and keys, each along its dimension of the scores."""
+        sizes = (batch, heads, self.cell.n_q, self.cell.n_kv)
+        return [torch.arange(n, device=self.device).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
+
+    def rows(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of a set, [B, Hkv, n_kv, D]; of pages, copies."""
+        if not self.cell.page:
+            return x.k, x.v
+        k, v = (y[self.page_table].transpose(2, 3).flatten(1, 2)[:, : self.cell.n_kv].transpose(1, 2) for y in (x.k, x.v))
+        return k, v
