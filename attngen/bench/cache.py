@@ -68,21 +68,21 @@ class CacheProblem(Problem):
         return mods(self.cell.spec, self.sizes, given, self.device)
 
     @property
-    def columns(self) -> int:
-        """Columns of K and V that are stored for each key."""
+    def key_bytes(self) -> int:
+        """Bytes of K and V that the cache has of each key and K/V head."""
         dim = self.cell.spec.head_dim
-        return dim.qk + (0 if self.cell.spec.rope else dim.v)
+        return (dim.qk + (0 if self.cell.spec.rope else dim.v)) * self.dtype.itemsize
 
     @property
     def read_bytes(self) -> int:
         """Bytes of K and V that some query sees: a window's alone under a window."""
-        return self.mods.visible_keys(self.sizes, self.device) * self.columns * self.dtype.itemsize
+        return self.mods.visible_keys(self.sizes, self.device) * self.key_bytes
 
     @property
     def set_bytes(self) -> int:
         c = self.cell
         keys = self.pages * c.page if c.page else c.batch * c.n_kv
-        return keys * c.kv_heads * self.columns * self.dtype.itemsize
+        return keys * c.kv_heads * self.key_bytes
 
     def draw(self, number: int) -> Inputs:
         c, dim = self.cell, self.cell.spec.head_dim
@@ -91,9 +91,12 @@ class CacheProblem(Problem):
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
 
-        rows = (self.pages, c.page) if c.page else (c.batch, c.n_kv)
-        q, k = normal(c.batch, c.heads, c.n_q, dim.qk), normal(*rows, c.kv_heads, dim.qk).transpose(1, 2)
-        v = k[..., : dim.v] if c.spec.rope else normal(*rows, c.kv_heads, dim.v).transpose(1, 2)
+        def stored(width: int) -> torch.Tensor:
+            rows = (self.pages, c.page) if c.page else (c.batch, c.n_kv)
+            return normal(*rows, c.kv_heads, width).transpose(1, 2)
+
+        q, k = normal(c.batch, c.heads, c.n_q, dim.qk), stored(dim.qk)
+        v = k[..., : dim.v] if c.spec.rope else stored(dim.v)
         return Inputs(q, k, v, (), q)  # no gradient of the output is read
 
     def visible(self) -> torch.Tensor | None:
@@ -105,8 +108,8 @@ class CacheProblem(Problem):
         return None if bool(mask.all()) else mask
 
     def scores(self) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
-        one, modify = self.draw(0), self.mods.score
-        _, sink = reference_scores(self.cell.spec.score, one.q, one.k, self.given)
+        modify, unread = self.mods.score, torch.empty(0)
+        _, sink = reference_scores(self.cell.spec.score, unread, unread, self.given)
         return (None if modify is None else lambda s: modify(s, *self._positions(*s.shape[:2]))), sink
 
     def _positions(self, batch: int, heads: int) -> list[torch.Tensor]:

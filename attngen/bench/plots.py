@@ -84,7 +84,7 @@ def _cached(lines: Iterable[Line]) -> tuple[list[Panel], list[Line]]:
         found.setdefault((c.spec.name, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.call), []).append(line)
     curves = [group for group in found.values() if len({line.cell.n_kv for line in group}) >= CURVE]
     bars = [line for group in found.values() if group not in curves for line in group]
-    return [(f"{group[0].cell.batch} sequences of N keys\n{_title(group[0].cell)}", group) for group in curves], bars
+    return [(f"B={group[0].cell.batch}, N keys each\n{_title(group[0].cell)}", group) for group in curves], bars
 
 
 def _tflops(panels: Sequence[Panel], results: Results) -> str:
@@ -144,6 +144,7 @@ def _bars(lines: Sequence[Line], results: Results) -> str:
             place += GAP
         axes.axvline(results.machine["copy_tb_s"], color="#888888", linestyle="--", linewidth=1)
         axes.set_yticks(middles, [str(c) for c in cells])
+        axes.margins(y=0.01)
         axes.invert_yaxis()
         axes.set_xlabel(RATE)
         return handles

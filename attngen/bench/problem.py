@@ -98,8 +98,10 @@ class Problem:
 
     def visible(self) -> torch.Tensor | None:
         """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where it sees all."""
+        if isinstance(self.cell.spec.mask, NoMask):
+            return None
         one = self.draw(0)
-        return None if isinstance(self.cell.spec.mask, NoMask) else reference_mask(self.cell.spec.mask, one.q, one.k, self.given)
+        return reference_mask(self.cell.spec.mask, one.q, one.k, self.given)
 
     def scores(self) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
         """(what modifiers do to scores [B, Hq, n_q, n_kv], the sink's logits [Hq]); None where there is no such."""

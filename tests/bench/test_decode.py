@@ -262,5 +262,5 @@ def test_the_table() -> None:
 def test_plots() -> None:
     found = plots.plots(shown())
     assert list(found) == ["decode-rate.svg", "decode-bars.svg"] and found == plots.plots(shown())
-    assert "<!-- 8 sequences of N keys -->" in found["decode-rate.svg"] and "<!-- cudnn -->" in found["decode-rate.svg"]
+    assert "<!-- B=8, N keys each -->" in found["decode-rate.svg"] and "<!-- cudnn -->" in found["decode-rate.svg"]
     assert "<!-- decode_window bf16 B8 H32/8 Nq1 Nk131072 -->" in found["decode-bars.svg"]

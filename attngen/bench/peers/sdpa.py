@@ -47,7 +47,12 @@ def sdpa(backend: str, problem: Problem) -> Call:
     usable = {"flash": can_use_flash_attention, "cudnn": can_use_cudnn_attention, "efficient": can_use_efficient_attention}
     kind = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}[backend]
     c, group = problem.cell, problem.cell.heads // problem.cell.kv_heads
-    mask = problem.visible() if c.cached else None
+    visible = problem.visible() if c.cached else None
+    mask = (
+        None
+        if visible is None
+        else torch.zeros(visible.shape, dtype=problem.dtype, device=problem.device).masked_fill(~visible, -torch.inf)
+    )
     causal = isinstance(c.spec.mask, Causal) and not c.cached
     p = c.asked("dropout_p")
     around = partial(sdpa_kernel, getattr(SDPBackend, kind))
