@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +32,11 @@ def sdpa_cannot(cell: Cell, single: bool = False, masked: bool = True) -> str:
     return "no fp32" if cell.dtype == "fp32" and not single else ""
 
 
+def _numbers(visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask as numbers that are added to scores; SDPA makes them anew in each call if it gets booleans."""
+    return None if visible is None else visible.new_zeros(visible.shape, dtype=dtype).masked_fill(~visible, -math.inf)
+
+
 def _hides(cell: Cell) -> bool:
     """Whether some query does not see all `n_kv` rows of a cache. A causal mask lets the only query of a sequence see all its keys."""
     mask = cell.spec.mask
@@ -47,12 +53,7 @@ def sdpa(backend: str, problem: Problem) -> Call:
     usable = {"flash": can_use_flash_attention, "cudnn": can_use_cudnn_attention, "efficient": can_use_efficient_attention}
     kind = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}[backend]
     c, group = problem.cell, problem.cell.heads // problem.cell.kv_heads
-    visible = problem.visible() if c.cached else None
-    mask = (
-        None
-        if visible is None
-        else torch.zeros(visible.shape, dtype=problem.dtype, device=problem.device).masked_fill(~visible, -torch.inf)
-    )
+    mask = _numbers(problem.visible(), problem.dtype) if c.cached else None
     causal = isinstance(c.spec.mask, Causal) and not c.cached
     p = c.asked("dropout_p")
     around = partial(sdpa_kernel, getattr(SDPBackend, kind))
