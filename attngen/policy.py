@@ -58,6 +58,7 @@ STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel 
 
 # ---------------------------------------------------------------- for how many rows a schedule is chosen
 
+PACKED = 16  # rows of the smallest range for which tiles of packed queries are chosen (docs/perf-log.md, section 18)
 MANY_ROWS = 4096  # rows that stand for "any number"
 # Rows before and after a tile that stand for what documents and the like let it see: half a usual one (docs/perf-log.md, section 12).
 REACH = 500
@@ -66,9 +67,11 @@ REACH = 500
 SHORT_ROWS = 512
 # Ranges that get measured schedules of their own: rows of the tiled axis, at most (None: any), and how many rows are measured.
 RANGES: tuple[tuple[int | None, int], ...] = ((SHORT_ROWS, 512), (2048, 1024), (8192, 4096), (None, 16384))
+# The same of a kernel among whose programs the keys of a cache are dealt: rows of all queries that share a K/V head, one or more tiles.
+DEALT: tuple[tuple[int | None, int], ...] = ((PACKED, 4), (None, 64))
+DEALT_KEYS = 16384  # of a sequence in the cache, where these are measured
 NOISE = 0.02  # of a measured time: what is faster by less is not faster
 MODELLED = (64, SHORT_ROWS)  # ranges for which the cost model chooses, besides "any number"
-PACKED = 16  # rows of the smallest range for which tiles of packed queries are chosen (docs/perf-log.md, section 18)
 
 # ---------------------------------------------------------------- kernels that prepare what others read
 

@@ -37,6 +37,16 @@ def lane_registers(kernel: Kernel, row: Row) -> int:
     return len(groups(kernel)) * launch_registers(kernel, row)
 
 
+def most_registers(kernel: Kernel, row: Row) -> int:
+    """Of a thread of a kernel that deals keys: those of a multiprocessor, or the part that leaves room for as many programs of few rows as
+    there are."""
+    device, deal = CLASSES[row.device], kernel.deal
+    each = device.registers_per_sm // (row.num_warps * device.threads_per_warp)
+    if deal and deal.few and deal.resident_for(row.max_rows) == deal.few:
+        each = each // deal.few // 8 * 8
+    return min(device.registers_per_thread, each)
+
+
 def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     """The options of a launch, by Triton's names.
 
@@ -48,9 +58,5 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     if kernel.resident > 1:
         limit = {"maxnreg": launch_registers(kernel, row)}
     elif kernel.deal and kernel.dots and device.backend == "cuda":
-        threads = row.num_warps * device.threads_per_warp
-        each = device.registers_per_sm // threads
-        if kernel.deal.few and kernel.deal.resident_for(row.max_rows) == kernel.deal.few:
-            each = each // kernel.deal.few // 8 * 8
-        limit = {"maxnreg": min(device.registers_per_thread, each)}
+        limit = {"maxnreg": most_registers(kernel, row)}
     return {"num_warps": row.num_warps, **limit}

@@ -57,6 +57,12 @@ def sizes(module: Module, row: Row) -> dict[str, int]:
     }
 
 
+def lies_in_pages(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether each tile of keys that is fetched by descriptor lies in one page of the cache."""
+    described = row.tma and any(isinstance(op, Load) and op.via and op.pages for op in kernel.ops())
+    return not described or (module.cache is not None and int(module.cache.page) % row.block_kv == 0)
+
+
 def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
     """Bytes that one turn of the loop over tiles loads."""
     return int(evaluate(_streamed(kernel), sizes(module, row)))

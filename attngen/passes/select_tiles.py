@@ -21,7 +21,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends import backend_of
-from attngen.bounds.sizes import elem_sizes, mode
+from attngen.bounds.sizes import elem_sizes, lies_in_pages, mode
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.bounds.turns import either_way, first_first
 from attngen.devices import CLASSES
@@ -32,6 +32,7 @@ from attngen.ir.ops import Add, Load, Map, Op
 from attngen.passes.base import Pass
 from attngen.policy import (
     ABREAST,
+    DEALT,
     FEW_ABREAST,
     FEW_QUERIES,
     MANY_ROWS,
@@ -85,7 +86,7 @@ class SelectTiles(Pass):
                     raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from error
                 yield Unfit(device, elem, error.reason)
                 continue
-            yield from joined([rows[0], *self._measured(module, kernel, *rows[1:])])
+            yield from joined([*self._measured(module, kernel, *rows)])
 
     def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Row]:
         """The model's lines, for the fewest rows, for few rows and for any number. FitError if the device has no such products."""
@@ -96,10 +97,15 @@ class SelectTiles(Pass):
         least, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))
         return [least, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
 
-    def _measured(self, module: Module, kernel: Kernel, few: Row, chosen: Row) -> Iterator[Row]:
+    def _measured(self, module: Module, kernel: Kernel, least: Row, few: Row, chosen: Row) -> Iterator[Row]:
         """Lines for rising numbers of rows: measured ones if there are any, else the model's."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
-        table = None if asked or kernel.deal else self.tables.get(chosen.device)
+        table = None if asked else self.tables.get(chosen.device)
+        if kernel.deal:
+            for (limit, _), modelled in zip(DEALT, (least, chosen)):
+                yield table and table.row(module, kernel, chosen.elem_bytes, limit) or modelled
+            return
+        yield least
         if kernel.packs:  # however many heads share its tiles, each of its programs has few turns
             yield replace(table and table.row(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
             return
@@ -109,11 +115,11 @@ class SelectTiles(Pass):
 
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
-            loads = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
-            page = int(module.cache.page) if module.cache and any(op.pages for op in loads) else 0
-            tma = bool(loads) and elem == 2 and CLASSES[device].tma and (limit is None or kernel.deal is not None)
-            for q, kv, w in product(blocks_q, blocks_kv, warps):  # a page has whole tiles, if these are read by descriptor
-                yield Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma and page % kv == 0, backend=module.backend)
+            described = any(isinstance(op, Load) and op.via for op in kernel.ops())
+            tma = described and elem == 2 and CLASSES[device].tma and (limit is None or kernel.deal is not None)
+            for q, kv, w in product(blocks_q, blocks_kv, warps):
+                row = Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma, backend=module.backend)
+                yield replace(row, tma=tma and lies_in_pages(module, kernel, row))
 
         backend = backend_of(module)
         most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks

@@ -10,7 +10,7 @@ from attngen.ir.graph import Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import STATISTICS
 from attngen.ir.ops import Gather, Load, Op
-from attngen.policy import RANGES, REACH
+from attngen.policy import DEALT, DEALT_KEYS, RANGES, REACH
 
 TILE = 64  # rows of the square tiles that classes are counted in
 SHORT = 1536  # keys (of kernels that own keys: queries) that programs of short loops visit on average, at most
@@ -24,15 +24,23 @@ class Key(NamedTuple):
     elements: str  # `16-bit`, `tf32` or `ieee`
     heads: str  # `mha`, or `grouped`: several query heads share a K/V head
     mask: str  # see mask_class
-    max_rows: int | None  # of RANGES
+    max_rows: int | None  # of the kernel's ranges
+
+
+def ranges(kernel: Kernel) -> tuple[tuple[int | None, int], ...]:
+    """The ranges that get measured schedules of their own, the one of fewest rows first: rows at most (None: any), and those measured."""
+    return DEALT if kernel.deal else RANGES
 
 
 def key(module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Key:
-    """The key of a kernel for elements of so many bytes and a range of rows; `packed` has that of `fwd`, whose loop it has."""
+    """The key of a kernel for elements of so many bytes and a range of rows; `packed` has that of `fwd`, whose loop it has.
+
+    Where keys are dealt among programs, the mask's class is that of as many rows as there are keys.
+    """
     head_dim = f"{tile_width(module.head_dim_qk)}/{tile_width(module.head_dim_v)}"
     heads = "grouped" if SHARINGS[module.sharing].is_shared else "mha"
-    mask = mask_class(module, kernel, dict(RANGES)[max_rows])
-    name = "fwd" if kernel.packs else kernel.name
+    mask = mask_class(module, kernel, DEALT_KEYS if kernel.deal else dict(RANGES)[max_rows])
+    name = "fwd" if kernel.packs and not kernel.deal else kernel.name
     return Key(name, head_dim, mode(module, elem_bytes), heads, mask, max_rows)
 
 
@@ -48,8 +56,9 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     Where data lists blocks, the shape is not known, and `listed`; in FlashAttention-1's order, `rewritten` says all. So a window of 1024
     is `causal` where there are 1024 rows.
 
-    What else, in this order: `blocks` are listed; `rows` of numbers are read beside the tiles (of padding, documents); a number is
-    read for each score (`pairs`), or all such are looked up in tables (`lookups`); the `score` is modified; `dropout`.
+    What else, in this order: `blocks` are listed; `pages` of a cache are too short for tiles, or of any length; `rows` of numbers are
+    read beside the tiles (of padding, documents, pages); a number is read for each score (`pairs`), or all such are looked up in tables
+    (`lookups`); the `score` is modified; `dropout`.
     """
     if not tile_loops(kernel):
         return "none"
@@ -58,6 +67,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
     listed = module.blocks is not None
     features = {
         "blocks": listed,
+        "pages": any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops()),
         "rows": any(_reads_row(kernel, op) for op in kernel.ops()),
         "pairs": kernel.reads_pairs and not kernel.looks_up,
         "lookups": kernel.looks_up,

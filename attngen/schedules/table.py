@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.backends import DIVIDERS, backend_of
+from attngen.bounds.sizes import lies_in_pages
 from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
@@ -107,7 +108,12 @@ def usable(module: Module, kernel: Kernel, row: Row) -> bool:
     """Whether a row divides the module's blocks, fits, reads what it can, and is not known to spill for its mask."""
     divides = not (module.blocks and tile_loops(kernel)) or max(row.block_q, row.block_kv) <= module.blocks.size
     described = any(isinstance(op, Load) and op.via for op in kernel.ops())
-    return divides and (described or not row.tma) and backend_of(row).cost.cycles(module, kernel, row) < float("inf")
+    return (
+        divides
+        and (described or not row.tma)
+        and lies_in_pages(module, kernel, row)
+        and backend_of(row).cost.cycles(module, kernel, row) < float("inf")
+    )
 
 
 def read_table(path: Path) -> Table:

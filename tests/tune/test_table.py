@@ -19,14 +19,14 @@ from attngen.passes.pipeline import lower
 from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.select_tiles import SelectTiles
 from attngen.policy import MODELLED, RANGES, SHORT_ROWS
-from attngen.schedules.classes import Key, key, mask_class
+from attngen.schedules.classes import Key, key, mask_class, ranges
 from attngen.schedules.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from attngen.spec import parse_spec
 from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, lowered, target
 
 SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2, "tma": False}
-MIXED = ("block_sparse_mha", "causal_fp32", "causal_gqa", "document_gqa", "mla_dims", "relative_bias_mha")  # of all kinds
+MIXED = ("block_sparse_mha", "causal_fp32", "causal_gqa", "decode_gqa", "document_gqa", "mla_dims", "relative_bias_mha")  # of all kinds
 FWD = Key("fwd", "128/128", "16-bit", "mha", "causal", 2048)
 
 
@@ -89,7 +89,7 @@ PACKED_OF = {
 }  # of the heads of few queries, packed; of the other specs: full, as no diagonal cuts their tiles
 
 
-# Of kernels over a cache; where this has pages, their numbers are read for each row.
+# Of kernels over a cache; where this has pages, their numbers are read for each row, and places too where tiles do not lie in pages.
 SERVED_OF = {
     ("decode_gqa", "decode"): "full full full full",
     ("decode_mla", "decode"): "full+rows full+rows full+rows full+rows",
@@ -97,10 +97,10 @@ SERVED_OF = {
     ("decode_gqa", "prefill"): "causal causal causal causal",
     ("decode_paged_gqa", "decode"): "full+rows full+rows full+rows full+rows",
     ("decode_paged_gqa", "prefill"): "causal+rows causal+rows causal+rows causal+rows",
-    ("decode_window_paged_gqa", "decode"): "full+rows full+rows short+rows short+rows",
-    ("decode_window_paged_gqa", "prefill"): "causal+rows causal+rows short+rows short+rows",
-    ("decode_sinks_paged_gqa", "decode"): "short+rows+score short+rows+score short+rows+score short+rows+score",
-    ("decode_sinks_paged_gqa", "prefill"): "masked+rows+score masked+rows+score masked+rows+score masked+rows+score",
+    ("decode_window_paged_gqa", "decode"): "full+pages+rows full+pages+rows short+pages+rows short+pages+rows",
+    ("decode_window_paged_gqa", "prefill"): "causal+pages+rows causal+pages+rows short+pages+rows short+pages+rows",
+    ("decode_sinks_paged_gqa", "decode"): " ".join(["short+pages+rows+score"] * 4),
+    ("decode_sinks_paged_gqa", "prefill"): " ".join(["masked+pages+rows+score"] * 4),
 }
 
 
@@ -128,7 +128,7 @@ def test_select_tiles_and_tuning_see_the_same_keys(name):
     early, late = lowered(name)["describe-loads"], target(name)
     stay = {kernel.name for kernel in late.kernels if not kernel.adds}  # what is not divided, nor drops out with that
     for kernel in (kernel for kernel in early.kernels if kernel.name in stay):
-        for limit, _ in RANGES:
+        for limit, _ in ranges(kernel):
             found = key(early, kernel, 2, limit)
             assert found == key(late, late.kernel(kernel.name), 2, limit)
             assert found.max_rows == limit and found.kernel == ("fwd" if kernel.name == "packed" else kernel.name)
@@ -166,6 +166,20 @@ def test_an_entry_for_few_rows_takes_the_place_of_the_models():
     least, (limit, _, _), any_ = rows(before)
     assert rows(made) == [least, (limit, "64x32x4x2", True), any_] and limit == SHORT_ROWS
     assert rows(made, "packed") == [rows(before, "packed")[0], (None, "64x32x4x2", True)]
+
+
+def test_an_entry_of_a_kernel_that_deals_keys_is_for_few_queries_or_for_more():
+    """It is taken where its tiles lie in pages, if it has descriptors."""
+    few = Key("decode", "128/128", "16-bit", "grouped", "full", 16)
+    before, made = modelled("decode_gqa"), scheduled("decode_gqa", table(few))
+    least, any_ = rows(before, "decode")
+    assert rows(made, "decode") == [(16, "64x32x4x2", True), any_] and least[0] == 16
+    made = scheduled("decode_gqa", table(few, few._replace(max_rows=None)))
+    assert rows(made, "decode") == [(None, "64x32x4x2", True)]
+    paged, tile = few._replace(mask="full+rows"), {"block_q": 16, "num_warps": 4, "num_stages": 2, "tma": True}
+    for block_kv, measured in ((64, True), (128, False)):
+        made = scheduled("decode_paged_gqa", table(paged, schedule={**tile, "block_kv": block_kv}))
+        assert rows(made, "decode")[0][2] == measured
 
 
 def test_an_entry_for_any_number_of_rows_leaves_out_superfluous_ones():
