@@ -37,7 +37,8 @@ def tune(
     """Measure the schedules that the model left, and keep the fastest.
 
     What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 512,
-    1k, 4k and 16k queries and keys. The fastest go into a table, from which `attngen build` takes them for every kernel of their
+    1k, 4k and 16k queries and keys; where keys of a cache are dealt among programs, for 8 sequences of 16k keys, and for 4 and 64 rows of
+    queries that share a K/V head. The fastest go into a table, from which `attngen build` takes them for every kernel of their
     class; where none is faster than the model's choice in all rounds but one, and by 2%, that stays. On Hopper, forwards whose warps have
     roles compete from 1k on, if the compiler gives them their certificate; a build takes them where they beat the portable kernel.
 

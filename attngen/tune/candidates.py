@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from attngen.backends import DIVIDERS, backend_of
-from attngen.bounds.sizes import streamed_bytes
+from attngen.bounds.sizes import lies_in_pages, streamed_bytes
 from attngen.bounds.tiles import count_tiles
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.policy import MANY_ROWS, REACH
@@ -21,6 +21,7 @@ BYTES = 4  # times the fewest bytes that a schedule loads, at most
 MISFIT = "needs more shared memory than there is"
 REGISTERS = "live tiles take more registers than are spared for them"
 SPILLS = "is known to spill (spills.txt of its backend)"
+PAGES = "its tiles by descriptor do not lie in pages"
 PRODUCTS = "its products spill where they are not on matrix units"
 STREAMS = f"loads over {BYTES} times the fewest bytes"
 DEEP = "modelled to gain nothing by its deeper ring"
@@ -62,7 +63,10 @@ def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
     """Every schedule that the axes give for the range of rows of one, `chosen` by the model, which is the first."""
     yield chosen
     axes = choices(chosen)
-    most = module.blocks.size if module.blocks else axes["block_q"][-1]  # tiles divide blocks
+    axes |= (
+        {"block_q": (chosen.block_q,)} if kernel.deal else {}
+    )  # it has all rows: with another one keys are read twice, or rows are empty
+    most = module.blocks.size if module.blocks else axes["block_kv"][-1]  # tiles divide blocks
     for values in product(*axes.values()):
         made: dict[str, Any] = dict(zip(axes, values))
         row = replace(chosen, **made)
@@ -73,7 +77,8 @@ def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
 def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
     """Those that fit, and are not known to spill: the rest is for the compiler to say."""
     backends = ((row, backend_of(row)) for row in rows)
-    return [row for row, b in backends if not (b.footprint.misfit(module, kernel, row) or b.cost.spills(module, kernel, row))]
+    able = [row for row, b in backends if not (b.footprint.misfit(module, kernel, row) or b.cost.spills(module, kernel, row))]
+    return [row for row in able if lies_in_pages(module, kernel, row)]
 
 
 def divided(module: Module, kernel: Kernel, chosen: Row) -> tuple[Row, ...]:
@@ -120,6 +125,8 @@ def _cannot(module: Module, kernel: Kernel, row: Row) -> str | None:
         return REGISTERS
     if cost.spills(module, kernel, row):
         return SPILLS
+    if not lies_in_pages(module, kernel, row):
+        return PAGES
     return PRODUCTS if cost.cycles(module, kernel, row) == float("inf") else None
 
 

@@ -18,11 +18,17 @@ import torch
 import triton
 
 from attngen.backends import DIVIDERS
+from attngen.bench import grids
+from attngen.bench.cache import CacheProblem
+from attngen.bench.peers.ours import over_cache
+from attngen.bench.problem import Inputs
 from attngen.bench.timing import Times, device_times
+from attngen.bounds.launches import most_registers
 from attngen.errors import last_line
 from attngen.ir.graph import Row
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Sizes
+from attngen.policy import DEALT_KEYS, PACKED
 from attngen.reference import relative_error
 from attngen.spec import Spec, load_spec
 from attngen.testing import load_module, make_workload, torch_dtype
@@ -30,6 +36,8 @@ from attngen.tune.tuner import Answer, Cell, home
 
 WRONG = 1e-2  # relative difference from the results of the model's choice, at most
 TOKENS, HIDDEN, GROUP = 16384, 2048, 4  # of all sequences; of all query heads; query heads of a K/V head, where several share one
+DEALT_TOKENS = 2**17  # of all sequences in the cache, where its keys are dealt among programs
+DEALING, SERVING = "decode", ("decode", "prefill")  # the kernel that deals keys, and all that are measured by calls over a cache
 DROPOUT = {"dropout_p": 0.1, "seed": 0}
 GRADIENTS = {"dq": "q", "dkdv": "kv", "dk": "k", "dv": "v"}  # of what a backward kernel takes part in
 
@@ -38,10 +46,11 @@ Timer = Callable[[Mapping[str, Callable[[int], object]], int], Mapping[str, Time
 
 @dataclass
 class Problem:
-    """The inputs of one call, its output, and a gradient of that."""
+    """The inputs of one call, its output, and a gradient of that; of a call over a cache, `served`."""
 
     qkv: dict[str, torch.Tensor]
     given: dict[str, Any]  # keyword arguments
+    served: CacheProblem | None = None
     out: torch.Tensor | None = None
     grad: torch.Tensor | None = None
     right: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # results under the model's schedules, by kernel
@@ -127,7 +136,7 @@ class Bench:
         stand_ins = {name: Compile(kernels[name], False) for name in kernels["SCHEDULES"]}
         wanted = {cell.kernel: Compile(getattr(file, cell.kernel), True)}
         with _standing_in(module, stand_ins), _standing_in(module, wanted, file):
-            problem = self._problem(cell, batch=1)
+            problem = self._problem(cell, batch=None if cell.kernel == DEALING else 1)
             with _scheduled(module, cell.kernel, row):
                 self._results(module, problem, cell.kernel)
 
@@ -137,11 +146,24 @@ class Bench:
         return self.modules[name]
 
     def _problem(self, cell: Cell, batch: int | None = None) -> Problem:
-        at = (cell.spec, cell.rows, cell.dtype)
+        at = (cell.spec, cell.rows, cell.dtype, cell.kernel in SERVING)
         if self.problem is None or self.problem[0] != at:
             self.problem = None  # its memory is free for the next one
-            self.problem = at, self._make(cell, batch or max(1, TOKENS // cell.rows))
+            make = self._serve if cell.kernel in SERVING else self._make
+            self.problem = at, make(cell, batch or max(1, TOKENS // cell.rows))
         return self.problem[1]
+
+    def _serve(self, cell: Cell, batch: int) -> Problem:
+        """A call over a cache: of a prompt, or, where keys are dealt, of so few queries that they are `rows` with all heads of a group."""
+        spec = self.specs[cell.spec]
+        heads = max(1, HIDDEN // spec.head_dim.v)
+        shared = SHARINGS[spec.heads.sharing].kv_heads(heads, GROUP)
+        heads, n_q, n_kv = min(heads, PACKED * shared), cell.rows, cell.rows
+        if cell.kernel == DEALING:
+            n_q, n_kv, batch = max(1, cell.rows * shared // heads), DEALT_KEYS, max(1, DEALT_TOKENS // DEALT_KEYS)
+        problem = CacheProblem(grids.Cell("", spec, cell.dtype, batch, heads, shared, n_q, n_kv), self.device, self.folder)
+        x = problem.draw(0)
+        return Problem({"q": x.q, "k": x.k, "v": x.v}, problem.given, problem)
 
     def _make(self, cell: Cell, batch: int) -> Problem:
         spec, dtype = self.specs[cell.spec], torch_dtype(cell.dtype)
@@ -155,6 +177,11 @@ class Bench:
 
     def _results(self, module: ModuleType, problem: Problem, kernel: str) -> tuple[torch.Tensor, ...]:
         """What a kernel takes part in: the output, or gradients. The forward of a gradient runs once, under the model's schedules."""
+        if problem.served:
+            with torch.no_grad():
+                return (
+                    over_cache(module.attention.with_kvcache, problem.served)(Inputs(**problem.qkv, learned=(), grad=problem.qkv["q"])),
+                )
         if kernel == "fwd":
             with torch.no_grad():
                 return (module.attention(**problem.qkv, **problem.given),)
@@ -196,8 +223,8 @@ def _scheduled(module: ModuleType, kernel: str, row: Row) -> Iterator[None]:
     table = module.kernels.SCHEDULES
     kept = table[kernel]
     portable = [key for key in kept if len(key) == 2]  # not those of kernels that stand in for it
-    names = next(kept[key] for key in portable if not isinstance(kept[key], str))[0][1]
-    config = {name: getattr(row, name.lower()) for name in names}
+    names = kept[row.device, row.elem_bytes][0][1]
+    config = {name: most_registers(row) if name == "maxnreg" else getattr(row, name.lower()) for name in names}
     table[kernel] = dict.fromkeys(portable, ((None, config),))
     try:
         yield

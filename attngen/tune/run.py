@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Row
-from attngen.policy import RANGES
 from attngen.schedules.classes import Key
 from attngen.schedules.table import Entry, Table
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, home, outcome
@@ -156,8 +156,8 @@ class Machine:
         return found
 
     def compile_ahead(self, tasks: Sequence[tuple[Cell, Row]]) -> float:
-        """Compile schedules of cells, for the fewest rows, as for any; seconds taken."""
-        return share(self.compile_some, [(c._replace(rows=RANGES[0][1]), row) for c, row in tasks], self.args, self.jobs, COMPILE_S)
+        """Compile schedules of cells; seconds taken."""
+        return share(self.compile_some, tasks, self.args, self.jobs, COMPILE_S)
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def tune(plans: Sequence[Plan], gpu: Machine, results: Results, budget_s: float)
     by = gpu.start()
     left = [(plan, cell, found) for plan in plans for cell, found in plan.cells() if cell not in results.outcomes]
     faults = gpu.faults([plan for plan in plans if any(plan is one and found.divided for one, _, found in left)])
-    tasks = ((cell._replace(rows=0), row) for _, cell, found in left for row in found.rows if (cell.spec, row) not in faults)
+    tasks = ((plan.ahead(cell), row) for plan, cell, found in left for row in found.rows if (cell.spec, row) not in faults)
     gpu.compile_ahead(list(dict.fromkeys(tasks)))
     end = time.perf_counter() + budget_s
     for i, (plan, cell, found) in enumerate(left):
@@ -207,13 +207,18 @@ def known(plans: Sequence[Plan], results: Results) -> Iterator[tuple[Plan, Outco
         yield from ((plan, results.outcomes[cell]) for cell, _ in plan.cells() if cell in results.outcomes)
 
 
+def _ahead(gpu: Machine, plan: Plan, cell: Cell, rows: Sequence[Row]) -> float:
+    return gpu.compile_ahead([(plan.ahead(cell), row) for row in rows])
+
+
 def compare_all(plans: Sequence[Plan], gpu: Machine, rows: int) -> Iterator[tuple[Cell, Compared | None]]:
     """Pruned searches beside the whole grid, for one number of rows."""
     gpu.start()
     for plan in plans:
         for cell, found in plan.cells():
             if cell.rows == rows:
-                yield cell, compare(cell, plan, found, gpu.ask, lambda c, schedules: gpu.compile_ahead([(c, row) for row in schedules]))
+                ahead = partial(_ahead, gpu, plan)
+                yield cell, compare(cell, plan, found, gpu.ask, ahead)
 
 
 def tabled(table: Table, plans: Sequence[Plan], results: Results) -> Table:

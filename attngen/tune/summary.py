@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from attngen.backends import DIVIDERS
 from attngen.ir.graph import Row
-from attngen.policy import SHORT_ROWS
 from attngen.schedules.table import schedule_of, shown
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried
 
@@ -26,7 +25,7 @@ def aligned(cells: Iterable[object], widths: Sequence[int] = WIDTHS) -> str:
 def candidates(plan: Plan) -> Iterator[str]:
     """The candidates of each kernel of a module, and how many of its grid were rejected for what."""
     for (kernel, dtype, few), found in plan.searches.items():
-        rows = f" up to {SHORT_ROWS} rows" if few else ""
+        rows = f" up to {found.kept[0].max_rows} rows" if few else ""
         yield f"{plan.module.name} @{kernel} {dtype}{rows}: {len(found.kept)} of {len(found.grid)}: {', '.join(map(_tile, found.kept))}"
         if found.divided:
             yield f"  and divided into roles: {', '.join(map(_tile, found.divided))}"

@@ -17,8 +17,8 @@ from attngen.bounds.sizes import elem_sizes
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.passes.pipeline import divide, stages
-from attngen.policy import NOISE, RANGES, SHORT_ROWS
-from attngen.schedules.classes import Key, key
+from attngen.policy import NOISE
+from attngen.schedules.classes import Key, key, ranges
 from attngen.schedules.table import Divided, Entry, schedule_of, usable
 from attngen.spec import Schedule, Spec
 from attngen.tune.candidates import Search, divided, runs, search
@@ -35,7 +35,8 @@ Answer = tuple[float, ...] | str  # milliseconds of each round, or why there are
 
 
 class Cell(NamedTuple):
-    """What candidates compete for: a kernel of a spec's module, for as many queries and keys as `rows`."""
+    """What candidates compete for: a kernel of a spec's module, for as many queries and keys as `rows`; of a kernel that deals keys, for so
+    many rows of queries that share a K/V head."""
 
     spec: str
     kernel: str
@@ -63,10 +64,16 @@ class Plan:
 
     def cells(self) -> Iterator[tuple[Cell, Search]]:
         """For each number of rows all kernels, which share its inputs."""
-        for limit, rows in RANGES:
-            for (kernel, dtype, few), found in self.searches.items():
-                if few == (limit == SHORT_ROWS):
-                    yield Cell(self.module.name, kernel, rows, dtype), found
+        cells = []
+        for (kernel, dtype, few), found in self.searches.items():
+            least, *others = ranges(self.placed.kernel(kernel))
+            cells += [(Cell(self.module.name, kernel, rows, dtype), found) for _, rows in ([least] if few else others)]
+        yield from sorted(cells, key=lambda pair: pair[0].rows)
+
+    def ahead(self, cell: Cell) -> Cell:
+        """The cell with the fewest rows for which the same is compiled. Kernels that deal keys are compiled for numbers of a call."""
+        kernel = self.kernel(cell)
+        return cell if kernel.deal else cell._replace(rows=ranges(kernel)[0][1])
 
     @cached_property
     def divided(self) -> dict[Row, Module]:
@@ -78,7 +85,7 @@ class Plan:
 
     def key(self, cell: Cell) -> Key:
         """The key of the cell's entry in the table."""
-        limit = next(limit for limit, rows in RANGES if rows == cell.rows)
+        limit = next(limit for limit, rows in ranges(self.kernel(cell)) if rows == cell.rows)
         return key(self.placed, self.kernel(cell), ELEMENTS[cell.dtype].bytes, limit)
 
 
@@ -87,14 +94,16 @@ def plan(spec: Spec, device_class: str) -> Plan:
     made = dict(stages(spec.model_copy(update={"schedule": Schedule(backend="triton")}), {}))
     placed, whole, module = made["describe-loads"], made["dce"], made["legalize-triton"]
     searches = {}
-    for kernel in (*placed.kernels_of("forward"), *placed.kernels_of("backward")):
-        for elem, rows in product(elem_sizes(module), (SHORT_ROWS, NO_LIMIT)):
+    dealing = [placed.dealing] if placed.dealing else []
+    for kernel in (*placed.kernels_of("forward"), *placed.kernels_of("backward"), *dealing, *placed.kernels_of("decode")):
+        (least, _), *_ = ranges(kernel)
+        for elem, rows in product(elem_sizes(module), (least or NO_LIMIT, NO_LIMIT)):
             dtype = of_size(module.dtypes, elem)
             mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (device_class, elem)]
             chosen = next((r for r in mine if rows <= (r.max_rows or NO_LIMIT)), None)
             if chosen:
-                few = rows == SHORT_ROWS
-                chosen = replace(chosen, max_rows=SHORT_ROWS if few else None)
+                few = rows != NO_LIMIT
+                chosen = replace(chosen, max_rows=least if few else None)
                 found = search(placed, kernel, chosen)
                 searches[kernel.name, dtype, few] = replace(found, divided=divided(whole, kernel, chosen))
     return Plan(module, placed, whole, searches)

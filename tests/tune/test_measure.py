@@ -66,6 +66,34 @@ def test_each_kernel_is_measured_under_each_schedule(small, device):
     assert problem.given["kv_lengths"].shape == (2,)
 
 
+@pytest.fixture(scope="module", params=["contiguous", "{paged: {page_size: 16}}"])
+def served(request, tmp_path_factory):
+    """The same of a module over a cache."""
+    folder = tmp_path_factory.mktemp("served")
+    path = folder / "served.yaml"
+    text = "name: served\nhead_dim: 32\nheads: {sharing: gqa}\nmask: causal\nbackward: false\ndtype: fp16\n"
+    path.write_text(f"{text}cache: {request.param}\n")
+    made = plan(load_spec(path), "sm90")
+    write_module(render(made.module), folder / "served")
+    return folder, {"served": path}, made
+
+
+def test_kernels_over_a_cache_are_measured_by_calls_over_one(served, device, monkeypatch):
+    for name, number in (("TOKENS", 64), ("HIDDEN", 256), ("DEALT_KEYS", 96), ("DEALT_TOKENS", 192)):
+        monkeypatch.setattr(measure, name, number)
+    folder, specs, made = served
+    bench, seen = Bench(folder, specs, device, Clock()), []
+    monkeypatch.setattr(measure.Launch, "__getitem__", spying(measure.Launch.__getitem__, seen))
+    for kernel, rows, n_q, n_kv in (("decode", 4, 1, 96), ("decode", 64, 16, 96), ("prefill", 80, 80, 80)):
+        chosen = made.searches[kernel, "fp16", rows < 64].kept[0]
+        schedules = [replace(chosen, block_kv=16, num_warps=w, tma=False) for w in (4, 8)]
+        assert bench.measure(Cell("served", kernel, rows, "fp16"), schedules, 2) == [(0.0, 0.0), (1.0, 1.0)]
+        assert bench.problem[1].served.sizes == (192 // 96 if kernel == "decode" else 1, 8, 2, n_q, n_kv)
+        assert [options["num_warps"] for _, options in seen] == [4, 8]
+        assert [options.get("maxnreg") for _, options in seen] == ([255, 255] if kernel == "decode" else [None, None])
+        seen.clear()
+
+
 def test_schedules_are_measured_on_what_a_benchmark_reads(tmp_path):
     """Documents in order, not the ids in any order that a test draws: their loops are short."""
     problem = Bench(tmp_path, {"document_gqa": ROOT / "specs/document_gqa.yaml"}, "cpu")._make(Cell("document_gqa", "fwd", 2048, "bf16"), 1)

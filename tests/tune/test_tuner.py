@@ -31,8 +31,8 @@ def planned(name: str = "causal_mha") -> Plan:
     return plan(spec(name), "sm90")
 
 
-def rows(kernel: str = "fwd", few: bool = False):
-    return planned().searches[kernel, "bf16", few].kept
+def rows(kernel: str = "fwd", few: bool = False, name: str = "causal_mha"):
+    return planned(name).searches[kernel, "bf16", few].kept
 
 
 def kept(kernel: str = "fwd", few: bool = False) -> list[str]:
@@ -81,6 +81,24 @@ def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
     assert all((found is planned().searches[c.kernel, "bf16", True]) == (c.rows == SHORT_ROWS) for c, found in planned().cells())
     assert [c.kernel for c, _ in planned("causal_gqa").cells()] == [c.kernel for c in cells]  # `packed` takes what `fwd` has
     assert {c.dtype for c, _ in planned("causal_fp32").cells()} == {"fp32"}
+
+
+@pytest.mark.parametrize(("name", "page"), [("decode_gqa", 0), ("decode_paged_gqa", 64), ("decode_window_paged_gqa", 16)])
+def test_kernels_over_a_cache_are_measured_too(name, page):
+    """Where keys are dealt, for few rows of queries and for more; a tile has all of them."""
+    p = planned(name)
+    cells = [cell for cell, _ in p.cells()]
+    assert [(c.kernel, c.rows) for c in cells if c.kernel not in ("fwd", "prefill")] == [("decode", 4), ("decode", 64)]
+    assert [c.rows for c in cells if c.kernel == "prefill"] == [n for _, n in RANGES]
+    keys = [p.key(c) for c in cells if c.kernel == "decode"]
+    assert [k.max_rows for k in keys] == [16, None] and {k.kernel for k in keys} == {"decode"} and keys[0].mask == keys[1].mask
+    assert [p.ahead(c).rows for c in cells[:3]] == [4, 64, SHORT_ROWS]
+    for few in (True, False):
+        kept = rows("decode", few, name)
+        assert {r.block_q for r in kept} == {16 if few else 64} and len(kept) > 5
+        described = [r.block_kv for r in kept if r.tma]
+        assert all(page % n == 0 for n in described) if page else 128 in described
+        assert not (page == 16 and described)
 
 
 # ---------------------------------------------------------------------------------------------- who wins

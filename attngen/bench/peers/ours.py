@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 def ours(problem: Problem) -> Call:
     """The generated module, with what the mask reads planned."""
+    import torch
+
     from attngen.testing import load_module
 
     attention = load_module(problem.folder).attention
     if problem.cell.cached:
-        return _over_cache(attention.with_kvcache, problem)
+        return Call(over_cache(attention.with_kvcache, problem), torch.no_grad)
     learned = [i.name for i in problem.cell.spec.learned()]
     p = problem.cell.asked("dropout_p")
     dropout = {"dropout_p": p} if p else {}
@@ -43,17 +45,15 @@ def ours(problem: Problem) -> Call:
     return Call(forward(planned), masks={"mask_ms": make}, whole=lambda: forward(problem.given))
 
 
-def _over_cache(with_kvcache: Any, problem: Problem) -> Call:
+def over_cache(with_kvcache: Any, problem: Problem) -> Forward:
     """Calls that read the cache and store nothing in it; of a latent there is no v_cache."""
-    import torch
-
     stored = 1 if problem.cell.spec.rope else 2
 
     def forward(x: Inputs) -> torch.Tensor:
         out: torch.Tensor = with_kvcache(x.q, *(y.transpose(1, 2) for y in (x.k, x.v)[:stored]), **problem.given)
         return out
 
-    return Call(forward, torch.no_grad)
+    return forward
 
 
 def _planner(attention: Any, problem: Problem) -> Callable[[], object] | None:
