@@ -15,6 +15,8 @@ from attngen.bench.grids import Cell
 from attngen.bench.problem import Inputs, Problem
 from attngen.reference import reference_scores
 
+FACTOR = 2.0**-6  # of numbers of 8 bits: normal values in these are below 448, and exact in 16 bits when they are multiplied by it
+
 
 def problem_of(cell: Cell, device: str, folder: Path) -> Problem:
     """A cell on a device, over a cache if its spec has one."""
@@ -58,7 +60,15 @@ class CacheProblem(Problem):
     @cached_property
     def given(self) -> dict[str, Any]:
         found = {**super().given, "cache_seqlens": torch.tensor(self.lengths, dtype=torch.int32, device=self.device)}
-        return found | ({"page_table": self.page_table} if self.cell.page else {})
+        found |= {"page_table": self.page_table} if self.cell.page else {}
+        return found | (dict.fromkeys(("k_scale", "v_scale"), self.factors) if self.cell.quantised else {})
+
+    @cached_property
+    def factors(self) -> torch.Tensor:
+        """What numbers of 8 bits are multiplied by: one for each K/V head, or for each head of a page."""
+        cache = self.cell.spec.cache
+        shape = (self.pages, self.cell.kv_heads) if cache and cache.scale == "page" else (self.cell.kv_heads,)
+        return torch.full(shape, FACTOR, device=self.device)
 
     @cached_property
     def mods(self) -> Mods:
@@ -71,7 +81,7 @@ class CacheProblem(Problem):
     def key_bytes(self) -> int:
         """Bytes of K and V that the cache has of each key and K/V head."""
         dim = self.cell.spec.head_dim
-        return (dim.qk + (0 if self.cell.spec.rope else dim.v)) * self.dtype.itemsize
+        return (dim.qk + (0 if self.cell.spec.rope else dim.v)) * (1 if self.cell.quantised else self.dtype.itemsize)
 
     @property
     def read_bytes(self) -> int:
@@ -93,7 +103,8 @@ class CacheProblem(Problem):
 
         def stored(width: int) -> torch.Tensor:
             rows = (self.pages, c.page) if c.page else (c.batch, c.n_kv)
-            return normal(*rows, c.kv_heads, width).transpose(1, 2)
+            made = normal(*rows, c.kv_heads, width)
+            return ((made / FACTOR).to(torch.float8_e4m3fn) if c.quantised else made).transpose(1, 2)
 
         q, k = normal(c.batch, c.heads, c.n_q, dim.qk), stored(dim.qk)
         v = k[..., : dim.v] if c.spec.rope else stored(dim.v)
@@ -118,8 +129,12 @@ class CacheProblem(Problem):
         return [torch.arange(n, device=self.device).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
 
     def rows(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of a set, [B, Hkv, n_kv, D]; of pages, copies."""
+        """k and v of a set, [B, Hkv, n_kv, D]; of pages, copies; of numbers of 8 bits, in the cell's dtype."""
+        k, v = (self._widened(y) for y in (x.k, x.v)) if self.cell.quantised else (x.k, x.v)
         if not self.cell.page:
-            return x.k, x.v
-        k, v = (y[self.page_table].transpose(2, 3).flatten(1, 2)[:, : self.cell.n_kv].transpose(1, 2) for y in (x.k, x.v))
+            return k, v
+        k, v = (y[self.page_table].transpose(2, 3).flatten(1, 2)[:, : self.cell.n_kv].transpose(1, 2) for y in (k, v))
         return k, v
+
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype) * FACTOR

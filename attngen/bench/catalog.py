@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attngen.bench.grids import Cell, Grid, cell, read_grid
@@ -121,9 +122,9 @@ LONG = ((64, 8 * K), (8, 64 * K))  # sequences and keys for what is held against
 LEAST_RAGGED = 512
 
 
-def _served(name: str, page: int | str = "", **more: Any) -> Spec:
-    """A spec over a cache, in pages if it says of how many keys."""
-    cache = {"paged": {"page_size": page}} if page else "contiguous"
+def _served(name: str, page: int | str = "", stored: Any = MappingProxyType({}), **more: Any) -> Spec:
+    """A spec over a cache, in pages if it says of how many keys; `stored` says in which numbers."""
+    cache = {"paged": {"page_size": page}, **stored} if page else "contiguous"
     shape = {"heads": {"sharing": "gqa"}, "head_dim": 128, "dtype": "bf16", "mask": "causal"}
     return make_spec({"name": f"decode_{name}", **shape, "cache": cache, "backward": False, **more})
 
@@ -135,8 +136,9 @@ def _step(spec: Spec, batch: int, keys: int, queries: int = 1, heads: int = 32, 
 
 def decode() -> Grid:
     """Decoding over a cache: 32 query heads over 8, D = 128, bf16; 1k to 128k keys by 1 to 128 sequences; then drafts, pages, sequences of
-    512 to 64k keys, Mistral's window of 1024 keys, gpt-oss's sinks, MLA with 16 and 128 heads."""
+    512 to 64k keys, keys of 8 bits, Mistral's window of 1024 keys, gpt-oss's sinks, MLA with 16 and 128 heads."""
     rows, pages = _served("rows"), {size: _served(f"page{size}", size) for size in (16, 64, 256)}
+    quantised = {of: _served(f"fp8_{of}", 64, {"dtype": "fp8_e4m3", "scale": of}) for of in ("head", "page")}
     window = _served("window", 16, mask={"sliding_window": {"left": 1023, "right": 0}})
     fixed = {"mask": {"sliding_window": {"left": 127, "right": 0}}, "schedule": {"split": {"keys": 1024}}}
     sinks = _served("sinks", "any", head_dim=64, score="sink", **fixed)
@@ -147,6 +149,8 @@ def decode() -> Grid:
     cells += [_step(spec, *size) for size in LONG for spec in pages.values()]
     cells += [_step(_served("page_any", "any"), *LONG[0], page=size) for size in (16, 64)]
     cells += [_step(spec, 64, 64 * K, ragged=LEAST_RAGGED) for spec in (rows, pages[64], pages[16])]
+    cells += [_step(quantised["head"], *size) for size in ((8, 8 * K), *LONG)]
+    cells += [_step(quantised["page"], *LONG[0]), _step(quantised["head"], 64, 64 * K, ragged=LEAST_RAGGED)]
     cells += [_step(window, 8, keys) for keys in (K, 128 * K)]
     cells += [_step(sinks, *LONG[0], heads=64)]
     cells += [_step(mla, 8, keys, heads=heads) for keys in (8 * K, 64 * K) for heads in (16, 128)]

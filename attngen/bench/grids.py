@@ -76,6 +76,11 @@ class Cell:
         return self.spec.cache is not None
 
     @property
+    def quantised(self) -> bool:
+        """Whether the cache has numbers of 8 bits."""
+        return self.spec.cache is not None and self.spec.cache.dtype is not None
+
+    @property
     def trains(self) -> bool:
         """Whether calls have a backward."""
         return self.spec.trains and not self.cached

@@ -58,7 +58,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
 
     What else, in this order: `blocks` are listed; `pages` of a cache are too short for tiles, or of any length; `rows` of numbers are
     read beside the tiles (of padding, documents, pages); a number is read for each score (`pairs`), or all such are looked up in tables
-    (`lookups`); the `score` is modified; `dropout`.
+    (`lookups`); the `score` is modified; `dropout`; keys are `quantised`.
     """
     if not tile_loops(kernel):
         return "none"
@@ -73,6 +73,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
         "lookups": kernel.looks_up,
         "score": module.score != "none",
         "dropout": kernel.draws,
+        "quantised": kernel.reads_quantised,
     }
     shape = "listed" if module.blocks is not None and module.blocks.data else _shape(kernel, rows)
     return "+".join([shape, *(name for name, has in features.items() if has)])

@@ -24,9 +24,11 @@ from attngen.bench.peers.ours import over_cache
 from attngen.bench.problem import Inputs
 from attngen.bench.timing import Times, device_times
 from attngen.bounds.launches import most_registers
+from attngen.devices import CLASSES
 from attngen.errors import last_line
-from attngen.ir.graph import Row
+from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.heads import SHARINGS
+from attngen.ir.text import parse_module
 from attngen.parts import Sizes
 from attngen.policy import DEALT_KEYS, PACKED
 from attngen.reference import relative_error
@@ -103,6 +105,7 @@ class Bench:
         self.folder, self.device, self.timer = folder, device, timer
         self.specs: dict[str, Spec] = {name: load_spec(path) for name, path in specs.items()}
         self.modules: dict[str, ModuleType] = {}
+        self.texts: dict[str, Module] = {}  # of the same
         self.problem: tuple[object, Problem] | None = None  # the last one
 
     def measure(self, cell: Cell, rows: Sequence[Row], rounds: int) -> list[Answer]:
@@ -116,7 +119,7 @@ class Bench:
             mine = self._module(home(cell.spec, row))
             file = _file(mine, row)
             launch = Launch(getattr(file, cell.kernel))
-            with _scheduled(mine, cell.kernel, row), _standing_in(mine, {cell.kernel: launch}, file):
+            with _scheduled(mine, self._kernel(cell), row), _standing_in(mine, {cell.kernel: launch}, file):
                 results = self._results(mine, problem, cell.kernel)
             worst = max(relative_error(x, right) for x, right in zip(results, problem.right[cell.kernel]))
             if launch.spilled_bytes:
@@ -137,8 +140,15 @@ class Bench:
         wanted = {cell.kernel: Compile(getattr(file, cell.kernel), True)}
         with _standing_in(module, stand_ins), _standing_in(module, wanted, file):
             problem = self._problem(cell, batch=None if cell.kernel == DEALING else 1)
-            with _scheduled(module, cell.kernel, row):
+            with _scheduled(module, self._kernel(cell), row):
                 self._results(module, problem, cell.kernel)
+
+    def _kernel(self, cell: Cell) -> Kernel:
+        """The kernel of a cell as the folder of its module has it."""
+        if cell.spec not in self.texts:
+            path = self.folder / cell.spec / "schedule.ir"
+            self.texts[cell.spec] = parse_module(path.read_text(encoding="utf-8"), str(path))
+        return self.texts[cell.spec].kernel(cell.kernel)
 
     def _module(self, name: str) -> ModuleType:
         if name not in self.modules:
@@ -215,21 +225,22 @@ def _standing_in(module: ModuleType, stand_ins: Mapping[str, object], file: Modu
 
 
 @contextmanager
-def _scheduled(module: ModuleType, kernel: str, row: Row) -> Iterator[None]:
+def _scheduled(module: ModuleType, kernel: Kernel, row: Row) -> Iterator[None]:
     """The module with one schedule for a kernel, whatever the device and the number of rows. That of a divided kernel has no other."""
     if row.backend in DIVIDERS:
         yield
         return
     table = module.kernels.SCHEDULES
-    kept = table[kernel]
+    kept = table[kernel.name]
     portable = [key for key in kept if len(key) == 2]  # not those of kernels that stand in for it
     names = kept[row.device, row.elem_bytes][0][1]
-    config = {name: most_registers(row) if name == "maxnreg" else getattr(row, name.lower()) for name in names}
-    table[kernel] = dict.fromkeys(portable, ((None, config),))
+    known: dict[str, Any] = {"maxnreg": most_registers(kernel, row), "CONVERTS": CLASSES[row.device].converts}
+    config = {name: known[name] if name in known else getattr(row, name.lower()) for name in names}
+    table[kernel.name] = dict.fromkeys(portable, ((None, config),))
     try:
         yield
     finally:
-        table[kernel] = kept
+        table[kernel.name] = kept
 
 
 def serve(requests: Connection, folder: Path, specs: Mapping[str, Path]) -> None:

@@ -118,6 +118,21 @@ def test_sdpa_reads_contiguous_caches(name: str) -> None:
     assert PEERS["flash"].cannot(half) == ("" if name == "rows" else "no mask as a tensor") and not PEERS["cudnn"].cannot(half)
 
 
+@pytest.mark.parametrize("scale", ["head", "page"])
+def test_caches_of_8_bits(scale: str) -> None:
+    """A byte a number; naive attention multiplies them by their factors, and other peers leave them alone."""
+    cache = {"paged": {"page_size": 32}, "dtype": "fp8_e4m3", "scale": scale}
+    p = problem(make_spec({**served().canonical(), "name": "served", "dtype": "fp16", "cache": cache}), ragged=20)
+    x, plain = p.draw(0), problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16"}), ragged=20)
+    assert x.k.dtype == x.v.dtype == torch.float8_e4m3fn and p.set_bytes == x.k.numel() + x.v.numel()
+    assert 2 * p.read_bytes == plain.read_bytes
+    assert p.given["k_scale"].shape == ((p.pages, 2) if scale == "page" else (2,))
+    found, near = forward(p, "naive"), forward(plain, "naive")
+    assert 0 < relative_error(found, near) < 0.1  # the same numbers, of 8 bits
+    assert {name for name, peer in PEERS.items() if not peer.cannot(p.cell)} == {"ours", "naive"}
+    assert PEERS["flex"].cannot(p.cell) == "no keys of 8 bits"
+
+
 def test_what_peers_cannot_do_over_a_cache() -> None:
     assert PEERS["cudnn"].cannot(CELLS["pages"].cell) == "no pages"
     assert PEERS["fa4"].cannot(CELLS["rows"].cell) == PEERS["flex_flash"].cannot(CELLS["rows"].cell) == "not over a cache"

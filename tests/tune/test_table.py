@@ -97,6 +97,8 @@ SERVED_OF = {
     ("decode_gqa", "prefill"): "causal causal causal causal",
     ("decode_paged_gqa", "decode"): "full+rows full+rows full+rows full+rows",
     ("decode_paged_gqa", "prefill"): "causal+rows causal+rows causal+rows causal+rows",
+    ("decode_paged_fp8_gqa", "decode"): " ".join(["full+rows+quantised"] * 4),
+    ("decode_paged_fp8_gqa", "prefill"): " ".join(["causal+rows+quantised"] * 4),
     ("decode_window_paged_gqa", "decode"): "full+pages+rows full+pages+rows short+pages+rows short+pages+rows",
     ("decode_window_paged_gqa", "prefill"): "causal+pages+rows causal+pages+rows short+pages+rows short+pages+rows",
     ("decode_sinks_paged_gqa", "decode"): " ".join(["short+pages+rows+score"] * 4),

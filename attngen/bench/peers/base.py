@@ -54,6 +54,11 @@ def uncached(cannot: Callable[[Cell], str], cell: Cell) -> str:
     return "not over a cache" if cell.cached else cannot(cell)
 
 
+def unquantised(cannot: Callable[[Cell], str], cell: Cell) -> str:
+    """Of a peer that reads no keys of 8 bits here."""
+    return "no keys of 8 bits" if cell.quantised else cannot(cell)
+
+
 def importable(name: str) -> bool:
     """Whether a package is at hand; it is not imported."""
     try:
