@@ -91,6 +91,7 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
         "data_args": "".join(f", {i.name}={i.name}" for i in wrapper.data_inputs) if wrapper.data else "",
         "data_params": "".join(f", {text}" for text in given),
         "sizes_in": sizes_in,
+        "strings_of": lambda names, suffix: layout.tuple_text([f'"{name}{suffix}"' for name in names]),
     }
 
 

@@ -181,6 +181,22 @@ class Wrapper:
         return tuple_text(["cache_seqlens", *(["page_table"] if self.page is not None else []), *self.scales])
 
     @property
+    def served_tensors(self) -> list[str]:
+        """The tensors of a call over a cache beside q, keys and values."""
+        table = ["page_table"] if self.page is not None else []
+        return ["cache_seqlens", *table, *self.scales, *(i.name for i in self.module.inputs if i.shape)]
+
+    @property
+    def served_numbers(self) -> list[str]:
+        """The numbers of a call over a cache, as operators declare them."""
+        return [f"{_SCHEMA[i.dtype]} {i.name}" for i in self.module.inputs if not i.shape] + ["float scale"]
+
+    @property
+    def served_values(self) -> list[str]:
+        """The value that a call gives for each of these numbers."""
+        return [number.split()[-1] for number in self.served_numbers[:-1]] + ["SCALE if scale is None else scale"]
+
+    @property
     def of_cached(self) -> str:
         """The dtype and device of a cache, in words."""
         return f"{self.cached_dtype} on the device of q" if self.cached_dtype else "same dtype and device"

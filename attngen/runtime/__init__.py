@@ -22,6 +22,7 @@ FILES = (
     "dropout",
     "gradients",
     "operators",
+    "served",
     "module",
 )  # each imports earlier ones
 

@@ -112,6 +112,9 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if torch.compiler.is_compiling():
+        out, lse = SERVED(q, (k_cache,), (k,), cache_seqlens, page_table, SCALE if scale is None else scale)
+        return (out, lse) if return_lse else out
     q, caches, new = CACHE_RULES.admit(q, (k_cache,), cache_seqlens, page_table, (k,))
     scale = SCALE if scale is None else RULES.check_scale(scale)
     of_cache = (cache_seqlens, page_table)
@@ -240,3 +243,11 @@ OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
 OPERATORS = runtime.Operators("decode_mla_e3710c885a04", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
+SERVED = runtime.ServedOperators(
+    OPERATORS,
+    with_kvcache,
+    caches=("k_cache",),
+    new=("k",),
+    tensors=("cache_seqlens", "page_table"),
+    numbers=("float scale",),
+)

@@ -108,6 +108,11 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if torch.compiler.is_compiling():
+        out, lse = SERVED(
+            q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, k_scale, v_scale, SCALE if scale is None else scale,
+        )
+        return (out, lse) if return_lse else out
     q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v), (k_scale, v_scale))
     scale = SCALE if scale is None else RULES.check_scale(scale)
     of_cache = (cache_seqlens, page_table, k_scale, v_scale)
@@ -232,3 +237,11 @@ OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
 OPERATORS = runtime.Operators("decode_paged_fp8_gqa_084331c6e062", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
+SERVED = runtime.ServedOperators(
+    OPERATORS,
+    with_kvcache,
+    caches=("k_cache", "v_cache"),
+    new=("k", "v"),
+    tensors=("cache_seqlens", "page_table", "k_scale", "v_scale"),
+    numbers=("float scale",),
+)

@@ -111,6 +111,9 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if torch.compiler.is_compiling():
+        out, lse = SERVED(q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, sink, SCALE if scale is None else scale)
+        return (out, lse) if return_lse else out
     q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v), inputs=(sink,))
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
@@ -225,3 +228,11 @@ OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
 OPERATORS = runtime.Operators("decode_sinks_paged_gqa_562eb12add3e", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
+SERVED = runtime.ServedOperators(
+    OPERATORS,
+    with_kvcache,
+    caches=("k_cache", "v_cache"),
+    new=("k", "v"),
+    tensors=("cache_seqlens", "page_table", "sink"),
+    numbers=("float scale",),
+)

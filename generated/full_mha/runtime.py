@@ -1560,7 +1560,7 @@ class Operators:
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
         saved = f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {operands}"
         self.forward = self.define(
-            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, Tensor lse)", self._forward, self._fake_forward
+            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, Tensor lse)", self._forward, self.fake_forward
         )
         self.backward: Any = backward and self.define(
             "backward",
@@ -1634,7 +1634,7 @@ class Operators:
             saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
         return self.host_backward(addressable(grad_out), grad_lse, q, k, v, *saved)
 
-    def _fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
+    def fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         return _rows(q, self.signature.widths[1], self.signature.results), q.new_empty(q.shape[:3], dtype=torch.float32)
 
     def _fake_backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
@@ -1755,6 +1755,48 @@ def _public_backward(operators: Operators) -> Callable[..., Any]:
         return operators.gradients(ctx, grad_out, grad_lse)
 
     return backward
+
+
+# -------------------- Operators of calls over a cache, which torch.compile sees in place of their checks and launches.
+
+class ServedOperators:
+    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in them first.
+
+    Both run `with_kvcache`. They are given by its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the
+    second has; other tensors, and the numbers as in "float scale".
+    """
+
+    def __init__(
+        self,
+        operators: Operators,
+        with_kvcache: Callable[..., Any],
+        caches: Sequence[str],
+        new: Sequence[str],
+        tensors: Sequence[str],
+        numbers: Sequence[str],
+    ) -> None:
+        self.with_kvcache, self.fake = with_kvcache, operators.fake_forward
+        rest = [*(f"Tensor {name}" for name in tensors), *numbers]
+        read = ["Tensor q", *(f"Tensor {name}" for name in caches), *rest]
+        stored = ["Tensor q", *(f"Tensor({mark}!) {name}" for mark, name in zip("abc", caches)), *(f"Tensor {name}" for name in new), *rest]
+        self.served = self._define(operators, "served", read)
+        self.stored = self._define(operators, "stored", stored)
+
+    def _define(self, operators: Operators, what: str, arguments: list[str]) -> Any:
+        names = [argument.split()[-1] for argument in arguments]
+
+        def run(*args: Any) -> Results:
+            out, lse = self.with_kvcache(**dict(zip(names, args)), return_lse=True)
+            return out, lse
+
+        def fake(q: torch.Tensor, *args: Any) -> Results:
+            return self.fake(q, q, q)
+
+        return operators.define(what, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
+
+    def __call__(self, q: torch.Tensor, caches: Sequence[Any], new: Sequence[Any], *rest: Any) -> Any:
+        """(out, lse), by the operator for these."""
+        return self.served(q, *caches, *rest) if new[0] is None else self.stored(q, *caches, *new, *rest)
 
 
 # -------------------- `attention` as a torch.nn.Module.
