@@ -235,7 +235,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, k_scale, v_scale, sc
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_fp8_gqa_084331c6e062", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_fp8_gqa_a645da618d13", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,
