@@ -18,6 +18,7 @@ from attngen.ir.text import print_module
 from attngen.verify import host
 from attngen.verify.divided import bodies, flights, role_types, roles, scopes, used, walks
 from attngen.verify.indexing import bounds_checked, indexing, names
+from attngen.verify.joins import joins
 from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.protocol import protocol
 from attngen.verify.quantised import quantised
@@ -71,7 +72,7 @@ _DIVIDED: dict[str, Rule] = {
     "used": used,
     "cuts": cuts,
 }
-_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said, "quantised": quantised}
+_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said, "quantised": quantised, "joins": joins}
 
 
 @cache

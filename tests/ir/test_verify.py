@@ -137,6 +137,9 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "latents": [
         ("decode_mla", "dot %p_cast %v over(BLOCK_KV)", "dot %p_cast %k over(BLOCK_KV)", "multiplies weights by %k; expected a tile of %V"),
     ],
+    "joins": [
+        ("decode_gqa", "expr(acc*alpha + o_part*weight)", "expr(acc*alpha + o_part)", "%acc_next is"),
+    ],
     "quantised": [
         ("decode_paged_fp8_gqa", "expr(acc*v_scale)", "expr(acc)", "expected the factor V_SCALE[hkv] in it, once"),
         ("decode_paged_fp8_gqa", "expr(v/v_scale)", "expr(v/k_scale)", "expected an element of V_NEW / V_SCALE[hkv]"),

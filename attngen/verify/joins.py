@@ -1,0 +1,95 @@
+"""The rule of outputs in parts: what a program stores of its part of the keys, and how parts become the output of all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sympy
+
+from attngen.ir.deal import item
+from attngen.ir.expr import Expr, exp2, log2, select, symbol, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Load, Loop, SoftmaxStep, Store, Yield
+from attngen.verify.algebra import normal, same
+from attngen.verify.meaning import LOG2E, Header, Values
+
+LN2 = symbol("LN2")
+NONE = -sympy.oo  # the LSE of a row that sees no key
+
+
+def joins(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A program stores its part's output, divided by its sum of weights, and its LSE to base 2; parts are weighed by 2 ** LSE."""
+    stored = {kernel.accessed(op)[0].name: op for op in kernel.ops() if isinstance(op, Store)}
+    if kernel.deal is None or not kernel.loops:
+        return
+    values, last = Values(kernel), kernel.loops[-1]
+    if {"O_PARTS", "LSE2_PARTS"} <= stored.keys():
+        yield from _part(kernel, values, last, stored)
+    elif {"O", "LSE"} <= stored.keys():
+        yield from _turn(kernel, values, last)
+        yield from _whole(Header(module, kernel), values, last, stored)
+
+
+def _part(kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
+    """LSE2 = scale * m + log2(l), and the sums of weights times values over l."""
+    for name, op in stored.items():
+        place = kernel.accessed(op)[1][0]
+        if place != item():
+            yield f"%{op.value} is stored in %{name} at `{to_text(place)}`; expected {to_text(item())}, the part's number"
+    m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
+    steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
+    scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)
+    yield from _is(values, stored["LSE2_PARTS"].value, select(l > 0, scale * m + log2(l), NONE))
+    yield from _divided(values, last, stored["O_PARTS"].value, select(l > 0, 1 / l, 0))
+
+
+def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
+    """In each turn the maximum, and sums that are rescaled to it, take one part more."""
+    loads = {kernel.accessed(op)[0].name: op for op in kernel.block(loop.body).ops if isinstance(op, Load)}
+    wrong = [op for op in loads.values() if kernel.accessed(op)[1][0] != item()]
+    if wrong or loads.keys() != {"O_PARTS", "LSE2_PARTS"} or loop.var != "part":
+        yield f"%{loop.name} loads {', '.join(sorted(loads))}; expected part {to_text(item())} of O_PARTS and LSE2_PARTS in each turn"
+        return
+    m, l, acc = map(values.of, ("m", "l", "acc"))  # noqa: E741
+    part, lse2 = (values.of(loads[name].name) for name in ("O_PARTS", "LSE2_PARTS"))
+    greatest = sympy.Max(m, lse2)
+    base = select(greatest > NONE, greatest, 0)
+    before, weight = exp2(m - base), exp2(lse2 - base)
+    last = kernel.block(loop.body).ops[-1]
+    given = dict(last.values) if isinstance(last, Yield) else {}
+    expected = {"m": greatest, "l": l * before + weight, "acc": acc * before + part * weight}
+    for field, e in expected.items():
+        yield from _is(values, given[field], e)
+    starts = {field: kernel.op(ref) for field, ref in loop.carry}
+    for field, op in starts.items():
+        if getattr(op, "value", None) != (NONE if field == "m" else 0):
+            yield f"%{op.name} is where {field} starts; expected {'-inf' if field == 'm' else 0}"
+
+
+def _whole(header: Header, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
+    """The sums over their weights, to which a sink adds one, and the LSE."""
+    m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
+    if header.meaning.sink is None:
+        yield from _divided(values, last, stored["O"].value, select(l > 0, 1 / l, 0))
+        yield from _is(values, stored["LSE"].value, select(l > 0, LN2 * (m + log2(l)), NONE))
+        return
+    sink = LOG2E * header.here(header.meaning.sink)
+    greatest = sympy.Max(m, sink)
+    shrunk = exp2(m - greatest)
+    weights = l * shrunk + exp2(sink - greatest)
+    yield from _divided(values, last, stored["O"].value, shrunk / weights)
+    yield from _is(values, stored["LSE"].value, LN2 * (greatest + log2(weights)))
+
+
+def _is(values: Values, ref: str, expected: Expr) -> Iterator[str]:
+    if not same(normal(values.of(ref)), normal(expected)):
+        yield f"%{ref} is `{to_text(values.of(ref))}`; expected `{to_text(expected)}`"
+
+
+def _divided(values: Values, last: Loop, ref: str, by: Expr) -> Iterator[str]:
+    """A value is what the loop summed, times this factor, and maybe times numbers that no loop makes."""
+    factor = normal(values.of(ref) / by)
+    of_loops = {s for s in factor.free_symbols if values.others.get(s, "").startswith(f"{last.name}.")}
+    sums = [s for s in factor.free_symbols if s in values.others and len(values.kernel.type_of(values.others[s]).dims) == 2]
+    if len(sums) != 1 or of_loops - set(sums) or sympy.diff(factor, sums[0]).has(sums[0]):
+        yield f"%{ref} is `{to_text(values.of(ref))}`; expected the loop's sums times `{to_text(by)}`"

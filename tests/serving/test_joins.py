@@ -1,0 +1,58 @@
+"""The rule `joins`: outputs of parts of the keys are what programs say, and are weighed by their LSE."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.graph import Module
+from attngen.ir.text import parse_module, print_module
+from attngen.verify import verify
+from tests.helpers import edit, lowered, target
+
+
+def _changed(name: str, kernel: str, old: str, new: str) -> Module:
+    text = print_module(target(name))
+    at = text.index(f"kernel @{kernel} ")
+    end = text.index("\nkernel ", at + 1)
+    return parse_module(text[:at] + edit(text[at:end], (old, new)) + text[end:])
+
+
+CHANGES = [
+    ("decode_gqa", "decode", "expr(select(l > 0, m*qk_scale + log2(l), -inf))", "expr(select(l > 0, m + log2(l), -inf))", "%lse2_part is"),
+    ("decode_gqa", "decode", "m*qk_scale + log2(l), -inf", "m*qk_scale + log2(l), 0", "%lse2_part is"),
+    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc*inv_l**2)", "%o_part is"),
+    ("decode_gqa", "decode", "select(l > 0, 1/l, 0)", "select(l > 1, 1/l, 0)", "%o_part is"),
+    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc + inv_l)", "%o_part is"),
+    ("decode_gqa", "combine", "expr(max(lse2_part, m))", "expr(max(lse2_part, m, 0))", "%m_next is"),
+    ("decode_gqa", "combine", "expr(alpha*l + weight)", "expr(l + weight)", "%l_next is"),
+    ("decode_gqa", "combine", "expr(acc*alpha + o_part*weight)", "expr(acc*alpha + o_part)", "%acc_next is"),
+    ("decode_gqa", "combine", "expr(exp2(-base + m))", "expr(exp2(-base + 2*m))", "%l_next is"),
+    ("decode_gqa", "combine", "%l_init = init 0", "%l_init = init 1", "%l_init is where l starts; expected 0"),
+    ("decode_gqa", "combine", "LN2*(m + log2(l)), -inf", "m + log2(l), -inf", "%lse is"),
+    ("decode_gqa", "combine", "expr(acc*inv_l)", "expr(2*acc)", "%o is"),
+    ("decode_sinks_paged_gqa", "combine", "expr(l*shrunk + exp2(", "expr(l + exp2(", "%o is"),
+]
+
+
+@pytest.mark.parametrize(("name", "kernel", "old", "new", "said"), CHANGES)
+def test_other_sums_are_refused(name: str, kernel: str, old: str, new: str, said: str) -> None:
+    with pytest.raises(VerifyError, match="rule `joins`") as error:
+        verify(_changed(name, kernel, old, new))
+    assert said in str(error.value) and "expected" in str(error.value)
+
+
+@pytest.mark.parametrize("kernel", ["decode", "combine"])
+def test_each_part_has_its_own_place(kernel: str) -> None:
+    """Items count the parts of all sequences. Other rules see that too, so this one is asked alone."""
+    from attngen.verify.joins import joins
+
+    for tensor in ("O_PARTS", "LSE2_PARTS"):
+        module = _changed("decode_gqa", kernel, f"%{tensor}[first_item + part, hkv]", f"%{tensor}[part, hkv]")
+        assert [reason for reason in joins(module, module.kernel(kernel)) if "expected" in reason and "first_item + part" in reason]
+
+
+def test_the_rule_holds_in_every_phase() -> None:
+    for name in ("decode_gqa", "decode_sinks_paged_gqa", "decode_paged_fp8_gqa", "decode_mla"):
+        for step in ("build", "deal-keys", "dce"):
+            verify(lowered(name)[step])
