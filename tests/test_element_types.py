@@ -231,7 +231,7 @@ def test_a_device_without_such_products_has_no_schedule(monkeypatch: pytest.Monk
 def test_bench_counts_the_bytes_of_outputs() -> None:
     """A problem that is bound by what it moves: 16 columns of q, k and v in 2 bytes, of O in 4, and the LSE."""
     c = cell("specs", make_spec(data("fwd")), 64, 64, batch=1, heads=2)
-    found = rates(c, {"matmul_tflops": 1e9, "copy_tb_s": 1.0}, 1, "fwd", 1.0)
+    found = rates(c, {"matmul_tflops": 1e9, "copy_tb_s": 1.0}, 1, 2 * 64 * 2 * 16 * 2, "fwd", 1.0)
     moved = 2 * 64 * (3 * 16 * 2 + 16 * 4 + 4)
     assert found["fwd_roof"] == round(moved / 1e9, 4)
 

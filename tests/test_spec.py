@@ -96,7 +96,7 @@ MISTAKES = {
     BASE + "dtype: fp32\ncache: {dtype: fp8_e4m3}": "line 3: `dtype` names `fp32`, beside a cache of 8 bits; "
     "expected `bf16`, `fp16` or both",
     "name: x\nhead_dim: 72\ncache: {dtype: fp8_e4m3}": "line 2: `head_dim` has 72 columns, beside a cache of 8 bits; "
-    "expected a multiple of 16, for rows of whole copies",
+    "expected a multiple of 16, 32 at least",
     BASE + "cache: {paged: {page_size: 0}}": "line 3: `cache.paged.page_size` is the number 0; "
     "expected `any`, or a whole number from 1 to 65536",
     BASE + "cache: {pagd: 1}": "line 3: `cache.pagd` is no known key; did you mean `paged`?",

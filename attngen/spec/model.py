@@ -366,7 +366,7 @@ class Spec(BaseModel):
         if cache is None or not (cache.dtype or cache.scale):
             return self
         wide = next((d for d in self.dtype if ELEMENTS[d].bytes != 2), "")
-        odd = next((n for n in (self.head_dim.qk, self.head_dim.v) if n % 16), 0)
+        odd = next((n for n in (self.head_dim.qk, self.head_dim.v) if n % 16 or n < 32), 0)
         cannot: tuple[tuple[bool, document.Path, str], ...] = (
             (not cache.dtype, ("cache", "scale"), "is of numbers of 8 bits, and the cache has none; expected `dtype: fp8_e4m3` beside it"),
             (
@@ -376,7 +376,7 @@ class Spec(BaseModel):
             ),
             (bool(self.rope), ("cache", "dtype"), "is `fp8_e4m3`, and a latent is kept in q's type; expected the key left out"),
             (bool(wide), ("dtype",), f"names `{wide}`, beside a cache of 8 bits; expected `bf16`, `fp16` or both"),
-            (bool(odd), ("head_dim",), f"has {odd} columns, beside a cache of 8 bits; expected a multiple of 16, for rows of whole copies"),
+            (bool(odd), ("head_dim",), f"has {odd} columns, beside a cache of 8 bits; expected a multiple of 16, 32 at least"),
         )
         if found := next(((path, what) for wrong, path, what in cannot if wrong), None):
             raise Mistakes(found)

@@ -566,6 +566,11 @@ def _error(error: type[Exception], name: str, given: str, expected: str) -> Exce
 _NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
 
 
+def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """All that is checked of a tensor of factors."""
+    return type(x), x.dtype, x.device, x.shape, x.stride()
+
+
 def _is_dense(x: object) -> bool:
     return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided
 
@@ -589,6 +594,7 @@ class CacheRules:
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
         self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
+        self.last_scales: list[Any] = []  # of the same
 
     def admit(
         self,
@@ -613,13 +619,14 @@ class CacheRules:
             raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
         given_new = tuple(x for x in new if x is not None)
         table = () if page_table is None else (page_table,)
-        rest = (cache_seqlens, *table, *scales, *given_new)
-        if (page_table is None) != (self.page is None) or not self._knows(q, *caches, *rest):
+        rest = (cache_seqlens, *table, *given_new)
+        if (page_table is None) != (self.page is None) or not (self._knows(q, *caches, *rest) and self._knows_scales(scales)):
             self._check(q, caches, cache_seqlens, page_table, new)
             self._check_scales(q, caches[0], scales)
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
                 q = q.resolve_neg().contiguous()
             self._remember(q, *caches, *rest)
+            self.last_scales = [_kind_of(x) for x in scales]
         if self.dtype is not None:
             return q, tuple(cache.view(torch.int16).transpose(1, 2) for cache in caches), given_new
         return q, tuple(cache.transpose(1, 2) for cache in caches), given_new
@@ -634,6 +641,13 @@ class CacheRules:
             return False
         caches = tensors[1 : 1 + len(self.widths)]
         return alike and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
+
+    def _knows_scales(self, scales: Tensors) -> bool:
+        """Whether factors are as those of the last valid call; one tensor may be both."""
+        try:
+            return [_kind_of(x) for x in scales] == self.last_scales
+        except (AttributeError, TypeError, RuntimeError):
+            return False
 
     def _remember(self, *tensors: torch.Tensor) -> None:
         """Know such tensors from now on. No guard knows one tensor twice."""

@@ -23,7 +23,7 @@ from tests.helpers import CUDA, built, edit, module_of, spec, target
 DEVICE = "cuda" if CUDA else "cpu"
 E4M3 = torch.float8_e4m3fn
 NAME = "decode_paged_fp8_gqa"
-SPEC: dict[str, Any] = {"name": "served", "heads": {"sharing": "gqa"}, "head_dim": 16, "mask": "causal", "backward": False}
+SPEC: dict[str, Any] = {"name": "served", "heads": {"sharing": "gqa"}, "head_dim": 32, "mask": "causal", "backward": False}
 
 
 def _spec(cache: dict[str, Any], **change: Any) -> Spec:
@@ -154,6 +154,12 @@ def test_factors_of_pages_are_checked(tmp_path: Path) -> None:
         module.attention.with_kvcache(call.q, *call.caches, **given)
 
 
+def test_narrow_heads_are_refused() -> None:
+    """Products of half the columns have 16 at least."""
+    with pytest.raises(SpecError, match="`head_dim` has 16 columns, beside a cache of 8 bits; expected a multiple of 16, 32 at least"):
+        _spec({}, head_dim=16)
+
+
 def test_a_latent_is_not_kept_in_8_bits() -> None:
     with pytest.raises(SpecError, match="`cache.dtype` is `fp8_e4m3`, and a latent is kept in q's type; expected the key left out"):
         _spec({}, heads={"sharing": "mqa"}, head_dim={"qk": 48, "v": 32}, kv={"latent": {"rope": 16}})
@@ -224,3 +230,9 @@ def test_tiles_with_one_factor_divide_pages() -> None:
                 text[:at] + text[at:].replace("BLOCK_KV=64 num_warps=4 num_stages=3\n", "BLOCK_KV=128 num_warps=4 num_stages=3\n", 1)
             )
         )
+
+
+def test_products_of_few_columns_are_refused() -> None:
+    text = print_module(lower(_spec({})))
+    with pytest.raises(VerifyError, match="rule `powers-of-two`: kernel @decode: %s_even sums 8 columns; Triton needs 16 at least"):
+        verify(parse_module(edit(text, ("head_dim qk=32", "head_dim qk=16"))))

@@ -8,7 +8,7 @@ from attngen.backends.triton.sram import misfit
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import QUANTISED, by_precision
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip
+from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip, unpadded
 
 
 def described(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -60,6 +60,9 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
                 wrong = name if width & (width - 1) else PADDED[name]
                 if wrong in t.dims:
                     yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
+    for dot in kernel.dots:
+        if (width := module.widths.get(unpadded(dot.over), 16)) < 16:
+            yield f"%{dot.name} sums {width} columns; Triton needs 16 at least"
     for row in module.rows(kernel.name):
         rows = 1 if kernel.deal and not kernel.dots else 16  # parts of one row are joined; products need more
         for what, value, least in (("BLOCK_Q", row.block_q, rows), ("BLOCK_KV", row.block_kv, rows), ("num_warps", row.num_warps, 1)):
