@@ -8,13 +8,14 @@ from typing import Any
 import sympy
 
 from attngen.analysis.roofline import Problem, Roofs, counts, peak, row_for
-from attngen.bounds.sizes import ELEM, elem_sizes
+from attngen.bounds.sizes import elem_sizes, tile_bytes
 from attngen.devices import Device
 from attngen.ir.deal import deal, units_of
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Module, Row
 from attngen.ir.names import CACHED
 from attngen.ir.numeric import compiled
+from attngen.ir.ops import Type
 from attngen.policy import UNIT
 
 
@@ -46,16 +47,17 @@ def units(module: Module) -> Expr:
     return units_of(kernel.deal.work)
 
 
-def columns(module: Module) -> Expr:
-    """Columns of K and V that are read for each key: of a latent those of the keys alone."""
+def key_bytes(module: Module) -> Expr:
+    """Bytes of K and V that are read for each key and head: of a latent those of the keys alone."""
     kernel = module.dealing
     assert kernel is not None
-    return sympy.Add(*(symbol(arg.type.dims[-1]) for arg in kernel.args if arg.name in CACHED))
+    rows = (Type(arg.type.dtype, arg.type.dims[-1:]) for arg in kernel.args if arg.name in CACHED)
+    return sympy.Add(*map(tile_bytes, rows))
 
 
 def read_bytes(module: Module) -> Expr:
     """Bytes of K and V that a call reads for one sequence."""
-    return ELEM * symbol("Hkv") * columns(module) * UNIT * units(module)
+    return symbol("Hkv") * key_bytes(module) * UNIT * units(module)
 
 
 def joined_bytes() -> Expr:

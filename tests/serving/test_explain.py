@@ -51,3 +51,11 @@ def test_a_latent_is_read_once() -> None:
     found = decoding(target("decode_mla"), DEVICES["H200"], Problem(8, 128, 1, 1, 8192))
     assert found is not None
     assert found.read == 8 * 8192 * 576 * 2 and found.flops == 2 * 128 * 8 * 8192 * (576 + 512)
+
+
+def test_keys_of_8_bits_are_half_of_those_of_16() -> None:
+    problem = Problem(8, 32, 8, 1, 65536)
+    eight, sixteen = (decoding(target(name), DEVICES["H200"], problem) for name in ("decode_paged_fp8_gqa", "decode_paged_gqa"))
+    assert eight is not None and sixteen is not None
+    assert 2 * eight.read == sixteen.read and eight.flops == sixteen.flops
+    assert (eight.programs, sixteen.programs) == (3 * 132, 2 * 132)  # of 16 rows three to a multiprocessor
