@@ -30,7 +30,7 @@ MASK = (
 )
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
-CACHES = "expected `contiguous`, or {paged: {page_size: 64}}, and dtype: fp8_e4m3 in the braces for 8 bits"
+CACHES = "expected `contiguous`, {paged: {page_size: 64}}, {dtype: fp8_e4m3}, or both of these keys"
 KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, schedule, score"
 
 
@@ -98,7 +98,7 @@ MISTAKES = {
     "name: x\nhead_dim: 72\ncache: {dtype: fp8_e4m3}": "line 2: `head_dim` has 72 columns, beside a cache of 8 bits; "
     "expected a multiple of 16, 32 at least",
     BASE + "cache: {paged: {page_size: 0}}": "line 3: `cache.paged.page_size` is the number 0; "
-    "expected `any`, or a whole number from 1 to 65536",
+    "expected `any`, or a whole number from 2 to 65536",
     BASE + "cache: {pagd: 1}": "line 3: `cache.pagd` is no known key; did you mean `paged`?",
     BASE + "cache: paged\nschedule: {split: even}": "line 4: `schedule.split` is the text `even`; expected `balanced`, or {keys: ...}",
     BASE + "schedule: {split: {keys: 1024}}": "line 3: `schedule.split` deals the keys of a cache, and there is none; "

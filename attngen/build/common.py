@@ -222,13 +222,14 @@ class KernelBuilder:
         return self.add(Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
 
     def unzip(self, name: str, value: str, columns: str, block: str = "entry") -> str:
-        """The even and the odd columns of a tile: so many, as `name.even` and `name.odd`. Of pairs, their numbers in fp16."""
+        """The even and the odd columns of a tile, `name.even` and `name.odd`; `columns` is the dimension of each. Of pairs: their numbers,
+        in fp16."""
         of = self.types[value]
         dtype = "fp16" if of.dtype in QUANTISED.values() else of.dtype
         return self.add(Unzip(name, value, Type(dtype, (*of.dims[:1], columns))), block)
 
     def zip(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:
-        """The tile that has values with the names `columns` and `even`, or `odd` as its even and its odd columns."""
+        """The tile whose even columns are the value named `columns` + `even`, and whose odd ones that named `columns` + `odd`."""
         return self.add(Zip(name, f"{columns}even", f"{columns}odd", type_), block)
 
     def reduce_sum(self, name: str, value: str, over: str, block: str = "entry") -> str:

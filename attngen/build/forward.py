@@ -7,14 +7,14 @@ from typing import Any
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.build.quantised import HALVES, join_values, multiply_keys, multiply_values, split_queries
+from attngen.build.quantised import join_values, multiply_keys, multiply_values, split_queries
 from attngen.build.semantics import S, unbounded
 from attngen.build.signature import Signature
 from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
-from attngen.ir.ops import AXIS_DIM, SoftmaxStep, Type, Yield
+from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
 from attngen.spec import Spec
 

@@ -14,11 +14,8 @@ from attngen.build.common import KernelBuilder
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import select, symbol
 from attngen.ir.names import SCALES
-from attngen.ir.ops import Access, Gather, Load, Map, Reduce, Type
+from attngen.ir.ops import HALVES, Access, Gather, Load, Map, Reduce, Type
 from attngen.policy import UNIT
-
-HALVES = ("even", "odd")  # columns of a tile
-OF_KEYS: tuple[str, ...] = ("BLOCK_KV",)  # of what has one number for each key
 
 
 def _by_head(b: KernelBuilder) -> bool:
@@ -27,7 +24,7 @@ def _by_head(b: KernelBuilder) -> bool:
 
 
 def _by_tile(b: KernelBuilder, block: str) -> bool:
-    """Whether factors are the same for all keys of a tile in a loop: pages have room for whole tiles."""
+    """Whether factors are the same for all keys of a tile in a loop: pages have room for whole tiles (see Kernel.tile_page)."""
     cache = b.signature.cache
     tile = b.spec.schedule.block_kv or UNIT
     return block != "entry" and cache is not None and cache.page.isdigit() and int(cache.page) % tile == 0
@@ -39,7 +36,8 @@ def load_scales(b: KernelBuilder, head: Any, block: str) -> None:
         for tensor in SCALES.values():
             b.add(Load(tensor.lower(), Access(tensor, (head,)), Type("f32")))
         return
-    page, dims = next(op for op in b.ops[block] if isinstance(op, Gather) and op.name == "page"), OF_KEYS
+    dims: tuple[str, ...] = ("BLOCK_KV",)
+    page = next(op for op in b.ops[block] if isinstance(op, Gather) and op.name == "page")
     if _by_tile(b, block):
         first = {symbol("kv_idx"): symbol("kv_start")}
         at, where = Access("PAGE_TABLE", tuple(e.xreplace(first) for e in page.src.index)), page.where.xreplace(first)
@@ -83,8 +81,8 @@ def multiply_keys(b: KernelBuilder, head: Any) -> None:
 def multiply_values(b: KernelBuilder, head: Any, p: str) -> dict[str, str]:
     """What the sums of weights `p` times values are after a tile, for even and odd columns.
 
-    Factors of a tile multiply its product. Where they differ from key to key, weights take them first, divided by the largest of the tile:
-    fp16 has no small numbers.
+    Factors of a tile multiply its product. Where they differ from key to key, weights take them first, divided by the largest of the tile,
+    as fp16 has no small numbers: factors below 2**-12 of that lose digits.
     """
     b.load_keys("v_pairs", "V", head, "pair_v", "step")
     b.unzip("v", "v_pairs", "PAIRS_V", "step")

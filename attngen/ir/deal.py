@@ -31,8 +31,9 @@ def least_items(each: int) -> Expr:
 def unit_of_parts(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
     """Units of work of a part, at most, of sequences with so many units.
 
-    each: the number itself, where it is not 0. Otherwise there are no more than `items` parts, of which programs have a `waves`-th at one
-    time: as many turns of these as parts of LEAST_UNITS units would take. A sequence has half a part more than its units make, on average.
+    each: the number itself, where it is not 0. Otherwise there are no more than `items` parts, of which a `waves`-th run at one time: a
+    turn. There are as many turns as parts of LEAST_UNITS units would take, and a part is as short as fills these. That is an estimate: a
+    sequence has half a part more than its units make, on average.
     """
     total, sequences, busy = sum(work), len(work), max(1, items // waves)
     turns = min(waves, max(1, -(-sum(-(-units // LEAST_UNITS) for units in work) // busy)))

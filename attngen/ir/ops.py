@@ -382,6 +382,9 @@ class Scan(Op):
     type: Type
 
 
+HALVES = ("even", "odd")  # columns of a tile
+
+
 @dataclass(frozen=True)
 class Unzip(Op):
     """The even and the odd columns of a tile. Of a tile of pairs, the first and the second numbers, in fp16."""
@@ -390,7 +393,7 @@ class Unzip(Op):
     type: Type
 
     def results(self) -> dict[str, Type]:
-        return {"even": self.type, "odd": self.type}
+        return dict.fromkeys(HALVES, self.type)
 
 
 @dataclass(frozen=True)

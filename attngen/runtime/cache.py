@@ -24,7 +24,7 @@ _NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
 
 def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
     """All that is checked of a tensor of factors."""
-    return type(x), x.dtype, x.device, x.shape, x.stride()
+    return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg()
 
 
 def _is_dense(x: object) -> bool:
@@ -34,6 +34,12 @@ def _is_dense(x: object) -> bool:
 def _is_near(x: torch.Tensor, rows: int) -> bool:
     """Whether kernels can read the rows of a tensor, which its dimension `rows` counts."""
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
+
+
+def without_backward(*tensors: Any) -> None:
+    """Raise NotImplementedError, in one sentence, if gradients of some of these are wanted of a call over a cache."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+        raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
 
 
 class CacheRules:
@@ -71,8 +77,7 @@ class CacheRules:
         Raises:
             ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
         """
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *caches, *new, *inputs)):
-            raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+        without_backward(q, *caches, *new, *scales, *inputs)
         given_new = tuple(x for x in new if x is not None)
         table = () if page_table is None else (page_table,)
         rest = (cache_seqlens, *table, *given_new)
@@ -96,7 +101,8 @@ class CacheRules:
         except (AttributeError, TypeError, RuntimeError):  # no tensors, sparse, nested
             return False
         caches = tensors[1 : 1 + len(self.widths)]
-        return alike and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
+        odd = self.dtype is not None and any(x.storage_offset() % 2 for x in caches)
+        return alike and not odd and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
 
     def _knows_scales(self, scales: Tensors) -> bool:
         """Whether factors are as those of the last valid call; one tensor may be both."""
@@ -145,6 +151,8 @@ class CacheRules:
                 raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and the cache has {shape}")
             if x.shape[-1] > 1 and x.stride(-1) != 1:
                 raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+            if x.is_neg():
+                raise _error(ValueError, name, "is a negated view", "numbers as they lie in memory: call .resolve_neg()")
 
     def _check_queries(self, q: torch.Tensor) -> None:
         expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
@@ -182,6 +190,9 @@ class CacheRules:
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
         if not _is_near(x, 1):
             raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
+        if self.dtype and (x.storage_offset() % 2 or any(step % 2 for step in x.stride()[:3])):
+            given = f"starts at element {x.storage_offset()} of its storage and has strides {list(x.stride())}"
+            raise _error(ValueError, name, given, "even numbers, as kernels read two elements as one: call .clone()")
         unit = 16 // x.element_size()  # by which a copy engine reads rows
         if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
             raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from attngen.runtime.cache import without_backward
 from attngen.runtime.operators import Operators, Results
 
 
 class ServedOperators:
     """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in them first.
 
-    Both run `with_kvcache`. They are given by its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the
-    second has; other tensors, and the numbers as in "float scale".
+    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the second
+    has; other `tensors`; and `numbers`, declared as in "float scale".
     """
 
     def __init__(
@@ -29,7 +30,12 @@ class ServedOperators:
         self.with_kvcache, self.fake = with_kvcache, operators.fake_forward
         rest = [*(f"Tensor {name}" for name in tensors), *numbers]
         read = ["Tensor q", *(f"Tensor {name}" for name in caches), *rest]
-        stored = ["Tensor q", *(f"Tensor({mark}!) {name}" for mark, name in zip("abc", caches)), *(f"Tensor {name}" for name in new), *rest]
+        stored = [
+            "Tensor q",
+            *(f"Tensor({mark}!) {name}" for mark, name in zip("abc", caches)),
+            *(f"Tensor? {name}" for name in new),
+            *rest,
+        ]
         self.served = self._define(operators, "served", read)
         self.stored = self._define(operators, "stored", stored)
 
@@ -46,5 +52,6 @@ class ServedOperators:
         return operators.define(what, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
 
     def __call__(self, q: torch.Tensor, caches: Sequence[Any], new: Sequence[Any], *rest: Any) -> Any:
-        """(out, lse), by the operator for these."""
-        return self.served(q, *caches, *rest) if new[0] is None else self.stored(q, *caches, *new, *rest)
+        """(out, lse), by the operator for these. Raises NotImplementedError if a gradient is wanted."""
+        without_backward(q, *caches, *new, *rest)
+        return self.served(q, *caches, *rest) if all(x is None for x in new) else self.stored(q, *caches, *new, *rest)

@@ -116,7 +116,7 @@ class Paged(BaseModel):
     """Pages of a cache."""
 
     model_config = _STRICT
-    page_size: Literal["any"] | Annotated[int, Field(ge=1, le=65536)] = Field(
+    page_size: Literal["any"] | Annotated[int, Field(ge=2, le=65536)] = Field(
         default="any", description="keys of a page; any: calls may have pages of any size"
     )
 
@@ -173,11 +173,11 @@ def _parse_backward(value: Any) -> Any:
     return None if value is False else value
 
 
-_CACHES = "`contiguous`, or {paged: {page_size: 64}}, and dtype: fp8_e4m3 in the braces for 8 bits"
+_CACHES = "`contiguous`, {paged: {page_size: 64}}, {dtype: fp8_e4m3}, or both of these keys"
 
 
 def _parse_cache(value: Any) -> Any:
-    """`contiguous`, or `{paged: {page_size: n}, dtype: fp8_e4m3}`, either of them; `paged` alone is of any page size."""
+    """`contiguous`, or a mapping with `paged`, `dtype` or both; `paged` alone is of any page size."""
     if value is None:
         raise ValueError(f"is empty; expected {_CACHES}")
     if value == "contiguous":

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import sympy
 
 from attngen.ir.deal import item
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, exp2, log2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Load, Loop, SoftmaxStep, Store, Yield
+from attngen.ir.ops import Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import normal, same
-from attngen.verify.meaning import LOG2E, Header, Values
+from attngen.verify.meaning import LOG2E, Header, Values, scale_of
 
 LN2 = symbol("LN2")
+ONE = sympy.Integer(1)
 NONE = -sympy.oo  # the LSE of a row that sees no key
 
 
@@ -24,13 +26,13 @@ def joins(module: Module, kernel: Kernel) -> Iterator[str]:
         return
     values, last = Values(kernel), kernel.loops[-1]
     if {"O_PARTS", "LSE2_PARTS"} <= stored.keys():
-        yield from _part(kernel, values, last, stored)
+        yield from _part(module, kernel, values, last, stored)
     elif {"O", "LSE"} <= stored.keys():
         yield from _turn(kernel, values, last)
         yield from _whole(Header(module, kernel), values, last, stored)
 
 
-def _part(kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
+def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
     """LSE2 = scale * m + log2(l), and the sums of weights times values over l."""
     for name, op in stored.items():
         place = kernel.accessed(op)[1][0]
@@ -38,9 +40,13 @@ def _part(kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) 
             yield f"%{op.value} is stored in %{name} at `{to_text(place)}`; expected {to_text(item())}, the part's number"
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
-    scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)
+    scale = values.of(steps[0].scale) if steps and steps[0].scale else ONE
     yield from _is(values, stored["LSE2_PARTS"].value, select(l > 0, scale * m + log2(l), NONE))
-    yield from _divided(values, last, stored["O_PARTS"].value, select(l > 0, 1 / l, 0))
+    more = sympy.Rational(1, 1 << ELEMENTS[module.dtypes[0]].weights)
+    if module.cache and module.cache.scale == "head":
+        more *= next(scale_of(kernel, values, op) for op in kernel.ops() if isinstance(op, Load) and kernel.accessed(op)[0].name == "V")
+    yield from _divided(values, last, stored["O_PARTS"].value, select(l > 0, 1 / l, 0), more)
+    yield from _sums(kernel, values, last, steps[0])
 
 
 def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
@@ -86,10 +92,29 @@ def _is(values: Values, ref: str, expected: Expr) -> Iterator[str]:
         yield f"%{ref} is `{to_text(values.of(ref))}`; expected `{to_text(expected)}`"
 
 
-def _divided(values: Values, last: Loop, ref: str, by: Expr) -> Iterator[str]:
-    """A value is what the loop summed, times this factor, and maybe times numbers that no loop makes."""
-    factor = normal(values.of(ref) / by)
-    of_loops = {s for s in factor.free_symbols if values.others.get(s, "").startswith(f"{last.name}.")}
-    sums = [s for s in factor.free_symbols if s in values.others and len(values.kernel.type_of(values.others[s]).dims) == 2]
-    if len(sums) != 1 or of_loops - set(sums) or sympy.diff(factor, sums[0]).has(sums[0]):
-        yield f"%{ref} is `{to_text(values.of(ref))}`; expected the loop's sums times `{to_text(by)}`"
+def _divided(values: Values, last: Loop, ref: str, by: Expr, more: Expr = ONE) -> Iterator[str]:
+    """A value is what the loop summed, times these factors."""
+    found = values.of(ref)
+    sums = [s for s in found.free_symbols if s in values.others and len(values.kernel.type_of(values.others[s]).dims) == 2]
+    if len(sums) != 1 or not same(normal(found), normal(sums[0] * by * more)):
+        yield f"%{ref} is `{to_text(found)}`; expected the loop's sums times `{to_text(by * more)}`"
+
+
+def _sums(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep) -> Iterator[str]:
+    """In each turn sums are rescaled to the new maximum, and take the weights of the tile, or products of these."""
+    last = kernel.block(loop.body).ops[-1]
+    given = dict(last.values) if isinstance(last, Yield) else {}
+    alpha = values.of(f"{step.name}.alpha")
+    weights = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.value) == ("sum", f"{step.name}.p")]
+    if given.get("m") != f"{step.name}.m" or len(weights) != 1:
+        yield f"%{loop.name} carries %{given.get('m')} as its maximum; expected %{step.name}.m, and one sum of %{step.name}.p"
+        return
+    yield from _is(values, given["l"], values.of("l") * alpha + values.of(weights[0].name))
+    for field in (field for field in given if field.startswith("acc")):
+        made = kernel.op(given[field])
+        products = [op for op in [made, *(kernel.op(r) for r in made.operands())] if isinstance(op, Dot)]
+        product = values.of(products[0].name) if products else symbol(field)
+        rest = values.of(made.acc) if isinstance(made, Dot) and made.acc else values.of(made.name)
+        rest = rest if isinstance(made, Dot) else sympy.expand(rest) - sympy.expand(rest).coeff(product) * product
+        if len(products) != 1 or not same(normal(rest), normal(values.of(field) * alpha)):
+            yield f"%{given[field]} is `{to_text(rest)}` and a product; expected {field}*{step.name}.alpha, and one product of weights"

@@ -20,6 +20,7 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.names import SCALES
 from attngen.ir.ops import (
     AXIS_EXTENT,
+    HALVES,
     Access,
     Append,
     Arg,
@@ -174,7 +175,7 @@ class Values:
         if not isinstance(first, Dot) or first.acc or pairs is None or not pairs.src.tensor.startswith("K"):
             return None
         q, k = (self.kernel.op(ref) for ref in (op.a, op.b))
-        halves = [f"{x.name}.{half}" for half in ("even", "odd") for x in (q, k)]
+        halves = [f"{x.name}.{half}" for half in HALVES for x in (q, k)]
         if not isinstance(q, Unzip) or [first.a, first.b, op.a, op.b] != halves:
             return None
         divided = self.of(q.value)

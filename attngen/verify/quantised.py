@@ -8,10 +8,8 @@ import sympy
 
 from attngen.ir.expr import Expr, select, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Append, Dot, Loop, Map, Op, Reduce, SoftmaxStep, Store, Unzip, Yield, Zip
+from attngen.ir.ops import HALVES, Append, Dot, Loop, Map, Op, Reduce, SoftmaxStep, Store, Unzip, Yield, Zip
 from attngen.verify.meaning import Values, quantised_load, scale_of
-
-HALVES = ("even", "odd")
 
 
 def quantised(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -568,7 +568,7 @@ _NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
 
 def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
     """All that is checked of a tensor of factors."""
-    return type(x), x.dtype, x.device, x.shape, x.stride()
+    return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg()
 
 
 def _is_dense(x: object) -> bool:
@@ -578,6 +578,12 @@ def _is_dense(x: object) -> bool:
 def _is_near(x: torch.Tensor, rows: int) -> bool:
     """Whether kernels can read the rows of a tensor, which its dimension `rows` counts."""
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
+
+
+def without_backward(*tensors: Any) -> None:
+    """Raise NotImplementedError, in one sentence, if gradients of some of these are wanted of a call over a cache."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+        raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
 
 
 class CacheRules:
@@ -615,8 +621,7 @@ class CacheRules:
         Raises:
             ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
         """
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *caches, *new, *inputs)):
-            raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+        without_backward(q, *caches, *new, *scales, *inputs)
         given_new = tuple(x for x in new if x is not None)
         table = () if page_table is None else (page_table,)
         rest = (cache_seqlens, *table, *given_new)
@@ -640,7 +645,8 @@ class CacheRules:
         except (AttributeError, TypeError, RuntimeError):  # no tensors, sparse, nested
             return False
         caches = tensors[1 : 1 + len(self.widths)]
-        return alike and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
+        odd = self.dtype is not None and any(x.storage_offset() % 2 for x in caches)
+        return alike and not odd and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
 
     def _knows_scales(self, scales: Tensors) -> bool:
         """Whether factors are as those of the last valid call; one tensor may be both."""
@@ -689,6 +695,8 @@ class CacheRules:
                 raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and the cache has {shape}")
             if x.shape[-1] > 1 and x.stride(-1) != 1:
                 raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+            if x.is_neg():
+                raise _error(ValueError, name, "is a negated view", "numbers as they lie in memory: call .resolve_neg()")
 
     def _check_queries(self, q: torch.Tensor) -> None:
         expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
@@ -726,6 +734,9 @@ class CacheRules:
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
         if not _is_near(x, 1):
             raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
+        if self.dtype and (x.storage_offset() % 2 or any(step % 2 for step in x.stride()[:3])):
+            given = f"starts at element {x.storage_offset()} of its storage and has strides {list(x.stride())}"
+            raise _error(ValueError, name, given, "even numbers, as kernels read two elements as one: call .clone()")
         unit = 16 // x.element_size()  # by which a copy engine reads rows
         if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
             raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
@@ -1776,8 +1787,8 @@ def _public_backward(operators: Operators) -> Callable[..., Any]:
 class ServedOperators:
     """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in them first.
 
-    Both run `with_kvcache`. They are given by its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the
-    second has; other tensors, and the numbers as in "float scale".
+    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the second
+    has; other `tensors`; and `numbers`, declared as in "float scale".
     """
 
     def __init__(
@@ -1792,7 +1803,12 @@ class ServedOperators:
         self.with_kvcache, self.fake = with_kvcache, operators.fake_forward
         rest = [*(f"Tensor {name}" for name in tensors), *numbers]
         read = ["Tensor q", *(f"Tensor {name}" for name in caches), *rest]
-        stored = ["Tensor q", *(f"Tensor({mark}!) {name}" for mark, name in zip("abc", caches)), *(f"Tensor {name}" for name in new), *rest]
+        stored = [
+            "Tensor q",
+            *(f"Tensor({mark}!) {name}" for mark, name in zip("abc", caches)),
+            *(f"Tensor? {name}" for name in new),
+            *rest,
+        ]
         self.served = self._define(operators, "served", read)
         self.stored = self._define(operators, "stored", stored)
 
@@ -1809,8 +1825,9 @@ class ServedOperators:
         return operators.define(what, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
 
     def __call__(self, q: torch.Tensor, caches: Sequence[Any], new: Sequence[Any], *rest: Any) -> Any:
-        """(out, lse), by the operator for these."""
-        return self.served(q, *caches, *rest) if new[0] is None else self.stored(q, *caches, *new, *rest)
+        """(out, lse), by the operator for these. Raises NotImplementedError if a gradient is wanted."""
+        without_backward(q, *caches, *new, *rest)
+        return self.served(q, *caches, *rest) if all(x is None for x in new) else self.stored(q, *caches, *new, *rest)
 
 
 # -------------------- `attention` as a torch.nn.Module.

@@ -96,8 +96,10 @@ def with_kvcache(
         k: [B, Hkv, new, 128], new keys; those for which there is no room are left out.
         v: [B, Hkv, new, 128], new values.
         page_table: torch.int32 [B, max_pages], the numbers of the pages of each sequence. No entry past a sequence's last key is read.
-        k_scale: torch.float32 [Hkv], positive: by which keys in the cache are multiplied. New ones are divided by it, and rounded.
-        v_scale: torch.float32 [Hkv], positive: by which values in the cache are multiplied. New ones are divided by it, and rounded.
+        k_scale: torch.float32 [Hkv], positive, which is not checked: by which keys in the cache are multiplied. New ones are divided by it,
+            and rounded.
+        v_scale: torch.float32 [Hkv], positive, which is not checked: by which values in the cache are multiplied. New ones are divided by
+            it, and rounded.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32.
 

@@ -186,8 +186,8 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
 
 @triton.jit
 def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries):
-    # Units of work of a part, at most: programs have items // 16 parts at one time, and all of them one as often. That is as often
-    # as with parts of 64 units; a sequence has half a part more than its units make, on average.
+    # Units of work of a part, at most. At one time items // 16 parts run: a turn. There are as many turns as parts of 64 units would take,
+    # and a part is as short as fills these; a sequence has half a part more than its units make, on average.
     total, wanted = 0, 0
     for first in range(0, B, 128):
         work = work_of(CACHE_SEQLENS, first + tl.arange(0, 128), B, items, Nc, Nn, queries)

@@ -66,6 +66,18 @@ def test_operators_keep_their_word(name: str) -> None:
     torch.library.opcheck(module.SERVED.stored, (call.q, *caches, *new, *rest, 0.1), test_utils=tests)
 
 
+def test_values_without_keys_and_gradients_are_refused() -> None:
+    torch._dynamo.reset()
+    call = _call("decode_gqa", 1)
+    attend = torch.compile(built("decode_gqa").attention.with_kvcache, backend="aot_eager")
+    new_v = call.arguments.pop("v")
+    del call.arguments["k"]
+    with pytest.raises(Exception, match="k is a NoneType; expected both k and v"):
+        attend(call.q, *call.caches, v=new_v, **call.arguments)
+    with pytest.raises(NotImplementedError, match="has no backward; expected a call under torch.no_grad()"):
+        attend(call.q.clone().requires_grad_(), *call.caches, **call.arguments)
+
+
 def test_a_wrong_compiled_call_has_its_sentence() -> None:
     torch._dynamo.reset()
     call = _call("decode_gqa", 0)

@@ -24,6 +24,12 @@ CHANGES = [
     ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc*inv_l**2)", "%o_part is"),
     ("decode_gqa", "decode", "select(l > 0, 1/l, 0)", "select(l > 1, 1/l, 0)", "%o_part is"),
     ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc + inv_l)", "%o_part is"),
+    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(2*acc*inv_l)", "%o_part is"),
+    ("decode_paged_fp8_gqa", "decode", "expr(acc*inv_l)", "expr(-acc*inv_l)", "%o_part is"),
+    ("decode_gqa", "decode", "%rescaled = map expr(acc*alpha)", "%rescaled = map expr(2*acc*alpha)", "expected acc*soft.alpha"),
+    ("decode_gqa", "decode", "expr(alpha*l + p_sum)", "expr(alpha*l + 2*p_sum)", "%l_next is"),
+    ("decode_gqa", "decode", "yield values(m=%soft.m,", "yield values(m=%m,", "as its maximum; expected %soft.m"),
+    ("decode_gqa", "combine", "expr(acc*inv_l)", "expr(-acc*inv_l)", "%o is"),
     ("decode_gqa", "combine", "expr(max(lse2_part, m))", "expr(max(lse2_part, m, 0))", "%m_next is"),
     ("decode_gqa", "combine", "expr(alpha*l + weight)", "expr(l + weight)", "%l_next is"),
     ("decode_gqa", "combine", "expr(acc*alpha + o_part*weight)", "expr(acc*alpha + o_part)", "%acc_next is"),
@@ -40,6 +46,16 @@ def test_other_sums_are_refused(name: str, kernel: str, old: str, new: str, said
     with pytest.raises(VerifyError, match="rule `joins`") as error:
         verify(_changed(name, kernel, old, new))
     assert said in str(error.value) and "expected" in str(error.value)
+
+
+def test_halves_do_not_take_each_others_sums() -> None:
+    """Each is rescaled, and takes products of its own columns."""
+    text = print_module(target("decode_paged_fp8_gqa"))
+    at = text.index("kernel @decode ")
+    even, odd = (f"uses(acc=%acc_{half}, alpha=%soft.alpha)" for half in ("even", "odd"))
+    swapped = text[at:].replace(even, "uses(other)", 1).replace(odd, even, 1).replace("uses(other)", odd, 1)
+    with pytest.raises(VerifyError, match="rule `joins`: .*%acc_even_next is .*; expected acc_even.soft.alpha"):
+        verify(parse_module(text[:at] + swapped))
 
 
 @pytest.mark.parametrize("kernel", ["decode", "combine"])

@@ -145,6 +145,24 @@ def test_wrong_calls(change: dict[str, Any], error: type[Exception], said: str) 
     assert said in str(raised.value) and "expected" in str(raised.value)
 
 
+def test_caches_whose_pairs_cannot_be_read_are_refused() -> None:
+    """Two numbers are read as one of 16 bits: none may lie across two of these."""
+    call = make_call(spec(NAME), CacheCase(2, 1, 1, (60,), 0, 64, 64), torch.float16, DEVICE)
+    odd = call.caches[0].as_strided(call.caches[0].shape, (8192, 128, 7, 1))  # of the only head
+    with pytest.raises(ValueError, match=r"k_cache starts at element 0 of its storage and has strides \[8192, 128, 7, 1\]; expected even"):
+        built(NAME).attention.with_kvcache(call.q, odd, call.caches[1], **call.arguments)
+    negated = torch.view_as_complex(torch.tensor([[1.0, -1.0]], device=DEVICE)).conj().imag
+    with pytest.raises(ValueError, match="k_scale is a negated view; expected numbers as they lie in memory: call .resolve_neg()"):
+        built(NAME).attention.with_kvcache(call.q, *call.caches, **{**call.arguments, "k_scale": negated})
+
+
+def test_gradients_of_factors_are_refused() -> None:
+    call = make_call(spec(NAME), CacheCase(2, 1, 1, (60,), 0, 64, 64), torch.float16, DEVICE)
+    call.arguments["v_scale"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="has no backward; expected a call under torch.no_grad()"):
+        built(NAME).attention.with_kvcache(call.q, *call.caches, **call.arguments)
+
+
 def test_factors_of_pages_are_checked(tmp_path: Path) -> None:
     made = _spec({"paged": {"page_size": 64}, "scale": "page"})
     module = module_of(made, tmp_path / "served")
@@ -211,6 +229,11 @@ def test_rules_of_heads(kernel: str, old: str, new: str, said: str) -> None:
             "expr(rescaled + summed*v_scale) uses(rescaled=%rescaled_odd",
             "expr(rescaled + summed) uses(rescaled=%rescaled_odd",
             "expected the",
+        ),
+        (
+            "expr(rescaled + summed*v_scale) uses(rescaled=%rescaled_odd",
+            "expr(summed*v_scale + 2*rescaled) uses(rescaled=%rescaled_odd",
+            "joins",
         ),
         ("PAGE_TABLE[b, kv_start // 64]", "PAGE_TABLE[b, kv_start // 32]", "rule `indexing`"),
     ],
