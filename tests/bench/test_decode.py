@@ -122,8 +122,8 @@ def test_sdpa_reads_contiguous_caches(name: str) -> None:
 def test_caches_of_8_bits(scale: str) -> None:
     """A byte a number; naive attention multiplies them by their factors, and other peers leave them alone."""
     cache = {"paged": {"page_size": 32}, "dtype": "fp8_e4m3", "scale": scale}
-    p = problem(make_spec({**served().canonical(), "name": "served", "dtype": "fp16", "cache": cache}), ragged=20)
-    x, plain = p.draw(0), problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16"}), ragged=20)
+    p = problem(make_spec({**served().canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": cache}), ragged=20)
+    x, plain = p.draw(0), problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32}), ragged=20)
     assert x.k.dtype == x.v.dtype == torch.float8_e4m3fn and p.set_bytes == x.k.numel() + x.v.numel()
     assert 2 * p.read_bytes == plain.read_bytes
     assert p.given["k_scale"].shape == ((p.pages, 2) if scale == "page" else (2,))
