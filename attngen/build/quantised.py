@@ -63,19 +63,18 @@ def split_queries(b: KernelBuilder, head: Any) -> None:
 def multiply_keys(b: KernelBuilder, head: Any) -> None:
     """The product `s` of a tile of queries and one of keys, as for numbers of the element type."""
     b.load_keys("k_pairs", "K", head, "pair_qk", "step")
+    if not _by_head(b):
+        load_scales(b, head, "step")  # before the products, while which they arrive
     b.unzip("k", "k_pairs", "PAIRS_QK", "step")
     even = b.dot("s_even", "q_columns.even", "k.even", "PAIRS_QK", "step")
     b.dot("s_unit", "q_columns.odd", "k.odd", "PAIRS_QK", "step", acc=even)
     s_unit, q_size, k_scale = map(symbol, ("s_unit", "q_size", "k_scale"))
-    if _by_head(b):
-        b.map("s", s_unit * symbol("s_scale"), "step", s_unit="s_unit", s_scale="s_scale")
-    else:
-        load_scales(b, head, "step")
-        if _by_tile(b, "step"):
-            b.map("s_scale", q_size * k_scale, "step", q_size="q_size", k_scale="k_scale")
-            b.map("s", s_unit * symbol("s_scale"), "step", s_unit="s_unit", s_scale="s_scale")
-        else:
-            b.map("s", s_unit * q_size * k_scale, "step", s_unit="s_unit", q_size="q_size", k_scale="k_scale")
+    if not (_by_head(b) or _by_tile(b, "step")):
+        b.map("s", s_unit * q_size * k_scale, "step", s_unit="s_unit", q_size="q_size", k_scale="k_scale")
+        return
+    if not _by_head(b):
+        b.map("s_scale", q_size * k_scale, "step", q_size="q_size", k_scale="k_scale")
+    b.map("s", s_unit * symbol("s_scale"), "step", s_unit="s_unit", s_scale="s_scale")
 
 
 def multiply_values(b: KernelBuilder, head: Any, p: str) -> dict[str, str]:

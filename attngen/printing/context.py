@@ -483,7 +483,16 @@ class KernelContext:
 
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)
-        return {"var": self.var(op.name), "ptr": pointer, "check": condition, "other": "False" if op.type.dtype == "b1" else "0"}
+        other = "False" if op.type.dtype == "b1" else "0"
+        return {"var": self.var(op.name), "ptr": pointer, "check": condition, "other": other, "described": self._page_of_tile(op)}
+
+    def _page_of_tile(self, op: Gather) -> str:
+        """The variable with the number of the tile's page, if `op` reads that, and the loop has read it for a copy engine; else empty."""
+        if op.src.tensor != "PAGE_TABLE" or op.type.dims:
+            return ""
+        block = self.kernel.graph.nodes[op.name]["block"]
+        pages = next((self._pages_by_tile(loop) for loop in self.kernel.loops if loop.body == block), None)
+        return f"{pages.name}_of_tile" if pages else ""
 
     def _scatter(self, op: Scatter, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.dst, op.where, dict(op.uses), self.kernel.type_of(op.value).dims)

@@ -89,6 +89,14 @@ def test_factors_of_heads_and_of_pages(cache: dict[str, Any], change: dict[str, 
         assert result.ok, str(result)
 
 
+def test_a_tile_reads_the_number_of_its_page_once(tmp_path: Path) -> None:
+    """With descriptors, factors are of the page whose number the loop has read ahead for these: 2 kernels of 2 loops each."""
+    module_of(_spec({"paged": {"page_size": 64}, "scale": "page"}, head_dim=128), tmp_path / "served")
+    lines = [line.strip() for line in (tmp_path / "served" / "kernels.py").read_text().splitlines()]
+    found = [lines[i - 3 : i] for i, line in enumerate(lines) if line == "first_page = tl.load("]
+    assert found == [["if TMA:", "first_page = page_of_tile", "else:"]] * 4
+
+
 def test_factors_and_queries_of_any_size() -> None:
     """Queries beyond fp16's numbers, and factors of many sizes: rows are divided by their largest number first."""
     made, module = spec(NAME), built(NAME)
