@@ -12,7 +12,6 @@ from attngen.bounds.turns import turn_of
 from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
-from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
@@ -225,7 +224,7 @@ class KernelBuilder:
         """The even and the odd columns of a tile, `name.even` and `name.odd`; `columns` is the dimension of each. Of pairs: their numbers,
         in fp16."""
         of = self.types[value]
-        dtype = "fp16" if of.dtype in QUANTISED.values() else of.dtype
+        dtype = "fp16" if of.quantised else of.dtype
         return self.add(Unzip(name, value, Type(dtype, (*of.dims[:1], columns))), block)
 
     def zip(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:

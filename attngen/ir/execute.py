@@ -533,12 +533,12 @@ class Launch:
 
     def _unzip(self, op: Unzip, values: Values) -> Values:
         x, of = values[op.value], self.kernel.type_of(op.value)
-        even, odd = numbers(x) if of.dtype in QUANTISED.values() else (x[:, ::2], x[:, 1::2])
+        even, odd = numbers(x) if of.quantised else (x[:, ::2], x[:, 1::2])
         return {f"{op.name}.even": self.tile(even, op.type, values), f"{op.name}.odd": self.tile(odd, op.type, values)}
 
     def _zip(self, op: Zip, values: Values, cls: str) -> Any:
         a, b = values[op.a], values[op.b]
-        x = pairs(a, b) if op.type.dtype in QUANTISED.values() else np.stack([a, b], 2).reshape(len(a), -1)
+        x = pairs(a, b) if op.type.quantised else np.stack([a, b], 2).reshape(len(a), -1)
         return self.tile(x, op.type, values)
 
     def _seed(self, op: Seed, values: Values, cls: str) -> int:

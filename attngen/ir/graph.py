@@ -13,7 +13,6 @@ import networkx as nx
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import Bool, Expr, floordiv, select, symbol
 from attngen.ir.host import Host
 from attngen.ir.names import DIRECTIONS, block_lists
@@ -372,7 +371,7 @@ class Kernel:
     @cached_property
     def reads_quantised(self) -> bool:
         """Whether it reads numbers of 8 bits, two of them as one value."""
-        return any(isinstance(op, Load) and op.type.dtype in QUANTISED.values() for op in self.ops())
+        return any(isinstance(op, Load) and op.type.quantised for op in self.ops())
 
     @property
     def rotates(self) -> bool:

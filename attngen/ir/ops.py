@@ -61,6 +61,11 @@ class Type:
         """Its dimensions by the names that tensors have."""
         return tuple(map(unpadded, self.dims))
 
+    @property
+    def quantised(self) -> bool:
+        """Whether its elements are numbers of 8 bits, two of them as one value."""
+        return self.dtype in QUANTISED.values()
+
 
 @dataclass(frozen=True)
 class Access:

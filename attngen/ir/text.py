@@ -453,7 +453,7 @@ def _parse_kernel(text: str, where: str) -> dict[str, Any]:
     return {**said, **fields, "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
 
 
-def _parse_deal(text: str, resident: str, waves: str, few: str | None, where: str) -> Deal | None:
+def _parse_deal(text: str, resident: str, waves: str, few: str, where: str) -> Deal | None:
     if not text:
         return None
     work, *each = split(text, ",")

@@ -11,7 +11,7 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.dtypes import ELEMENTS, QUANTISED
+from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import DEALT, MIRRORED, Deal, Kernel, Module
 from attngen.ir.names import SIZES, STATISTICS, stride_names
@@ -458,7 +458,7 @@ class KernelContext:
 
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls, op.type.dims)
-        other = "False" if op.type.dtype == "b1" else "0" if op.type.dtype in QUANTISED.values() else self._constant(op.other)
+        other = "False" if op.type.dtype == "b1" else "0" if op.type.quantised else self._constant(op.other)
         pointer = self._rows_in_cache(op.src, op.pages, "kv_idx") if op.pages else self._pointer(op.src, op.type.dims)
         text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other}
         return {**text, "described": self._described(op, cls) if op.via else ""}
@@ -478,7 +478,7 @@ class KernelContext:
             start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
         read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
         check = self._check([(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims)
-        zero = "0" if op.type.dtype in QUANTISED.values() else "0.0"
+        zero = "0" if op.type.quantised else "0.0"
         return f"tl.where({check}, {read}, {zero})" if check and self.kernel.clears(op) else read
 
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
@@ -609,12 +609,12 @@ class KernelContext:
     def _unzip(self, op: Unzip, cls: str) -> dict[str, Any]:
         value, of = self.var(op.value), self.kernel.type_of(op.value)
         rows, columns = op.type.dims
-        expr = f"from_pairs({value}, CONVERTS)" if of.dtype in QUANTISED.values() else f"tl.split({value}.reshape({rows}, {columns}, 2))"
+        expr = f"from_pairs({value}, CONVERTS)" if of.quantised else f"tl.split({value}.reshape({rows}, {columns}, 2))"
         return {"var": f"{self.var(f'{op.name}.even')}, {self.var(f'{op.name}.odd')}", "expr": expr}
 
     def _zip(self, op: Zip, cls: str) -> dict[str, Any]:
         a, b = self.var(op.a), self.var(op.b)
-        quantised = op.type.dtype in QUANTISED.values()
+        quantised = op.type.quantised
         return {
             "var": self.var(op.name),
             "expr": f"to_pairs({a}, {b})" if quantised else f"tl.join({a}, {b}).reshape({', '.join(op.type.dims)})",

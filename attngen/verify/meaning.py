@@ -13,7 +13,6 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import implies
-from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
@@ -218,7 +217,7 @@ def quantised_load(kernel: Kernel, ref: str) -> Load | None:
     """The load of the pairs of 8-bit numbers whose even or odd columns a value is; None for other values."""
     op = kernel.op(ref)
     source = kernel.op(op.value) if isinstance(op, Unzip) else None
-    return source if isinstance(source, Load) and source.type.dtype in QUANTISED.values() else None
+    return source if isinstance(source, Load) and source.type.quantised else None
 
 
 def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:

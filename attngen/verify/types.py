@@ -9,7 +9,6 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
@@ -167,7 +166,7 @@ def _scan_errors(kernel: Kernel, op: Scan) -> Iterator[str]:
 
 def _unzip_errors(kernel: Kernel, op: Unzip) -> Iterator[str]:
     of = kernel.type_of(op.value)
-    paired = of.dtype in QUANTISED.values()
+    paired = of.quantised
     columns = of.unpadded[1:] if paired else _halved(of)
     if len(of.dims) != 2 or op.type.unpadded != (of.dims[0], *columns) or op.type.dtype != ("fp16" if paired else of.dtype):
         yield f"takes the columns of {of.dtype}[{', '.join(of.dims)}]; expected halves of D_QK or D_V, of its type, or fp16 of pairs"
@@ -175,7 +174,7 @@ def _unzip_errors(kernel: Kernel, op: Unzip) -> Iterator[str]:
 
 def _zip_errors(kernel: Kernel, op: Zip) -> Iterator[str]:
     a, b = kernel.type_of(op.a), kernel.type_of(op.b)
-    paired = op.type.dtype in QUANTISED.values()
+    paired = op.type.quantised
     columns = op.type.unpadded[1:] if paired else _halved(op.type)
     if (a.dtype, a.dims) != (b.dtype, b.dims) or a.unpadded != (*op.type.dims[:1], *columns) or (a.dtype != op.type.dtype and not paired):
         yield f"is of {a.dtype}[{', '.join(a.dims)}] and {b.dtype}[{', '.join(b.dims)}]; expected two tiles alike, of half its columns"
