@@ -16,6 +16,7 @@ from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, r
 
 POISON = 2**30  # the number of a page that there is not
 LARGEST = 448  # number of 8 bits
+GROUP = 128  # columns of a latent that have one factor
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
     caches, new, scales, held = [], [], {}, []
     for name, x in zip(("k", "v"), whole):
         kept = x
-        if spec.cache and spec.cache.dtype:
+        if spec.factors == "columns":
+            kept, rounded = latent_rows(x, spec.head_dim.v)
+            held.append(rounded)
+        elif spec.factors:
             scales[f"{name}_scale"], factors = _factors(spec, case, table, generator)
             kept = (x / factors).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
             held.append(kept.double() * factors.double())
@@ -109,7 +113,7 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
 
 def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """A cache with the keys that sequences have before the call, of x [B, room, Hkv, D], and NaN everywhere else."""
-    rows, nan = (x.view(torch.uint8).clone(), 0x7F) if x.dtype.itemsize == 1 else (x.clone(), math.nan)
+    rows, nan = (x.view(torch.uint8).clone(), 0xFF) if x.dtype.itemsize == 1 else (x.clone(), math.nan)
     for b, keys in enumerate(case.lengths):
         rows[b, keys:] = nan
     if case.page:
@@ -121,11 +125,31 @@ def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tens
     return rows.transpose(1, 2).contiguous().transpose(1, 2) if case.heads_first else rows
 
 
+def latent_rows(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a cache of 8-bit latents, as bytes, and what is kept in them, in fp64. x: keys [B, room, 1, D], of which `width` columns are
+    the latent."""
+    latents, rotated = x[..., :width], x[..., width:]
+    groups = latents.float().unflatten(-1, (-1, GROUP))
+    factors = groups.abs().amax(-1, keepdim=True) * (1 / LARGEST)
+    numbers = (groups / factors).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    rounded = (numbers.double() * factors.double()).flatten(-2)
+    parts = (numbers.flatten(-2), factors.flatten(-2), rotated.contiguous())
+    return torch.cat([part.view(torch.uint8) for part in parts], -1), torch.cat([rounded, rotated.double()], -1)
+
+
+def latents_of(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """The keys of such rows, [..., D] in `dtype`."""
+    end = width + 4 * (width // GROUP)
+    numbers = rows[..., :width].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, GROUP))
+    latents = (numbers * rows[..., width:end].view(torch.float32).unsqueeze(-1)).flatten(-2)
+    return torch.cat([latents.to(dtype), rows[..., end:].view(dtype)], -1)
+
+
 def _factors(spec: Spec, case: CacheCase, table: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """The factors of a cache of 8 bits, and those of each row and head, [B, room, Hkv, 1]; NaN for pages that no sequence has."""
     assert spec.cache is not None
     batch = len(case.lengths)
-    if spec.cache.scale != "page":
+    if spec.factors != "page":
         scale = torch.exp(torch.randn(case.kv_heads, generator=generator)) / 100
         return scale, scale.view(1, 1, -1, 1).expand(batch, case.room, -1, -1)
     scale = torch.full((table.numel() + 3, case.kv_heads), math.nan)

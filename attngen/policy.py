@@ -36,6 +36,7 @@ FEW_ABREAST, OF_COLUMNS = 4, 64
 # Rows of a tile of kernels without scores: usually, and where they add up tiles of several heads, of which a program has each in turn
 # (docs/perf-log.md, section 31).
 PLAIN, SUMMED = 64, 32
+ROUNDED = 16  # the same where rows of a latent are rounded to 8 bits, in fp32
 
 # ---------------------------------------------------------------- keys of a cache that are dealt among programs
 

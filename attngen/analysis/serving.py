@@ -13,7 +13,7 @@ from attngen.devices import Device
 from attngen.ir.deal import deal, units_of
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Module, Row
-from attngen.ir.names import CACHED
+from attngen.ir.names import CACHED, SCALES
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Type
 from attngen.policy import UNIT
@@ -51,7 +51,8 @@ def key_bytes(module: Module) -> Expr:
     """Bytes of K and V that are read for each key and head: of a latent those of the keys alone."""
     kernel = module.dealing
     assert kernel is not None
-    rows = (Type(arg.type.dtype, arg.type.dims[-1:]) for arg in kernel.args if arg.name in CACHED)
+    scales = [arg for arg in kernel.args if arg.name in SCALES.values() and len(arg.type.dims) == 4]  # of each key
+    rows = (Type(arg.type.dtype, arg.type.dims[-1:]) for arg in (*(a for a in kernel.args if a.name in CACHED), *scales))
     return sympy.Add(*map(tile_bytes, rows))
 
 

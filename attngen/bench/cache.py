@@ -13,8 +13,11 @@ import torch
 from attngen.bench.flex import Mods, mods
 from attngen.bench.grids import Cell
 from attngen.bench.problem import Inputs, Problem
+from attngen.ir.dtypes import latent_bytes
+from attngen.over_cache import latent_rows, latents_of
 from attngen.reference import reference_scores
 
+AT_ONCE = 1024  # pages, or sequences, whose latents are rounded together
 FACTOR = 2.0**-6  # of numbers of 8 bits: normal values in these are below 448, and exact in 16 bits when they are multiplied by it
 
 
@@ -28,7 +31,7 @@ class CacheProblem(Problem):
     """A cell over a cache. `given` has what `attention.with_kvcache` takes beside q and the cache, the same for all sets.
 
     k and v of a set are the cache, with heads before rows: [B, Hkv, n_kv, D], or [pages, Hkv, page, D]. In memory rows lie before heads, as
-    `with_kvcache` takes them. Of a latent, v is the first columns of k.
+    `with_kvcache` takes them. Of a latent, v is the first columns of k; of rows of bytes, k itself.
     """
 
     @cached_property
@@ -61,7 +64,13 @@ class CacheProblem(Problem):
     def given(self) -> dict[str, Any]:
         found = {**super().given, "cache_seqlens": torch.tensor(self.lengths, dtype=torch.int32, device=self.device)}
         found |= {"page_table": self.page_table} if self.cell.page else {}
-        return found | (dict.fromkeys(("k_scale", "v_scale"), self.factors) if self.cell.quantised else {})
+        given = self.cell.quantised and not self.of_latents
+        return found | (dict.fromkeys(("k_scale", "v_scale"), self.factors) if given else {})
+
+    @property
+    def of_latents(self) -> bool:
+        """Whether the cache has latents in 8 bits, whose rows are bytes."""
+        return self.cell.spec.factors == "columns"
 
     @cached_property
     def factors(self) -> torch.Tensor:
@@ -81,6 +90,8 @@ class CacheProblem(Problem):
     def key_bytes(self) -> int:
         """Bytes of K and V that the cache has of each key and K/V head."""
         dim = self.cell.spec.head_dim
+        if self.of_latents:
+            return latent_bytes(dim.v, self.cell.spec.rope)
         return (dim.qk + (0 if self.cell.spec.rope else dim.v)) * (1 if self.cell.quantised else self.dtype.itemsize)
 
     @property
@@ -104,10 +115,12 @@ class CacheProblem(Problem):
         def stored(width: int) -> torch.Tensor:
             rows = (self.pages, c.page) if c.page else (c.batch, c.n_kv)
             made = normal(*rows, c.kv_heads, width)
+            if self.of_latents:
+                return torch.cat([latent_rows(part, dim.v)[0] for part in made.split(AT_ONCE)]).transpose(1, 2)
             return ((made / FACTOR).to(torch.float8_e4m3fn) if c.quantised else made).transpose(1, 2)
 
         q, k = normal(c.batch, c.heads, c.n_q, dim.qk), stored(dim.qk)
-        v = k[..., : dim.v] if c.spec.rope else stored(dim.v)
+        v = k if self.of_latents else k[..., : dim.v] if c.spec.rope else stored(dim.v)
         return Inputs(q, k, v, (), q)  # no gradient of the output is read
 
     def visible(self) -> torch.Tensor | None:
@@ -131,10 +144,13 @@ class CacheProblem(Problem):
     def rows(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of a set, [B, Hkv, n_kv, D]; of pages, copies; of numbers of 8 bits, in the cell's dtype."""
         k, v = (self._widened(y) for y in (x.k, x.v)) if self.cell.quantised else (x.k, x.v)
+        v = v[..., : self.cell.spec.head_dim.v]
         if not self.cell.page:
             return k, v
         k, v = (y[self.page_table].transpose(2, 3).flatten(1, 2)[:, : self.cell.n_kv].transpose(1, 2) for y in (k, v))
         return k, v
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
+        if self.of_latents:
+            return latents_of(x, self.cell.spec.head_dim.v, self.dtype)
         return x.to(self.dtype) * FACTOR

@@ -7,7 +7,7 @@ from typing import Any
 import sympy
 
 from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.build.quantised import join_values, multiply_keys, multiply_values, split_queries
+from attngen.build.quantised import join_values, load_latents, multiply_keys, multiply_values, split_queries
 from attngen.build.semantics import S, unbounded
 from attngen.build.signature import Signature
 from attngen.ir.deal import item
@@ -71,7 +71,8 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     columns = {"": "d_v", "_rope": "d_rope"} if spec.rope else {"": "d_qk"}
     for part_of, column in columns.items():
         b.load(f"q{part_of}", f"Q{part_of.upper()}", ("b", own, "q", column))
-    quantised = signature.cache is not None and bool(signature.cache.dtype)
+    scaled_by = signature.cache.scale if signature.cache else ""  # of keys in 8 bits, what has a factor
+    quantised = scaled_by in ("head", "page")
     if quantised:
         split_queries(b, kv)
     sums = {f"acc_{half}": "PAIRS_V" for half in HALVES} if quantised else {"acc": "D_V"}
@@ -91,7 +92,10 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
         multiply_keys(b, kv)
     else:
         for part_of, column in columns.items():
-            b.load_keys(f"k{part_of}", f"K{part_of.upper()}", kv, column, "step")
+            if scaled_by and not part_of:
+                load_latents(b, kv)
+            else:
+                b.load_keys(f"k{part_of}", f"K{part_of.upper()}", kv, column, "step")
         b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
         of_rope = b.dot("s_rope", "q_rope", "k_rope", "D_ROPE", "step") if spec.rope else None
         b.dot("s", "q", "k", AXIS_DIM[columns[""]], "step", acc=of_rope)

@@ -2,6 +2,9 @@
 
 A load takes two numbers, which lie in columns side by side, as one value of 16 bits. Products then are of even columns and of odd ones,
 in fp16, which has all numbers of 8 bits. Queries are divided by the largest of their row first, so that fp16 has these, too.
+
+Of a latent, each key has a factor for each group of LATENT_GROUP columns. Numbers are multiplied by it as they are read, and are of the
+element type then: scores and outputs need no factors.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from attngen.ir.expr import select, symbol
 from attngen.ir.names import SCALES
 from attngen.ir.ops import HALVES, Access, Gather, Load, Map, Reduce, Type
 from attngen.policy import UNIT
+
+LARGEST = 448  # number of 8 bits
+SMALLEST = sympy.Float(2.0**-126)  # factor, which divides numbers
 
 
 def _by_head(b: KernelBuilder) -> bool:
@@ -106,6 +112,22 @@ def join_values(b: KernelBuilder, loop: str) -> str:
     """The sums of weights times values after a loop, of all columns."""
     acc = b.zip("acc", f"{loop}.acc_", Type("f32", ("BLOCK_Q", "D_V")))
     return b.map("acc_scaled", symbol(acc) * symbol("v_scale"), acc=acc, v_scale="v_scale") if _by_head(b) else acc
+
+
+def load_latents(b: KernelBuilder, head: Any) -> None:
+    """`k`, a tile of latents in the element type: of each row's pairs all numbers, each times the factor of its group of columns."""
+    b.load_keys("k_pairs", "K", head, "pair_v", "step")
+    b.load_keys("k_scale", "K_SCALE", head, "group_v", "step")
+    columns = b.unzip("k_columns", "k_pairs", "PAIRS_V", "step")
+    b.zip("k_unit", f"{columns}.", Type("fp16", ("BLOCK_KV", "D_V")), "step")
+    b.map("k", symbol("k_unit") * symbol("k_scale"), "step", dtype="T", k_unit="k_unit", k_scale="k_scale")
+
+
+def scale_latents(b: KernelBuilder) -> None:
+    """`k_scale`, the factors of a tile of new latents: of the largest number of a group they make the largest one of 8 bits."""
+    b.map("k_abs", sympy.Max(symbol("k"), -symbol("k")), k="k")
+    b.add(Reduce("k_size", "k_abs", "max", "D_V", Type("f32", ("BLOCK_KV", "GROUPS_V"))))
+    b.map("k_scale", sympy.Max(symbol("k_size") / LARGEST, SMALLEST), k_size="k_size")
 
 
 def quantise(b: KernelBuilder, value: str, scale: str, pairs: str) -> str:

@@ -18,7 +18,7 @@ from attngen.build.common import KernelBuilder
 from attngen.build.forward import build_forward, sink_of, store_results
 from attngen.build.host import HostBuilder, operands, split_columns
 from attngen.build.packed import view_rows
-from attngen.build.quantised import load_scales, quantise
+from attngen.build.quantised import load_scales, quantise, scale_latents
 from attngen.build.semantics import listed_blocks
 from attngen.build.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
@@ -63,15 +63,15 @@ def add_cache(module: Module, spec: Spec) -> Module:
     """
     if spec.cache is None:
         return module
-    cache = Cache(spec.cache.page, spec.cache.dtype or "", spec.cache.factors)
+    cache = Cache(spec.cache.page, spec.cache.dtype or "", spec.factors)
     _check(spec)
     _check_names(spec)
     more = {"resident": RESIDENT_LATENT, "waves": WAVES_LATENT} if spec.rope else {"few": RESIDENT_QUANTISED} if cache.dtype else {}
     deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT, **more)
-    reads = (*(("PAGE_TABLE",) if cache.page else ()), *(SCALES.values() if cache.dtype else ()))
+    pages, scales = ("PAGE_TABLE",) if cache.page else (), _scales(cache)
 
     def signature(of: Signature) -> Signature:
-        return of._replace(reads=(*of.reads, *reads), cache=cache)
+        return of._replace(reads=(*of.reads, *pages, *scales), cache=cache)
 
     kernels = (
         _append(spec, signature(APPEND)),
@@ -107,12 +107,15 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
     assert cache is not None
     parts = {"K": "d_v", "K_ROPE": "d_rope"} if spec.rope else {"K": "d_qk", "V": "d_v"}
     b = KernelBuilder(spec, signature)
+    made = {"K_SCALE": "group_v"} if cache.scale == "columns" else {}  # of the new keys
     for name, column in parts.items():
         b.add(Arg(f"{name}_NEW", "in", Type("T", ("B", "Hkv", "Nk", AXIS_DIM[column]))))
-    for name in signature.reads[2:]:
+    for name in (name for name in signature.reads[2:] if name not in made):
         b.add(Arg(name, "in", tensor_type(name, signature)))
     for name, column in parts.items():
         b.add(Arg(name, "out", cached_type(cache, name, AXIS_DIM[column])))
+    for name in made:
+        b.add(Arg(name, "out", tensor_type(name, signature)))
     head = SHARINGS[spec.heads.sharing].owned
     for name in (*(str(axis.extent) for axis in b.grid if axis.var in ("h", "hkv")), "Nk", "Nc"):
         b.scalar(name)
@@ -124,11 +127,15 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
     if cache.page:
         b.pages("page", symbol("rows"), "entry")
         pages = "page"
-    if cache.dtype:
+    if cache.dtype and not made:
         load_scales(b, head, "entry")
-    for tensor, column in parts.items():
-        value = b.load(tensor.lower(), f"{tensor}_NEW", ("b", head, "kv", column))
-        if cache.dtype:
+    for tensor, column in (parts | made).items():
+        value = tensor.lower()
+        if tensor in parts:
+            b.load(value, f"{tensor}_NEW", ("b", head, "kv", column))
+        if f"{value}_scale".upper() in made:
+            scale_latents(b)
+        if cache.dtype and tensor in SCALES:
             column = column.replace("d_", "pair_")
             value = quantise(b, value, SCALES[tensor].lower(), AXIS_DIM[column])
         index = (*(() if pages else (symbol("b"),)), head, symbol("kv"), symbol(column))
@@ -174,20 +181,35 @@ def _tensors(spec: Spec) -> dict[str, str]:
     return {"K": "D_QK"} if spec.rope else {"K": "D_QK", "V": "D_V"}
 
 
+def _stored(spec: Spec) -> dict[str, str]:
+    """The tensors of keys and values in the cache, with their columns. A latent of 8 bits is apart from the columns that are rotated."""
+    return {"K": "D_V", "K_ROPE": "D_ROPE"} if spec.factors == "columns" else _tensors(spec)
+
+
+def _scales(cache: Cache) -> tuple[str, ...]:
+    """The tensors of factors: of a latent, one for both keys and values."""
+    return tuple(SCALES.values())[: 1 if cache.scale == "columns" else 2] if cache.dtype else ()
+
+
 def _caches(spec: Spec, b: HostBuilder, cache: Cache) -> None:
     """The arguments of host programs that are of the cache."""
-    for name, width in _tensors(spec).items():
+    for name, width in _stored(spec).items():
         b.add(Arg(f"{name}_CACHE", "in", replace(cached_type(cache, name, width), space="hbm")))
+    scales = [Arg(name, "in", Type("f32", cache.scales, "hbm")) for name in _scales(cache)]
+    for arg in scales if cache.scale == "columns" else ():  # they lie in the cache
+        b.add(arg)
     b.tensor("CACHE_SEQLENS")
     if cache.page:
         b.tensor("PAGE_TABLE")
-    for name in SCALES.values() if cache.dtype else ():
-        b.add(Arg(name, "in", Type("f32", cache.scales, "hbm")))
+    for arg in scales if cache.scale != "columns" else ():
+        b.add(arg)
 
 
 def _in_cache(spec: Spec, b: HostBuilder, block: str) -> Uses:
     """What kernels are given as keys and values in the cache."""
-    return split_columns(b, block, "K_CACHE", "K") if spec.rope else (("K", "K_CACHE"), ("V", "V_CACHE"))
+    if spec.rope and not spec.factors:
+        return split_columns(b, block, "K_CACHE", "K")
+    return tuple((name, f"{name}_CACHE") for name in _stored(spec))
 
 
 def _room(b: HostBuilder, cache: Cache) -> None:

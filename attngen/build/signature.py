@@ -76,8 +76,11 @@ def tensor_type(name: str, signature: Signature) -> Type:
 
 
 def cached_type(cache: Cache, name: str, column: str) -> Type:
-    """The type of a tensor of the cache, which has as many columns as `column` says: of 8-bit numbers, pairs of columns."""
-    if cache.dtype:
+    """The type of a tensor of the cache, which has as many columns as `column` says: of 8-bit numbers, pairs of columns.
+
+    Columns that are rotated have the element type of q in any cache.
+    """
+    if cache.dtype and name != "K_ROPE":
         return Type(QUANTISED[cache.dtype], (*cache.rows, column.replace("D_", "PAIRS_")))
     return Type(tensor_dtype(name), (*cache.rows, column))
 

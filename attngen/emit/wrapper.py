@@ -10,7 +10,7 @@ from typing import Any
 from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
-from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, result_type
+from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, latent_bytes, result_type
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
@@ -166,8 +166,15 @@ class Wrapper:
 
     @property
     def scales(self) -> list[str]:
-        """The factors of a cache of 8 bits."""
-        return [name.lower() for name in SCALES.values()] if self.module.cache and self.module.cache.dtype else []
+        """The factors of a cache of 8 bits that a call gives: those of latents are in the cache."""
+        cache = self.module.cache
+        return [name.lower() for name in SCALES.values()] if cache and cache.dtype and not self.row_bytes else []
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a cache of 8-bit latents; 0 for other caches."""
+        cache = self.module.cache
+        return latent_bytes(self.module.head_dim_v, self.module.rope) if cache and cache.scale == "columns" else 0
 
     @property
     def scales_and_inputs(self) -> list[str]:
@@ -203,8 +210,10 @@ class Wrapper:
 
     @property
     def cached_dtype(self) -> str:
-        """The dtype of a cache; empty where it is that of q."""
+        """The dtype of a cache; empty where it is that of q. Rows of 8-bit latents have several, and are bytes."""
         cache = self.module.cache
+        if self.row_bytes:
+            return "torch.uint8"
         return f"torch.{QUANTISED_TORCH[cache.dtype]}" if cache and cache.dtype else ""
 
     def tuple_of(self, suffix: str) -> str:
@@ -228,7 +237,7 @@ class Wrapper:
     @property
     def passed_in_cache(self) -> list[str]:
         """What a call over a cache gives for each argument of the host program `decode` after those of the cache."""
-        cached = ("Q", "K_CACHE", "V_CACHE", "CACHE_SEQLENS", "PAGE_TABLE", "Nn", *SCALES.values())
+        cached = ("Q", "K_CACHE", "K_ROPE_CACHE", "V_CACHE", "CACHE_SEQLENS", "PAGE_TABLE", "Nn", *SCALES.values())
         return [a.name.lower() for a in self.module.host("decode").args if a.name not in cached]
 
     def derive(self, wanted: Any = None) -> list[tuple[list[str], str]]:

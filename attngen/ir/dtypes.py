@@ -39,12 +39,18 @@ ELEMENTS: dict[str, Element] = {
 # What a cache can hold in place of the element type of q: 8-bit numbers (Micikevicius et al. 2022, "FP8 formats for deep learning").
 # In kernels two of them, in columns side by side, are one value of 16 bits, which has this type in the IR. Products take them as fp16.
 QUANTISED = {"fp8_e4m3": "fp8_e4m3x2"}
+LATENT_GROUP = 128  # columns of a latent that have one factor, as in FlashMLA's cache of 8-bit latents
 QUANTISED_TORCH = {"fp8_e4m3": "float8_e4m3fn"}  # their names in torch
 
 # The types of values in the IR, as generated Python names them. `T` is the element type of q, k and v, and of the results unless the
 # table names another one for these. Kernels call that by its key, and fp32 `f32`.
 TORCH = {"f32": "torch.float32", "i32": "torch.int32", "b1": "torch.bool", "T": "q.dtype"}
 TORCH |= {name: f"torch.{e.torch}" for name, e in ELEMENTS.items() if name != "fp32"}
+
+
+def latent_bytes(latent: int, rope: int) -> int:
+    """Bytes of a row of a cache of 8-bit latents: the numbers of the latent, their factors in fp32, the rotated columns in 16 bits."""
+    return latent + 4 * (latent // LATENT_GROUP) + 2 * rope
 
 
 def of_size(dtypes: Iterable[str], elem_bytes: int) -> str:

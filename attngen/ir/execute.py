@@ -32,6 +32,7 @@ from attngen.ir.numeric import compiled
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    GROUPED,
     KIND,
     MEMBER,
     PADDED,
@@ -301,7 +302,10 @@ class Launch:
             return spread(values[ref], self.dims.get(ref, ()), dims)
         for name in symbol_names(e):
             ref = renamed.get(name, name)
-            named[name] = spread(values[ref], self.dims.get(ref, ()), dims)
+            x, of = values[ref], self.dims.get(ref, ())
+            if of and dims and GROUPED.get(dims[-1]) == of[-1]:
+                x, of = np.repeat(x, values[dims[-1]] // x.shape[-1], axis=-1), (*of[:-1], dims[-1])
+            named[name] = spread(x, of, dims)
         return compiled(e)(named)
 
     def shape(self, dims: tuple[str, ...], values: Values) -> tuple[int, ...]:
@@ -525,7 +529,10 @@ class Launch:
         return {f"{op.name}.p": p, f"{op.name}.alpha": np.exp2((m - seen) * scale), f"{op.name}.m": m_new}
 
     def _reduce(self, op: Reduce, values: Values, cls: str) -> Any:
-        reduced = getattr(np, op.op)(values[op.value], axis=self.dims[op.value].index(op.over))
+        x, axis = values[op.value], self.dims[op.value].index(op.over)
+        if GROUPED.get(op.over) in op.type.dims:
+            x, axis = x.reshape(*x.shape[:-1], values[GROUPED[op.over]], -1), -1
+        reduced = getattr(np, op.op)(x, axis=axis)
         return self.tile(reduced, op.type, values)
 
     def _scan(self, op: Scan, values: Values, cls: str) -> Any:

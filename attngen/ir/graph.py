@@ -13,6 +13,7 @@ import networkx as nx
 import sympy
 
 from attngen.errors import VerifyError
+from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.expr import Bool, Expr, floordiv, select, symbol
 from attngen.ir.host import Host
 from attngen.ir.names import DIRECTIONS, block_lists
@@ -42,6 +43,7 @@ from attngen.ir.ops import (
     Store,
     Type,
     Unzip,
+    Zip,
 )
 from attngen.ir.roles import Near, Own, Pipeline, Take, Work, bodies_of
 from attngen.policy import PACKED, RESIDENT, WAVES
@@ -352,15 +354,31 @@ class Kernel:
         """Whether its keys are in a cache, in which each sequence has a number of them of its own."""
         return any(isinstance(op, Length) for op in self.ops())
 
-    def clears(self, op: Load) -> bool:
-        """Whether rows of a tile that are in a cache, but past the end of the sequence, become zeros: they are summed up with others."""
-        summed = any(self.multiplies(dot, op) and dot.over == op.type.dims[0] for dot in self.dots)
-        return summed and self.reads_cache and "kv" in op.src.axes()
+    def clears(self, op: Load | Map) -> bool:
+        """Whether rows of a tile that are in a cache, but past the end of the sequence, become zeros: they are summed up with others.
+
+        Of a tile that is made of numbers of 8 bits and their factors, its own rows do, and not those of what it is made of.
+        """
+        if not self.reads_cache or op.type.dims[:1] != ("BLOCK_KV",):
+            return False
+        summed = [dot for dot in self.dots if dot.over == "BLOCK_KV"]
+        if isinstance(op, Map):
+            return any(op.name == dot.b for dot in summed) and any(isinstance(self.op(ref), Zip) for ref in op.operands())
+        return any(self.multiplies(dot, op) and not isinstance(self.op(dot.b), Map) for dot in summed) and "kv" in op.src.axes()
 
     def multiplies(self, dot: Dot, op: Op) -> bool:
-        """Whether a product has a value as an operand: itself, or its even or odd columns."""
-        sources = (self.op(ref) for ref in (dot.a, dot.b))
-        return op.name in {source.value.split(".")[0] if isinstance(source, Unzip) else source.name for source in sources}
+        """Whether a product has a value as an operand: itself, the numbers of its pairs, or as a factor of such numbers."""
+        return any(op.name in self._sources(ref) for ref in (dot.a, dot.b))
+
+    def _sources(self, ref: str) -> set[str]:
+        op = self.op(ref)
+        if isinstance(op, Unzip):
+            return {op.value.split(".")[0] if self.type_of(op.value).quantised else op.name}
+        if isinstance(op, Zip):
+            return self._sources(op.a)
+        if isinstance(op, Map) and any(isinstance(self.op(used), Zip) for _, used in op.uses):
+            return set().union(*(self._sources(used) for _, used in op.uses))
+        return {op.name}
 
     @cached_property
     def tile_page(self) -> int:
@@ -574,7 +592,8 @@ class Cache:
 
     page: empty where there are no pages; a number; or `page_rows`, where a call gives it.
     dtype: what the cache holds, by its key in QUANTISED, where that is not the element type of q.
-    scale: what has a factor of its own then, by which its numbers are multiplied: each `head`, or each head of a `page`.
+    scale: what has a factor of its own then, by which its numbers are multiplied: each `head`, each head of a `page`, or of a latent
+        each group of LATENT_GROUP `columns` of a key. Columns that are rotated keep the element type of q.
     """
 
     page: str = ""
@@ -589,7 +608,7 @@ class Cache:
     @property
     def scales(self) -> tuple[str, ...]:
         """The dimensions of a tensor of factors; none where there are no factors."""
-        return {"head": ("Hkv",), "page": ("pages", "Hkv")}.get(self.scale, ())
+        return {"head": ("Hkv",), "page": ("pages", "Hkv"), "columns": (*self.rows, "GROUPS_V")}.get(self.scale, ())
 
     def describe(self) -> str:
         """`contiguous`, `paged 64` or `paged any`; and `fp8_e4m3 scale head` after it."""
@@ -670,8 +689,11 @@ class Module:
     @property
     def widths(self) -> dict[str, int]:
         """The columns of each head dimension, by its name, in tensors of a call."""
-        pairs = {"PAIRS_QK": self.head_dim_qk // 2, "PAIRS_V": self.head_dim_v // 2} if self.cache and self.cache.dtype else {}
-        return {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v} | ({"D_ROPE": self.rope} if self.rope else {}) | pairs
+        found = {"D_QK": self.head_dim_qk, "D_V": self.head_dim_v} | ({"D_ROPE": self.rope} if self.rope else {})
+        if self.cache and self.cache.dtype:
+            found |= {} if self.rope else {"PAIRS_QK": self.head_dim_qk // 2}
+            found |= {"PAIRS_V": self.head_dim_v // 2} | ({"GROUPS_V": self.head_dim_v // LATENT_GROUP} if self.rope else {})
+        return found
 
     @property
     def dealing(self) -> Kernel | None:

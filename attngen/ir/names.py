@@ -94,11 +94,13 @@ INTEGERS = {
     "D_ROPE": Name("columns of a head of q and k that the latent lacks", ("d", "rope"), 1, uses="everywhere"),
     "PAIRS_QK": Name("pairs of columns of a head of k, of which a cache holds both in 16 bits", ("p", "qk"), 1, uses="everywhere"),
     "PAIRS_V": Name("pairs of columns of a head of v", ("p", "v"), 1, uses="everywhere"),
+    "GROUPS_V": Name("groups of columns of a latent, each of which has one factor", ("g", "v"), 1, uses="everywhere"),
     "D_QK_PAD": Name("the next power of two", None, 1),
     "D_ROPE_PAD": Name("the next power of two", None, 1),
     "D_V_PAD": Name("the next power of two", None, 1),
     "PAIRS_QK_PAD": Name("the next power of two", None, 1),
     "PAIRS_V_PAD": Name("the next power of two", None, 1),
+    "GROUPS_V_PAD": Name("the next power of two", None, 1),
     "elem": Name("bytes of an element of q, k and v", ("elem", ""), 1),
     "stages": Name("tiles in flight along a loop", ("stages", ""), 1),
 }
@@ -233,6 +235,7 @@ _HALVES = ("acc", "k", "k_columns", "part", "q_columns", "rescaled", "s", "v", "
 OF_CACHE |= {f"{name}_{half}" for name in _HALVES for half in ("even", "odd")} | {
     f"{x}_{of}" for x in "kv" for of in ("pairs", "unit", "size")
 }
+OF_CACHE |= {"group_v", "k_abs", "k_rope_cache", "of_columns", "columns", "groups"}
 OF_CACHE |= {"acc_scaled", "first_page", "p_scaled", "p_scaled_cast", "pair_qk", "pair_v", "q_abs", "q_size", "q_unit", "s_scale", "s_unit"}
 OF_CACHE |= {"operands", "before", "rows", "base", "weight", "m_next", "acc_next", "l_next", "o_part", "lse2_part"}
 OF_CACHE |= {f"kv_{cls}_{end}{at}" for cls in ("full", "partial") for end in ("from", "to") for at in ("", "_2", "_3", "_4", "_5", "_6")}

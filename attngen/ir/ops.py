@@ -27,7 +27,9 @@ DTYPE_BYTES = {
     "ptr": 8,
     **dict.fromkeys(QUANTISED.values(), 2),
 }  # `T`, and the type of results, depend on the module
-COLUMN_DIM = {"d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE", "pair_qk": "PAIRS_QK", "pair_v": "PAIRS_V"}  # index letter -> dimension
+# Index letter -> dimension. Columns may lie in pairs, or in groups that have one factor each.
+COLUMN_DIM = {"d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE", "pair_qk": "PAIRS_QK", "pair_v": "PAIRS_V", "group_v": "GROUPS_V"}
+GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}  # columns -> their groups, each of as many columns that lie side by side
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", **COLUMN_DIM}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", **COLUMN_DIM}  # index letter -> whole axis
 MEMBER = "g"  # the number of a query head among those that share a K/V head
@@ -289,7 +291,10 @@ class Dot(Op):
 
 @dataclass(frozen=True)
 class Map(Op):
-    """An elementwise expression. Operands broadcast by dimension name; a narrower result type is a cast. `score` marks modifiers."""
+    """An elementwise expression. Operands broadcast by dimension name; a narrower result type is a cast. `score` marks modifiers.
+
+    An operand with one element for each group of columns broadcasts to these columns.
+    """
 
     expr: Any
     uses: Uses = field(metadata=OPERAND)
@@ -369,7 +374,7 @@ class Dropout(Op):
 
 @dataclass(frozen=True)
 class Reduce(Op):
-    """Reduce one named dimension: `sum`, `min` or `max`."""
+    """Reduce one named dimension: `sum`, `min` or `max`. If the result has a dimension of groups of these columns, reduce each group."""
 
     value: str = field(metadata=OPERAND)
     op: str

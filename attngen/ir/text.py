@@ -548,7 +548,7 @@ def _module(s: _Sections, source: str) -> Module:
 
 
 def _parse_cache(text: str, source: str) -> Cache:
-    match = re.fullmatch(r"(?:contiguous|paged (any|[1-9][0-9]{0,8}))(?: (\w+) scale (head|page))?", text)
+    match = re.fullmatch(r"(?:contiguous|paged (any|[1-9][0-9]{0,8}))(?: (\w+) scale (head|page|columns))?", text)
     if not match:
         known = "contiguous, `paged any` or `paged 64`, and for other numbers than q's `fp8_e4m3 scale head` after it"
         raise IRError(f"{source}: `cache {text}`; expected {known}")

@@ -42,6 +42,7 @@ from attngen.policy import (
     PACKED,
     PLAIN,
     RANGES,
+    ROUNDED,
     SHORT_ROWS,
     STRIP,
     SUMMED,
@@ -121,6 +122,9 @@ class SelectTiles(Pass):
                 row = Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma, backend=module.backend)
                 yield replace(row, tma=tma and lies_in_pages(module, kernel, row))
 
+        def price(row: Row) -> float:
+            return min(backend.cost.cycles(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))
+
         backend = backend_of(module)
         most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks
         blocks = tuple(b for b in backend.choices.blocks if b <= most)
@@ -131,22 +135,19 @@ class SelectTiles(Pass):
         if kernel.deal and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
             lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2)  # to find where rows are takes a while, which longer tiles hide
-            fit = (kv for kv in lengths if not all(backend.footprint.misfit(module, kernel, r) for r in candidates(given_q, (kv,), warps)))
+            fit = (kv for kv in lengths if any(price(r) < float("inf") for r in candidates(given_q, (kv,), warps)))
             given_kv = (next(fit, UNIT),)
         if kernel.tile_page:
             given_kv = tuple(kv for kv in given_kv if kernel.tile_page % kv == 0)
         if not tile_loops(kernel):
             if kernel.deal:  # a row's parts are joined by a warp
                 return Row(device, elem, limit, 1, 1, 1, 1, backend=module.backend)
-            side = SUMMED if kernel.loops else PLAIN
+            rounds = any("GROUPS_V" in t.dims for op in kernel.ops() for t in op.results().values())
+            side = SUMMED if kernel.loops else ROUNDED if rounds else PLAIN
             return Row(device, elem, limit, side, side, 4, 1, backend=module.backend)
         if kernel.counts_pairs:
             return Row(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
         rows = list(candidates(given_q, given_kv, warps))
-
-        def price(row: Row) -> float:
-            return min(backend.cost.cycles(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))
-
         best = min(rows, key=price)
         if price(best) < float("inf"):
             return best

@@ -19,6 +19,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     COLUMN_DIM,
+    GROUPED,
     KIND,
     PADDED,
     Access,
@@ -105,11 +106,13 @@ class KernelContext:
     def var(self, ref: str) -> str:
         return self.variables[ref]
 
-    def _lookup(self, uses: dict[str, str], fp32: bool = False) -> Any:
+    def _lookup(self, uses: dict[str, str], tile: tuple[str, ...], fp32: bool = False) -> Any:
         def look(name: str) -> tuple[str, tuple[str, ...]]:
             if name in uses:
                 type_ = self.kernel.type_of(uses[name])
                 text = self.var(uses[name])
+                if tile and GROUPED.get(tile[-1]) in type_.dims:
+                    return f"of_columns({text}, {tile[-1]})", tile
                 return (f"{text}.to(tl.float32)" if fp32 and type_.dtype == "T" else text), type_.dims
             for axis, dim in AXIS_DIM.items():
                 if name == f"{axis}_idx":
@@ -125,7 +128,7 @@ class KernelContext:
         """The source of an expression; its symbols are integers where the IR's types say so."""
         refs = {s: uses.get(str(s), str(s)) for s in e.free_symbols}
         whole = {s: sympy.Symbol(str(s), integer=True) for s, ref in refs.items() if s.is_integer is None and self._is_whole(ref)}
-        return to_triton(e.xreplace(whole), self._lookup(uses, fp32), tile)
+        return to_triton(e.xreplace(whole), self._lookup(uses, tile, fp32), tile)
 
     def _is_whole(self, ref: str) -> bool:
         return ref.split(".")[0] in self.kernel.graph and self.kernel.type_of(ref).dtype == "i32"
@@ -582,7 +585,9 @@ class KernelContext:
         if casting:
             dtype = "dtype" if op.type.dtype == "T" else f"tl.{ELEMENTS[op.type.dtype].torch}"
             text = f"{text}.to({dtype})" if re.fullmatch(r"\w+", text) else f"({text}).to({dtype})"
-        return {"var": self.var(op.name), "expr": text}
+        described = any(isinstance(load, Load) and load.via for load in self.kernel.ops())
+        clears = described and cls == "partial" and self.kernel.clears(op)
+        return {"var": self.var(op.name), "expr": text, "cleared": "(kv_idx < Nk)[:, None]" if clears else ""}
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
         condition = self._text(op.where, dict(op.uses), op.type.dims)
@@ -596,8 +601,10 @@ class KernelContext:
         return {"s": self.var(op.s), "m": self.var(op.m), "scale": scale, "shift": shift, "guard": _applies(op.guard, cls)}
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
-        axis = self.kernel.type_of(op.value).dims.index(op.over)
-        return {"var": self.var(op.name), "value": self.var(op.value), "op": op.op, "axis": axis}
+        value, axis = self.var(op.value), self.kernel.type_of(op.value).dims.index(op.over)
+        if (groups := GROUPED.get(op.over, "")) in op.type.dims:
+            value, axis = f"{value}.reshape({op.type.dims[0]}, {groups}, {op.over} // {groups})", 2
+        return {"var": self.var(op.name), "value": value, "op": op.op, "axis": axis}
 
     def _scan(self, op: Scan, cls: str) -> dict[str, Any]:
         axis = self.kernel.type_of(op.value).dims.index(op.over)

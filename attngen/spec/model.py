@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from attngen import document
 from attngen.bounds.ranges import shows_nothing
-from attngen.ir.dtypes import ELEMENTS, agree, by_precision
+from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, agree, by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.masks import Mask, registry
@@ -128,16 +128,12 @@ class Cache(BaseModel):
     paged: Paged | None = Field(default=None, description="in pages, which a table names for each sequence")
     dtype: Literal["fp8_e4m3"] | None = Field(
         default=None,
-        description="element type of keys and values in the cache, of 8 bits, with factors `k_scale` and `v_scale`; q's without it",
+        description="element type of keys and values in the cache, of 8 bits, with factors `k_scale` and `v_scale`, or of a latent one "
+        f"for each key and {LATENT_GROUP} columns, beside it; q's without it",
     )
     scale: Literal["head", "page"] | None = Field(
         default=None, description="what has a factor of its own: each K/V head (`head`, the default), or each head of a page (`page`)"
     )
-
-    @property
-    def factors(self) -> str:
-        """What has a factor of its own, `head` or `page`; empty where there are no factors."""
-        return self.scale or "head" if self.dtype else ""
 
     @property
     def page(self) -> str:
@@ -374,9 +370,22 @@ class Spec(BaseModel):
                 ("cache", "scale"),
                 "is `page`, and there are no pages; expected `head`, or `paged`",
             ),
-            (bool(self.rope), ("cache", "dtype"), "is `fp8_e4m3`, and a latent is kept in q's type; expected the key left out"),
+            (
+                bool(self.rope and cache.scale),
+                ("cache", "scale"),
+                f"is `{cache.scale}`, and a latent has a factor for each key and {LATENT_GROUP} columns; expected the key left out",
+            ),
+            (
+                bool(self.rope) and self.head_dim.v != WIDEST_LATENT,
+                ("head_dim",),
+                f"has {self.head_dim.v} columns of v; expected {WIDEST_LATENT}, those of a latent that is kept in 8 bits",
+            ),
             (bool(wide), ("dtype",), f"names `{wide}`, beside a cache of 8 bits; expected `bf16`, `fp16` or both"),
-            (bool(odd), ("head_dim",), f"has {odd} columns, beside a cache of 8 bits; expected a multiple of 16, 32 at least"),
+            (
+                bool(odd and not self.rope),
+                ("head_dim",),
+                f"has {odd} columns, beside a cache of 8 bits; expected a multiple of 16, 32 at least",
+            ),
         )
         if found := next(((path, what) for wrong, path, what in cannot if wrong), None):
             raise Mistakes(found)
@@ -405,6 +414,13 @@ class Spec(BaseModel):
     def trains(self) -> bool:
         """Whether its module has a backward."""
         return self.backward is not None
+
+    @property
+    def factors(self) -> str:
+        """What has a factor of its own in a cache of 8 bits: `head`, `page`, or of a latent `columns`; empty where there are no factors."""
+        if self.cache is None or not self.cache.dtype:
+            return ""
+        return "columns" if self.rope else self.cache.scale or "head"
 
     @property
     def rope(self) -> int:

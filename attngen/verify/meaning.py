@@ -35,6 +35,7 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Type,
     Unzip,
+    Zip,
     dimension,
 )
 from attngen.verify.algebra import normal, same
@@ -187,7 +188,7 @@ class Values:
         return (size, scale_of(self.kernel, self, pairs)) if largest.op == "max" and self.of(largest.value) == sympy.Max(x, -x) else None
 
     def _loaded(self, ref: str) -> str:
-        op = self.kernel.op(ref)
+        op = latent_load(self, ref) or self.kernel.op(ref)
         return self.kernel.accessed(op)[0].name if isinstance(op, Load) else ""
 
     def gathered(self, op: Gather) -> Expr:
@@ -220,10 +221,29 @@ def quantised_load(kernel: Kernel, ref: str) -> Load | None:
     return source if isinstance(source, Load) and source.type.quantised else None
 
 
+def latent_load(values: Values, ref: str) -> Load | None:
+    """The load of the pairs of which a tile of latents is made: all numbers of each row, each times the factor of its group of columns, in
+    the element type. None for other values."""
+    kernel, op = values.kernel, values.kernel.op(ref)
+    tiles = (
+        [made for _, used in op.uses if isinstance(made := kernel.op(used), Zip)] if isinstance(op, Map) and op.type.dtype == "T" else []
+    )
+    load = quantised_load(kernel, tiles[0].a) if len(tiles) == 1 else None
+    if load is None or kernel.accessed(load)[0].name != "K":
+        return None
+    columns = tiles[0].a.rpartition(".")[0]
+    whole = (tiles[0].a, tiles[0].b) == tuple(f"{columns}.{half}" for half in HALVES)
+    return load if whole and values.of(ref) == values.of(tiles[0].name) * scale_of(kernel, values, load) else None
+
+
 def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
-    """The element of K_SCALE or V_SCALE with which a row goes that an op loads or appends: its head's, or its page's and head's."""
+    """The element of K_SCALE or V_SCALE with which a row goes that an op loads or appends: its head's, or its page's and head's; of a
+    latent, with which a group of the row's columns goes."""
     declared, index = kernel.accessed(op)
     tensor, head = SCALES[declared.name], index[-3]
+    if len(kernel.type_of(tensor).dims) == 4:
+        row = [symbol("kv_idx") if e == symbol("kv") else values.expression(e, op) for e in index[:-1]]
+        return values.element(tensor, [*row, symbol("group_v")], (), kernel.type_of(tensor))
     page = kernel.op(op.pages) if op.pages else None
     if len(kernel.type_of(tensor).dims) == 1 or not isinstance(page, Gather):
         return values.element(tensor, [values.expression(head, op)], (), kernel.type_of(tensor))

@@ -1,4 +1,5 @@
-"""The rule of caches of 8-bit numbers: what is read goes with the factors of its head, or of its page and head; what is stored, too."""
+"""The rule of caches of 8-bit numbers: what is read goes with the factors of its head, of its page and head, or of a latent's columns; what
+is stored, too."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.expr import Expr, select, to_text
+from attngen.ir.eight_bits import POSITIVE
+from attngen.ir.expr import Expr, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.names import SCALES
 from attngen.ir.ops import HALVES, Append, Dot, Loop, Map, Op, Reduce, SoftmaxStep, Store, Unzip, Yield, Zip
 from attngen.verify.meaning import Values, quantised_load, scale_of
 
@@ -20,11 +23,16 @@ def quantised(module: Module, kernel: Kernel) -> Iterator[str]:
     for row in module.rows(kernel.name) if kernel.tile_page else ():
         if kernel.tile_page % row.block_kv:
             yield f"{row.device}: tiles of {row.block_kv} keys, which have one factor each, do not divide pages of {kernel.tile_page}"
+    latent = module.cache.scale == "columns"
     for op in kernel.ops():
-        if isinstance(op, Append):
-            yield from _stored(kernel, values, op)
+        if isinstance(op, Append) and op.dst.tensor in SCALES:
+            yield from _stored(kernel, values, op, _new_scale(kernel, values) if latent else scale_of(kernel, values, op))
+        elif isinstance(op, Append) and op.dst.tensor in SCALES.values():
+            yield from _new_scales(kernel, values, op)
         elif isinstance(op, Zip) and isinstance(kernel.op(op.a), Loop):
             yield from _columns(kernel, op)
+    if latent:  # the rules of scores and of latents say what they are multiplied by
+        return
     sums = [dot for dot in kernel.dots if (load := quantised_load(kernel, dot.b)) and load.src.tensor.startswith("V")]
     if kernel.reads_quantised and len(sums) != 2:
         yield f"{len(sums)} products sum values of %V; expected one of even and one of odd columns"
@@ -32,7 +40,26 @@ def quantised(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from _summed(kernel, values, dot)
 
 
-def _stored(kernel: Kernel, values: Values, op: Append) -> Iterator[str]:
+def _new_scale(kernel: Kernel, values: Values) -> Expr:
+    """What a latent's new columns are divided by: the factors that the kernel stores."""
+    stored = next((op.value for op in kernel.ops() if isinstance(op, Append) and op.dst.tensor == SCALES["K"]), None)
+    return values.of(stored) if stored else symbol("K_SCALE")
+
+
+def _new_scales(kernel: Kernel, values: Values, op: Append) -> Iterator[str]:
+    """New factors make the largest number of each group the largest one of 8 bits; none is 0."""
+    found = values.of(op.value)
+    sizes = [s for s in found.free_symbols if isinstance(kernel.op(values.others.get(s, op.value)), Reduce)]
+    size = kernel.op(values.others[sizes[0]]) if len(sizes) == 1 else None
+    least = [x for x in found.args if x.is_number and x > 0] if isinstance(found, sympy.Max) else []
+    if isinstance(size, Reduce) and least and found == sympy.Max(sizes[0] / int(POSITIVE[-1]), *least) and size.op == "max":
+        new = next((s for s in values.of(size.value).free_symbols if values.elements.get(s) == "K_NEW"), None)
+        if new is not None and values.of(size.value) == sympy.Max(new, -new) and size.type.dims[-1:] == ("GROUPS_V",):
+            return
+    yield f"%{op.name} stores `{to_text(found)}`; expected the largest size of a group of K_NEW / {int(POSITIVE[-1])}, and more than 0"
+
+
+def _stored(kernel: Kernel, values: Values, op: Append, expected: Expr) -> Iterator[str]:
     """What is appended are both halves of new numbers, divided by their factors."""
     tensor = op.dst.tensor
     joined = kernel.op(op.value)
@@ -44,9 +71,9 @@ def _stored(kernel: Kernel, values: Values, op: Append) -> Iterator[str]:
     ):
         yield f"%{op.name} stores %{op.value}; expected the even and the odd columns of one tile"
         return
-    new, scale = values.of(columns.value).as_numer_denom()
-    expected = scale_of(kernel, values, op)
-    if values.elements.get(new) != f"{tensor}_NEW" or scale != expected:
+    found = values.of(columns.value)
+    new = next((s for s in found.free_symbols if values.elements.get(s) == f"{tensor}_NEW"), None)
+    if new is None or found != new / expected:
         yield f"%{op.name} stores `{to_text(values.of(columns.value))}`; expected an element of {tensor}_NEW / {to_text(expected)}"
 
 

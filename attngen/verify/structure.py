@@ -43,6 +43,7 @@ from attngen.ir.ops import (
 )
 from attngen.ir.roles import Pipeline
 from attngen.ir.shares import in_turn, ranges, shared, sharing
+from attngen.verify.meaning import Values, latent_load
 
 WIDTHS = set(COLUMN_DIM.values())
 ROPES = range(16, 129, 16)  # columns that are rotated
@@ -266,10 +267,12 @@ def latents(module: Module, kernel: Kernel) -> Iterator[str]:
         found = ", ".join(sorted(rotated)) or "no columns that are rotated"
         yield f"it reads {found}; expected both where `latent` says so, and none elsewhere"
     wanted = "K" if kernel.reads_cache else "V"
+    scaled = ", numbers times their factors" if module.cache and module.cache.scale == "columns" and kernel.reads_cache else ""
+    values = Values(kernel)
     for dot in kernel.dots if module.rope else ():
-        op = kernel.op(dot.b)
+        op = latent_load(values, dot.b) or kernel.op(dot.b)
         if dot.over == AXIS_DIM["kv"] and not (isinstance(op, Load) and kernel.accessed(op)[0].name == wanted):
-            yield f"%{dot.name} multiplies weights by %{dot.b}; expected a tile of %{wanted}"
+            yield f"%{dot.name} multiplies weights by %{dot.b}; expected a tile of %{wanted}{scaled}"
 
 
 def shares(module: Module, kernel: Kernel) -> Iterator[str]:

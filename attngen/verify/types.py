@@ -14,6 +14,7 @@ from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
     AXIS_DIM,
+    GROUPED,
     Access,
     Add,
     Append,
@@ -151,7 +152,8 @@ def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
 def _reduce_errors(kernel: Kernel, op: Reduce) -> Iterator[str]:
     of = kernel.type_of
     value = of(op.value).dims
-    if op.over not in value or tuple(d for d in value if d != op.over) != op.type.dims:
+    left = tuple(d for d in value if d != op.over)
+    if op.over not in value or op.type.dims not in (left, (*left, GROUPED.get(op.over, ""))):
         yield f"cannot reduce [{', '.join(value)}] over {op.over} to [{', '.join(op.type.dims)}]"
     if op.op not in ("sum", "min", "max"):
         yield f"`{op.op}` is not a reduction; expected sum, min or max"
@@ -295,7 +297,8 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
     value = op.type.dtype
     for ref in (r for _, r in op.uses if kernel.type_of(r).dtype == "ptr"):
         yield f"%{ref} is a pointer"
-    dims = {d for _, ref in op.uses for d in kernel.type_of(ref).dims}
+    of_columns = {GROUPED[d]: d for d in op.type.dims if d in GROUPED}
+    dims = {of_columns.get(d, d) for _, ref in op.uses for d in kernel.type_of(ref).dims}
     dims |= {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in op.symbols}
     if dims != set(op.type.dims):
         yield f"the expression is of [{', '.join(sorted(dims))}], the value of [{', '.join(op.type.dims)}]"
@@ -334,6 +337,8 @@ def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[
     whole = dimensions(kernel, op)
     for _, ref in op.uses:
         dims = kernel.type_of(ref).dims
+        if isinstance(op, Map) and GROUPED.get(whole[-1] if whole else "") in dims:  # one for each group of columns
+            dims = (*dims[:-1], whole[-1])
         if not set(dims) <= set(whole) or (len(dims) == 2 and dims != whole):
             yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(whole)}]"
 

@@ -52,7 +52,7 @@ def test_a_compiled_call_is_the_call(name: str, new: int) -> None:
             assert torch.equal(_bits(x), _bits(y))
 
 
-@pytest.mark.parametrize("name", ["decode_paged_fp8_gqa", "decode_sinks_paged_gqa", "decode_mla"])
+@pytest.mark.parametrize("name", ["decode_paged_fp8_gqa", "decode_sinks_paged_gqa", "decode_mla", "decode_fp8_mla"])
 def test_operators_keep_their_word(name: str) -> None:
     """torch.library's own checks: results do not share memory, what is changed is declared, and shapes are those that tracers are told."""
     module, call = built(name), _call(name, 1)

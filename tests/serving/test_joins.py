@@ -69,6 +69,6 @@ def test_each_part_has_its_own_place(kernel: str) -> None:
 
 
 def test_the_rule_holds_in_every_phase() -> None:
-    for name in ("decode_gqa", "decode_sinks_paged_gqa", "decode_paged_fp8_gqa", "decode_mla"):
+    for name in ("decode_gqa", "decode_sinks_paged_gqa", "decode_paged_fp8_gqa", "decode_mla", "decode_fp8_mla"):
         for step in ("build", "deal-keys", "dce"):
             verify(lowered(name)[step])

@@ -186,11 +186,6 @@ def test_narrow_heads_are_refused() -> None:
         _spec({}, head_dim=16)
 
 
-def test_a_latent_is_not_kept_in_8_bits() -> None:
-    with pytest.raises(SpecError, match="`cache.dtype` is `fp8_e4m3`, and a latent is kept in q's type; expected the key left out"):
-        _spec({}, heads={"sharing": "mqa"}, head_dim={"qk": 48, "v": 32}, kv={"latent": {"rope": 16}})
-
-
 # ---------------------------------------------------------------------------------------------- rules
 
 

@@ -94,6 +94,8 @@ SERVED_OF = {
     ("decode_gqa", "decode"): "full full full full",
     ("decode_mla", "decode"): "full+rows full+rows full+rows full+rows",
     ("decode_mla", "prefill"): "causal+rows causal+rows causal+rows causal+rows",
+    ("decode_fp8_mla", "decode"): " ".join(["full+rows+quantised"] * 4),
+    ("decode_fp8_mla", "prefill"): " ".join(["causal+rows+quantised"] * 4),
     ("decode_gqa", "prefill"): "causal causal causal causal",
     ("decode_paged_gqa", "decode"): "full+rows full+rows full+rows full+rows",
     ("decode_paged_gqa", "prefill"): "causal+rows causal+rows causal+rows causal+rows",

@@ -101,7 +101,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
     if module.blocks is not None and kernel.dots:
         name += "+blocks" if not module.blocks.data else "+data+pairs" if kernel.reads_pairs else "+data"
-    name += "+dropout" * kernel.draws
+    name += "+dropout" * kernel.draws + "+8bit" * kernel.reads_quantised
     v, rope = tile_width(module.head_dim_v), f"+{tile_width(module.rope)}" if module.rope else ""
     qk = f"{v}{rope}" if rope else tile_width(module.head_dim_qk)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.names import CACHED
+from attngen.ir.names import CACHED, SCALES
 from attngen.ir.ops import Load, Op
 from attngen.passes.base import Pass
 from attngen.policy import UNIT
@@ -36,7 +36,7 @@ class DescribeLoads(Pass):
 def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
     if not isinstance(op, Load) or kernel.walks or not describable(kernel, op):
         return op
-    cached = kernel.reads_cache and op.src.tensor in CACHED
+    cached = kernel.reads_cache and op.src.tensor in (*CACHED, *SCALES.values())
     by_rows = kernel.packs and not cached  # rows of several heads have no common start
     if by_rows or (op.pages and not has_tiles(module)):
         return op
@@ -52,4 +52,4 @@ def has_tiles(module: Module) -> bool:
 def describable(kernel: Kernel, op: Load) -> bool:
     """Whether a load reads a tile for shared memory: consecutive rows of one head of a tensor [batch, head, row, column]."""
     rows = kernel.type_of(op.src.tensor).dims
-    return op.type.space == "sram" and op.type.dtype in ("T", *QUANTISED.values()) and len(rows) == 4 and len(op.src.axes()) == 2
+    return op.type.space == "sram" and op.type.dtype in ("T", "f32", *QUANTISED.values()) and len(rows) == 4 and len(op.src.axes()) == 2

@@ -49,6 +49,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
         "quantised": module.cache is not None and bool(module.cache.dtype),
+        "groups": any("of_columns" in view.words for view in views.values()),
         "scans": any(isinstance(op, Scan) for kernel in module.kernels for op in kernel.ops()),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,

@@ -23,7 +23,7 @@ def described(module: Module, kernel: Kernel) -> Iterator[str]:
         )
         if (
             op.via != "descriptor"
-            or op.type.dtype not in ("T", *QUANTISED.values())
+            or op.type.dtype not in ("T", "f32", *QUANTISED.values())
             or op.type.space not in ("sram", "?")
             or not whole
             or op.other != 0

@@ -66,7 +66,7 @@ def sram_formula(
     """
     from_shared = device.reads_shared and matrix_units
     rewrites = bool(kernel.rewriting)
-    depth = STAGES if (from_shared and not kernel.reads_quantised) or rewrites else _max(1, STAGES - 1)
+    ahead = _max(1, STAGES - 1)
     shares_stationary = device.shares_stationary and not rewrites  # what is loaded in a loop has room of its own
     stationary: list[Expr] = []
     streamed: Expr = sympy.Integer(0)
@@ -82,11 +82,14 @@ def sram_formula(
             scratch += tile_bytes(op.type) * (1 if device.shares_stationary else STAGES - 1)
         if isinstance(op, Gather) and len(op.type.dims) == 1 and op.type.dtype != "b1" and _in_loop(kernel, op):
             scratch += tile_bytes(op.type) * (STAGES if _are_pages(kernel, op) else STAGES - 1)
+        if isinstance(op, Map) and tma and not from_shared and kernel.clears(op):  # each product then takes a copy in its layout
+            scratch += tile_bytes(op.type)
         if not isinstance(op, Load):
             continue
         if op.type.space == "sram" and not _in_loop(kernel, op):
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
+            depth = STAGES if (from_shared and _is_operand(kernel, op)) or rewrites else ahead
             streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
             if tma and not from_shared and kernel.clears(op):  # beside its ring, a copy whose rows past the end are zeros
                 streamed += tile_bytes(op.type) * (2 if kernel.reads_quantised else 1)
@@ -98,8 +101,9 @@ def sram_formula(
             else:  # beside the statistics, which are aligned
                 scratch += tile_bytes(op.type) * (STAGES - 1)
     stationary += [_columns(op) for op in kernel.ops() if isinstance(op, Unzip) and not _in_loop(kernel, op)]
-    if from_shared or device.shares_stationary:  # numbers of 8 bits go there again, once they have 16
-        scratch += sympy.Add(*(_columns(op) for op in kernel.ops() if isinstance(op, Unzip) and _in_loop(kernel, op)))
+    unzips = [op for op in kernel.ops() if isinstance(op, Unzip) and _in_loop(kernel, op)]
+    # Numbers of 8 bits go there again, once they have 16; so does a tile of all columns, which two products take in different layouts.
+    scratch += sympy.Add(*(_columns(op) for op in unzips if from_shared or device.shares_stationary or _is_zipped(kernel, op)))
     if not shares_stationary:  # rows of statistics are copied ahead too
         barriers = BARRIERS if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
@@ -111,6 +115,16 @@ def sram_formula(
         streamed += 4 * symbol("BLOCK_Q")  # maxima and sums of rows that warps share
     streamed += _reduced(kernel, aligned)
     return _max(*stationary, streamed) if shares_stationary else sympy.Add(*stationary, streamed)
+
+
+def _is_operand(kernel: Kernel, op: Load) -> bool:
+    """Whether products take a tile as it is loaded."""
+    return any(op.name in (dot.a, dot.b) for dot in kernel.dots)
+
+
+def _is_zipped(kernel: Kernel, op: Unzip) -> bool:
+    """Whether even and odd columns become one tile again."""
+    return any(isinstance(kernel.op(user), Zip) for user in kernel.graph.successors(op.name))
 
 
 def _columns(op: Unzip) -> Expr:
@@ -208,11 +222,14 @@ def register_formula(kernel: Kernel, from_shared: bool) -> Expr:
         if isinstance(op, Init) or stationary:
             carried += tile_bytes(kernel.type_of(op.name))
     bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
-    return carried + sympy.Add(*(_widest(kernel, body) for body in bodies))
+    return carried + sympy.Add(*(_widest(kernel, body, from_shared) for body in bodies))
 
 
-def _widest(kernel: Kernel, body: str) -> Expr:
-    """The most bytes of score-shaped values live at once; an operand of a product is live beside its cast to `T`."""
+def _widest(kernel: Kernel, body: str, from_shared: bool) -> Expr:
+    """The most bytes of score-shaped values live at once; an operand of a product is live beside its cast to `T`.
+
+    So are operands that are made of numbers of 8 bits and their factors, unless products read them from shared memory.
+    """
     ops = kernel.walk(body)
     rows = {f"{op.name}.{f}" for op in ops if isinstance(op, SoftmaxStep) for f in ("alpha", "m")}
     last_use = {ref.split(".")[0]: i for i, op in enumerate(ops) for ref in op.operands() if ref not in rows}
@@ -228,6 +245,8 @@ def _widest(kernel: Kernel, body: str) -> Expr:
         if isinstance(op, Dropout) and op.value.split(".")[0] in live:  # one bit a score more: it is the other value, or zero
             continue
         if isinstance(op, (Dot, Dropout, Gather, Load, Map, Mask, SoftmaxStep)) and set(op.type.dims) == SCORES and op.name in last_use:
+            live[op.name] = tile_bytes(op.type)
+        if isinstance(op, Map) and not from_shared and any(isinstance(kernel.op(ref), Zip) for ref in op.operands()):
             live[op.name] = tile_bytes(op.type)
         peaks.append(sympy.Add(*live.values()))
     return max(peaks, key=lambda p: p.subs(dict.fromkeys(p.free_symbols - {ELEM}, 64)).subs(ELEM, 2))
