@@ -11,6 +11,7 @@ In all of them `Nk` is the number of keys of the program's own sequence.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import sympy
 
@@ -66,7 +67,8 @@ def add_cache(module: Module, spec: Spec) -> Module:
     cache = Cache(spec.cache.page, spec.cache.dtype or "", spec.factors)
     _check(spec)
     _check_names(spec)
-    more = {"resident": RESIDENT_LATENT, "waves": WAVES_LATENT} if spec.rope else {"few": RESIDENT_QUANTISED} if cache.dtype else {}
+    of_latent: dict[str, Any] = {"resident": RESIDENT_LATENT, "waves": WAVES_LATENT}
+    more = of_latent if spec.rope else {"few": RESIDENT_QUANTISED} if cache.dtype else {}
     deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT, **more)
     pages, scales = ("PAGE_TABLE",) if cache.page else (), _scales(cache)
 

@@ -23,11 +23,11 @@ def parse_type(text: str, where: str) -> Type:
     return Type(match[1], dims, match[3])
 
 
-def _print_access(a: Access) -> str:
+def print_access(a: Access) -> str:
     return f"%{a.tensor}[{', '.join(to_text(i) for i in a.index)}]"
 
 
-def _parse_access(text: str, where: str) -> Access:
+def parse_access(text: str, where: str) -> Access:
     match = re.fullmatch(r"%([\w.]+)\[(.*)\]", text)
     if not match:
         raise IRError(f"{where}: `{text}` is not an access; expected `%K[b, h, kv, d_qk]`")
@@ -107,7 +107,7 @@ Codec = tuple[Callable[[Any], str], Callable[[str, str], Any]]
 _REF: Codec = (lambda v: f"%{v}", _parse_ref)
 _WORD: Codec = (str, parse_word)
 _EXPR: Codec = (to_text, parse)
-_ACCESS: Codec = (_print_access, _parse_access)
+_ACCESS: Codec = (print_access, parse_access)
 _FLAG: Codec = (lambda v: "yes", lambda t, w: True)
 _USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
 _RANGES: Codec = (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges)

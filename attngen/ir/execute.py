@@ -130,7 +130,11 @@ def _dealt(kernel: Kernel, start: Values) -> list[dict[str, int]]:
     assert kernel.deal is not None
     lengths = start["CACHE_SEQLENS"]
     keys = [keys_of(length, start) for length in lengths]
-    work = [int(compiled(units_of(kernel.deal.work))({**start, "Nk": n})) for n in keys]
+    work = []
+    for b, n in enumerate(keys):
+        known = {**start, "b": b, "Nk": n}
+        known |= {name: start[at.tensor][tuple(int(compiled(e)(known)) for e in at.index)] for name, at in kernel.deal.reads}
+        work.append(int(compiled(units_of(kernel.deal.work))(known)))
     parts = deal(work, int(start["items"]), kernel.deal.each, kernel.deal.waves)
     places = []
     for b, count in enumerate(parts):

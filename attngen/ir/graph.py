@@ -85,11 +85,12 @@ class GridAxis:
 class Deal:
     """How the keys of all sequences in a cache are dealt among programs: a sequence has cdiv(work, each) parts (see ir/deal.py).
 
-    work: units of work of a sequence, in terms of `Nk`, its number of keys, and of what is the same for all sequences.
+    work: units of work of a sequence, in terms of `Nk`, its number of keys, of what is the same for all sequences, and of `reads`.
     each: units of a part, at most; 0: as many as make the parts of all sequences keep the device busy, and no more than `items`.
     resident: programs that a multiprocessor has at a time.
     waves: parts, at most, for each program that the device has at a time.
     few: `resident` where there are PACKED rows of queries at most; 0 where it is the same.
+    reads: numbers that `work` names, and the elements that they are, each of sequence `b`.
 
     Programs know `parts`, the number of those of their sequence, and `first_item`, of those of all sequences before it.
     """
@@ -99,6 +100,7 @@ class Deal:
     resident: int = RESIDENT
     waves: int = WAVES
     few: int = 0
+    reads: tuple[tuple[str, Access], ...] = ()
 
     @property
     def programs(self) -> Expr:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from attngen.errors import IRError
-from attngen.ir.codecs import MASKS, MEANING, SCORES, codecs_of, parse_type, parse_word, print_type, split
+from attngen.ir.codecs import MASKS, MEANING, SCORES, codecs_of, parse_access, parse_type, parse_word, print_access, print_type, split
 from attngen.ir.expr import parse, to_text
 from attngen.ir.graph import Blocks, Cache, Deal, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
 from attngen.ir.host import HOST_KIND, HOST_OPS, Host
@@ -168,7 +168,8 @@ def _print_deal(deal: Deal | None) -> str:
         return ""
     how = f" resident({deal.resident}) waves({deal.waves})" if (deal.resident, deal.waves) != (Deal.resident, Deal.waves) else ""
     how += f" few({deal.few})" if deal.few else ""
-    return f" deals({to_text(deal.work)}{f', {deal.each}' if deal.each else ''}){how}"
+    reads = f" of({', '.join(f'{name}={print_access(at)}' for name, at in deal.reads)})" if deal.reads else ""
+    return f" deals({to_text(deal.work)}{f', {deal.each}' if deal.each else ''}){reads}{how}"
 
 
 def _print_abreast(axis: GridAxis) -> str:
@@ -442,18 +443,19 @@ def _parse_kernel(text: str, where: str) -> dict[str, Any]:
     divided = r"(?: of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: resident\((?P<resident>[1-9][0-9]{0,2})\))?"
     match = re.fullmatch(
         rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*?)\)"
+        r"(?: of\((?P<reads>.*?)\))?"
         r"(?: resident\((?P<alone>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?(?: few\((?P<few>[1-9]\d{0,2})\))?)?",
         text,
     )
     if not match:
         raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
     said = {name: word or "" for name, word in match.groupdict().items()}
-    deal = _parse_deal(said["deal"], said.pop("alone"), said.pop("waves"), said.pop("few"), where)
+    deal = _parse_deal(said["deal"], said.pop("reads"), said.pop("alone"), said.pop("waves"), said.pop("few"), where)
     fields = {"grid": _parse_grid(said["grid"], where), "deal": deal}
     return {**said, **fields, "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
 
 
-def _parse_deal(text: str, resident: str, waves: str, few: str, where: str) -> Deal | None:
+def _parse_deal(text: str, reads: str, resident: str, waves: str, few: str, where: str) -> Deal | None:
     if not text:
         return None
     work, *each = split(text, ",")
@@ -461,8 +463,11 @@ def _parse_deal(text: str, resident: str, waves: str, few: str, where: str) -> D
         raise IRError(
             f"{where}: `deals({text})`; expected units of work, as in `deals(cdiv(Nk, 64))`, and of a part, as in `deals(..., 16)`"
         )
-    how = ({"resident": int(resident), "waves": int(waves)} if resident else {}) | ({"few": int(few)} if few else {})
-    return Deal(parse(work, where), *(int(part) for part in each), **how)
+    how: dict[str, Any] = {"resident": int(resident), "waves": int(waves)} if resident else {}
+    how |= {"few": int(few)} if few else {}
+    pairs = (part.strip().partition("=") for part in split(reads, ","))
+    how["reads"] = tuple((parse_word(name, where), parse_access(at, where)) for name, _, at in pairs)
+    return Deal(parse(work, where), int(each[0]) if each else 0, **how)
 
 
 def _parse_input(text: str, where: str) -> Input:

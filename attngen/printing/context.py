@@ -12,8 +12,8 @@ from typing import Any
 import sympy
 
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import Bool, Expr
-from attngen.ir.graph import DEALT, MIRRORED, Deal, Kernel, Module
+from attngen.ir.expr import Bool, Expr, symbol
+from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module
 from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -139,7 +139,7 @@ class KernelContext:
         kernel = self.kernel
         args = kernel.args
         nodes = self.block("entry", "entry")
-        used = names_in(nodes)
+        used = names_in(nodes) | ({*dealt_by(kernel)} if kernel.deal else set())
         scalars = [a.name for a in args if a.role == "scalar"]
         numbers, sizes = [s for s in scalars if s not in SIZES], [s for s in scalars if s in SIZES]
         tensors = [a for a in args if a.role != "scalar"]
@@ -242,8 +242,7 @@ class KernelContext:
 
     def _dealt_by(self) -> str:
         """The arguments of functions that deal keys, after the lengths and which part or sequence."""
-        assert self.kernel.deal is not None
-        return ", ".join(dealt_by(self.kernel.deal))
+        return ", ".join(dealt_by(self.kernel))
 
     def _width(self, axis: str) -> str:
         dim = AXIS_DIM[axis]
@@ -371,7 +370,7 @@ class KernelContext:
     def _cast_alone(self, op: Op) -> bool:
         """Whether a value is only read to be cast to the element type, where a compiler may exchange what makes it and the cast."""
         readers = [self.kernel.op(name) for name in self.kernel.graph.successors(op.name)]
-        casts = [r for r in readers if isinstance(r, Map) and r.type.dtype == "T" and [str(r.expr)] == [symbol for symbol, _ in r.uses]]
+        casts = [r for r in readers if isinstance(r, Map) and r.type.dtype == "T" and [str(r.expr)] == [name for name, _ in r.uses]]
         return len(readers) == len(casts) == 1
 
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
@@ -632,9 +631,26 @@ class KernelContext:
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
 
 
-def dealt_by(deal: Deal) -> list[str]:
-    """The numbers that say how keys are dealt: sizes of the call, then those by which work is counted."""
-    return ["B", "items", "Nc", "Nn", *sorted({str(s) for s in deal.work.free_symbols} - {"Nk"})]
+def dealt_by(kernel: Kernel) -> list[str]:
+    """What says how keys are dealt: sizes of the call, then those by which work is counted, and tensors of which it reads elements."""
+    assert kernel.deal is not None
+    reads = dict(kernel.deal.reads)
+    named = {str(s) for e in (kernel.deal.work, *(e for at in reads.values() for e in at.index)) for s in e.free_symbols}
+    tensors = [arg for arg in kernel.args if arg.name in {at.tensor for at in reads.values()}]
+    strides = [stride for arg in tensors for stride in stride_names(arg.name, arg.type.dims)]
+    return ["B", "items", "Nc", "Nn", *sorted(named - {"Nk", "b"} - reads.keys()), *(arg.name for arg in tensors), *strides]
+
+
+def elements_of_sequences(kernel: Kernel) -> list[tuple[str, str]]:
+    """(name, address) of each element by which work is counted, of the sequences `at`."""
+    assert kernel.deal is not None
+    found = []
+    for name, at in kernel.deal.reads:
+        strides = stride_names(at.tensor, kernel.type_of(at.tensor).dims)
+        *steps, last = ["at" if e == symbol("b") else to_triton(e, lambda n: (n, ())) for e in at.index]
+        terms = [f"tl.cast({step}, tl.int64) * {stride}" for step, stride in zip(steps, strides)]
+        found.append((name, " + ".join([at.tensor, *terms, *([last] if last != "0" else [])])))
+    return found
 
 
 def transposed(op: Keep | Dropout) -> bool:

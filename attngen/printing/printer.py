@@ -95,7 +95,7 @@ def _range(e: Any) -> tuple[int, int]:
         return ends[0], ends[-1]
     if isinstance(e, (floordiv, cdiv, sympy.Abs)):
         largest = max(abs(x) for x in parts[0])
-        by = max(1, min(parts[1])) if isinstance(e, floordiv) else 1
+        by = 1 if isinstance(e, sympy.Abs) else max(1, min(parts[1]))
         largest = -(-largest // by)
         return -largest, largest
     return min(lows), max(highs)

@@ -192,13 +192,14 @@ def _items(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
 
 
 def _dealt_alike(kernels: dict[str, Kernel], host: Host) -> Iterator[str]:
-    """Kernels with parts of the same keys find the same parts: they get the same numbers."""
+    """Kernels with parts of the same keys find the same parts: they get the same numbers, and the same tensors to read them in."""
     launches = [op for op in host.ops() if isinstance(op, Launch) and op.kernel in kernels and kernels[op.kernel].deal]
     by = {name for op in launches for arg in kernels[op.kernel].args for name in (arg.name,) if arg.role == "scalar"} - {"scale"}
-    given = {op.kernel: {name: e for name, e in op.sizes if name in by} for op in launches}
+    by |= {"CACHE_SEQLENS", *(at.tensor for op in launches if (deal := kernels[op.kernel].deal) for _, at in deal.reads)}
+    given = {op.kernel: {name: e for name, e in (*op.sizes, *op.args) if name in by} for op in launches}
     if len({tuple(sorted(sizes.items(), key=str)) for sizes in given.values()}) > 1:
         names = " and ".join(f"@{name}" for name in given)
-        yield f"it gives {names} other sizes; expected the same, as they have parts of the same keys"
+        yield f"it gives {names} other sizes or tensors; expected the same, as they have parts of the same keys"
 
 
 def _said(host: Host, where: Bool) -> set[Bool]:

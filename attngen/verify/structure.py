@@ -41,6 +41,7 @@ from attngen.ir.ops import (
     Yield,
     dimension,
 )
+from attngen.ir.prove import prove_le
 from attngen.ir.roles import Pipeline
 from attngen.ir.shares import in_turn, ranges, shared, sharing
 from attngen.verify.meaning import Values, latent_load
@@ -249,9 +250,17 @@ def deals(module: Module, kernel: Kernel) -> Iterator[str]:
     lacking = [name for name in ("CACHE_SEQLENS", "B", "items", "Nc", "Nn") if name not in {arg.name for arg in kernel.args}]
     if lacking or "b" not in axes:
         yield f"keys are dealt, and it lacks {', '.join(lacking) or 'the axis b'}"
-    known = {arg.name for arg in kernel.args if arg.role == "scalar" and arg.type.dtype == "i32"} | {"Nk"}
+    numbers = {arg.name for arg in kernel.args if arg.role == "scalar" and arg.type.dtype == "i32"}
+    known = numbers | {"Nk", *(name for name, _ in kernel.deal.reads)}
+    for name, at in kernel.deal.reads:
+        tensor = next((arg.type for arg in kernel.args if arg.role == "in" and arg.name == at.tensor), Type(""))
+        pairs = list(zip(tensor.dims, at.index))
+        inside = all(e.is_nonnegative and prove_le(e, dimension(dim) - 1) for dim, e in pairs[1:])
+        of_sequence = pairs[:1] == [("B", symbol("b"))] and _names(at.index[1:]) <= numbers
+        if (tensor.dtype, len(tensor.dims)) != ("i32", len(at.index)) or not (of_sequence and inside):
+            yield f"the work of a sequence reads `{name}` of %{at.tensor}; expected an i32 of sequence b, inside of that argument"
     if stray := _names((kernel.deal.work,)) - known:
-        expected = "Nk and whole numbers of the call"
+        expected = "Nk and whole numbers of the call, or elements that it reads"
         yield f"the work of a sequence is `{to_text(kernel.deal.work)}`, which names `{min(stray)}`; expected {expected}"
     if of_cache := [k.name for k in module.kernels if k.deal and k.deal != kernel.deal]:
         yield f"keys are dealt in another way than in @{of_cache[0]}"

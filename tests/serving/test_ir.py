@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,10 @@ from attngen.ir.deal import deal, unit_of_parts
 from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute_host
 from attngen.ir.expr import parse, portion, to_text
-from attngen.ir.graph import Deal, Module
+from attngen.ir.graph import Module
 from attngen.ir.names import OF_CACHE
 from attngen.ir.numeric import value
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang import name_problem
 from attngen.over_cache import CacheCase, make_call
 from attngen.passes.deal_keys import DealKeys
@@ -85,9 +86,23 @@ def test_deal_keys_counts_the_tiles_of_a_window() -> None:
     assert any(line.startswith("+ %keys_full = loop kv ranges(kv_full_from .. kv_full_to)") for line in made)
 
 
-def test_deal_keys_counts_all_keys_where_tiles_depend_on_data() -> None:
-    made = make_spec({"name": "served", "head_dim": 16, "mask": "key_padding", "cache": "contiguous", "backward": False})
-    assert {kernel.deal for kernel in lower(made, "deal-keys").kernels} == {None, Deal(parse("cdiv(Nk, 64)"))}
+def _dealt(mask: Any) -> set[str]:
+    """How keys are dealt under a mask, as text."""
+    made = make_spec(
+        {"name": "served", "heads": {"sharing": "gqa"}, "head_dim": 16, "mask": mask, "cache": "contiguous", "backward": False}
+    )
+    kernels = [kernel for kernel in lower(made, "deal-keys").kernels if kernel.deal]
+    return {print_kernel(kernel).splitlines()[0].partition(" deals")[2] for kernel in kernels}
+
+
+def test_deal_keys_counts_from_the_first_key_of_a_sequence_to_its_last() -> None:
+    end = "cdiv(max(0, min(Nk, key_padding_end)), 64)"
+    of = "of(key_padding_first=%KEY_PADDING_FIRST[b], key_padding_end=%KEY_PADDING_END[b])"
+    assert _dealt("key_padding") == {f"({end} - min({end}, (max(0, key_padding_first) // 64))) {of}"}
+
+
+def test_deal_keys_counts_all_keys_where_heads_visit_different_tiles() -> None:
+    assert _dealt({"expr": "kv_idx >= 100 * hkv"}) == {"(cdiv(Nk, 64))"}
 
 
 def test_deal_keys_leaves_modules_without_a_cache() -> None:
@@ -138,11 +153,12 @@ def test_names_of_functions_that_deal_keys_are_reserved(name: str) -> None:
     """Inputs that a mask's bounds name are arguments of these functions, whose own variables they would replace."""
     kernels = render(target(name))["kernels.py"]
     names = {kernel.name for kernel in target(name).kernels} | {"floor_div", "floor_mod"}
+    values = {name for kernel in target(name).kernels if kernel.deal for name, _ in kernel.deal.reads}  # of kernels, which no input is
     for function in ast.walk(ast.parse(kernels)):
         if isinstance(function, ast.FunctionDef) and function.name not in names:
             stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
             found = stored | {arg.arg for arg in function.args.args} - {"x", "a", "b"}
-            assert not [n for n in found if not name_problem(n) and n not in OF_CACHE], function.name
+            assert not [n for n in found - values if not name_problem(n) and n not in OF_CACHE], function.name
 
 
 def test_registers_are_no_more_than_a_multiprocessor_has() -> None:
