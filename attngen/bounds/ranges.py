@@ -17,10 +17,10 @@ from itertools import permutations
 import sympy
 
 from attngen.bounds.intervals import Scene, Term, extremes, mentions, terms, with_rows
-from attngen.ir.expr import Bool, Expr, cdiv, flattened, floordiv, select, symbol, to_text
+from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.names import INTEGERS
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Mask
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Gather, Mask
 from attngen.ir.prove import entails, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
@@ -53,6 +53,14 @@ def scene_of(kernel: Kernel, body: str) -> Scene:
 def rows_of(kernel: Kernel) -> frozenset[str]:
     """Names of the values with one number for each row of the own tile that the kernel's masks and their facts use."""
     return frozenset(name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows)
+
+
+def is_of_packed(op: Gather) -> bool:
+    """Whether the rows of a tile that packs the queries of several heads have the elements of a tensor, each its query's."""
+    of_head, rows = mod(symbol("q_idx"), symbol("queries")), symbol("q_idx") < symbol("Nq")
+    *others, last = op.src.index
+    alone = all(not e.has(symbol("q_idx")) for e in others)
+    return last == of_head and alone and set(conjuncts(op.where)) <= {rows, of_head < symbol("queries")}
 
 
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:

@@ -12,6 +12,7 @@ A condition on data, such as a tensor of booleans, is bounded by what the mask k
 partial. If `known` has a value for each row of the program's own tile, its least or greatest over the rows becomes a scalar:
 
 after:   %first_least = load %FIRST[b, q_start] : i32[]                     # of one that rises along the rows
+after:   %first_least = gather %FIRST[b, 0] : i32[]                         # the same, where tiles pack the queries of several heads
 after:   %first_rows = map expr(select(q_idx < Nq, first, 2147483647)) ... ; %first_least = reduce min %first_rows over(BLOCK_Q)
 """
 
@@ -24,10 +25,10 @@ from typing import ClassVar
 import sympy
 
 from attngen.bounds.intervals import GREATEST, greatest, last_row, least
-from attngen.bounds.ranges import scene_of, tile_ranges
+from attngen.bounds.ranges import is_of_packed, scene_of, tile_ranges
 from attngen.ir.expr import select, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Load, Loop, Map, Op, Reduce, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Gather, Load, Loop, Map, Op, Reduce, Type
 from attngen.passes.base import Pass
 
 
@@ -53,9 +54,11 @@ def _classified(kernel: Kernel, rising: set[str]) -> Kernel:
 
 
 def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -> Iterator[Op]:
-    """Ops for the least and greatest value over the valid rows of the own tile. Of rising values these are the first and the last."""
+    """Ops for the least and greatest value over the valid rows of the own tile. Of rising values these are the first and the last; where
+    tiles pack the queries of several heads, those of all queries."""
     own = kernel.own_axis
     ends = {least: symbol(f"{own}_start"), greatest: last_row(own)}
+    of_all = {least: sympy.Integer(0), greatest: symbol("queries") - 1}
     inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])
     for name in sorted(scene_of(kernel, body).rows):
         load = kernel.op(name)
@@ -66,6 +69,10 @@ def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -
             if name in rising and isinstance(load, Load):
                 index = tuple(ends[which] if str(e) == own else e for e in load.src.index)
                 yield Load(str(made), Access(load.src.tensor, index), Type("i32"))
+            elif name in rising and isinstance(load, Gather) and is_of_packed(load):
+                at = of_all[which]
+                uses = tuple((str(s), str(s)) for s in sorted(at.free_symbols, key=str))
+                yield Gather(str(made), Access(load.src.tensor, (*load.src.index[:-1], at)), uses, Type("i32"))
             else:
                 rows = Map(
                     f"{made}_rows", select(inside, symbol(name), sympy.Integer(other)), ((name, name),), Type("i32", (AXIS_DIM[own],))

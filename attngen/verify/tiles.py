@@ -9,11 +9,11 @@ import sympy
 
 from attngen.bounds.cuts import PLACES, cut_by, data_of, is_whole_without
 from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
-from attngen.bounds.ranges import rows_of, tile_ranges
+from attngen.bounds.ranges import is_of_packed, rows_of, tile_ranges
 from attngen.ir.expr import conjuncts, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Base, Dot, Load, Map, Mask, Op, Position, Reduce
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Gather, Load, Map, Mask, Op, Position, Reduce
 from attngen.ir.prove import prove_le
 from attngen.ir.shares import ranges
 from attngen.policy import STRIP
@@ -28,7 +28,8 @@ def classified(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def extremes(module: Module, kernel: Kernel) -> Iterator[str]:
     """What bounds take as the least or greatest number of the own tile's rows is so: a minimum or maximum over rows that exist, or, of
-    numbers that never fall along the rows, that of the first or the last."""
+    numbers that never fall along the rows, that of the first or the last. In tiles of packed rows, that of the first or the last query is
+    no greater or no less than all of these."""
     own = kernel.own_axis
     rising = {name.upper() for d in module.derived for name in d.rising}
     for name in sorted(rows_of(kernel)):
@@ -46,6 +47,10 @@ def extremes(module: Module, kernel: Kernel) -> Iterator[str]:
 def _at_end(kernel: Kernel, made: str, name: str, end: Any, rising: set[str]) -> bool:
     """Whether a value is that of the first or last row of a tensor whose numbers never fall, of which another has all rows."""
     one, rows = kernel.op(made), kernel.op(name)
+    if isinstance(one, Gather) and isinstance(rows, Gather):
+        queries = sympy.Integer(0) if end == symbol("q_start") else symbol("queries") - 1
+        whole = kernel.packs and is_of_packed(rows) and not one.type.dims and one.where == sympy.true and rows.src.tensor in rising
+        return whole and one.src == Access(rows.src.tensor, (*rows.src.index[:-1], queries))
     if not isinstance(one, Load) or not isinstance(rows, Load):
         return False
     (tensor, at), (whole, index) = kernel.accessed(one), kernel.accessed(rows)
