@@ -79,6 +79,7 @@ MODELLED = (64, SHORT_ROWS)  # ranges for which the cost model chooses, besides 
 # Positions that a program takes at a time, for sequences of up to so many (the last: of any number), and how many of them each thread
 # has. What a position takes hardly depends on this; these spill under no supported Triton (docs/perf-log.md, section 22).
 WALKED, WALKED_EACH = (64, 256, 1024), 4
+COMPARED, COMPARED_EACH = (16, 256), 32  # queries and keys of a tile whose pairs a program compares, and pairs that each thread has
 MOST_THREADS = 1024  # of a program, on all devices
 
 # ---------------------------------------------------------------- what loops recompute

@@ -344,7 +344,7 @@ class HostContext:
         kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
         given, sizes = dict(op.args), dict(op.sizes)
         tensors = [a for a in kernel.args if a.role != "scalar"]
-        extent = AXIS_EXTENT[kernel.own_axis]
+        extent = "Nc" if kernel.own_axis == "kv" and kernel.reads_cache else AXIS_EXTENT[kernel.own_axis]
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
         if "part" in axes:  # programs take one after another
             axes = {"part": kernel.deal.programs * symbol("processors")} if kernel.deal else axes

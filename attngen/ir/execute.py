@@ -500,7 +500,7 @@ class Launch:
         if op.op == "put":
             values[op.dst.tensor][places] = written
         else:
-            {"add": np.add, "min": np.minimum}[op.op].at(values[op.dst.tensor], places, written)
+            {"add": np.add, "min": np.minimum, "max": np.maximum}[op.op].at(values[op.dst.tensor], places, written)
 
     def _count(self, op: Count, values: Values, cls: str) -> int:
         *place, axis = op.src.index

@@ -439,8 +439,8 @@ class Store(Op):
 class Scatter(Op):
     """Write each element of a value to an element of a tensor, at computed indices, where the condition holds.
 
-    op: `add` adds to what is there, and `min` keeps the smaller of both: atomic, in no fixed order. `put` replaces what is there; each
-    element has one writer.
+    op: `add` adds to what is there, `min` and `max` keep the smaller or the larger of both: atomic, in no fixed order. `put` replaces what
+    is there; each element has one writer.
     """
 
     dst: Access = field(metadata=OPERAND)

@@ -32,6 +32,8 @@ from attngen.ir.ops import Add, Load, Map, Op
 from attngen.passes.base import Pass
 from attngen.policy import (
     ABREAST,
+    COMPARED,
+    COMPARED_EACH,
     DEALT,
     FEW_ABREAST,
     FEW_QUERIES,
@@ -77,7 +79,7 @@ class SelectTiles(Pass):
         reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module, kernel)}
         for device, elem in product(CLASSES, elem_sizes(module, kernel)):
             if kernel.prepares:
-                yield from _walking(device, elem)
+                yield from [_comparing(device, elem)] if _compares(kernel) else _walking(device, elem)
                 continue
             try:
                 rows = self._modelled(module, kernel, device, elem)
@@ -177,6 +179,17 @@ def _walking(device: str, elem: int) -> Iterator[Row]:
     for block in WALKED:
         warps = max(1, min(block // WALKED_EACH, MOST_THREADS) // CLASSES[device].threads_per_warp)
         yield Row(device, elem, None if block == WALKED[-1] else block, block, block, warps, 1)
+
+
+def _compares(kernel: Kernel) -> bool:
+    """Whether a kernel compares each query of a tile with each key of one."""
+    return any(set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in kernel.ops() if isinstance(op, Map))
+
+
+def _comparing(device: str, elem: int) -> Row:
+    """The row of such a kernel without scores."""
+    block_q, block_kv = COMPARED
+    return Row(device, elem, None, block_q, block_kv, block_q * block_kv // COMPARED_EACH // CLASSES[device].threads_per_warp, 1)
 
 
 def depths(row: Row) -> list[Row]:

@@ -15,7 +15,7 @@ from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Type, Yield, dimension
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Scatter, Type, Yield, dimension
 from attngen.ir.prove import prove_le
 
 Rule = Callable[[Module, Host], Iterator[str]]
@@ -226,11 +226,15 @@ def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
 
 
 def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
-    """There is a program for each tile of the kernel's own axis, unless programs walk over tiles; and for each head, split and sequence."""
+    """There is a program for each tile of the kernel's own axis, unless programs walk over tiles; and for each head, split and sequence.
+
+    Of keys in a cache, there is one for each tile of those for which a sequence has room: no grid depends on lengths.
+    """
     own = kernel.own_axis
     tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
     expected = {own: tiles} | {axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")}
     expected |= {"part": symbol("parts")} if kernel.deal else {}
+    expected |= {"kv": cdiv(symbol("Nc"), symbol("BLOCK_KV"))} if own == "kv" and kernel.reads_cache else {}
     for at, axis in enumerate(kernel.grid):
         if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.walks):
             known = ", ".join(f"{var} in {to_text(e)}" for var, e in expected.items())
@@ -304,8 +308,9 @@ class _Writes:
     def _launch(self, op: Launch, state: set[str]) -> set[str]:
         given = dict(op.args)
         args = self.kernels[op.kernel].args
+        moved = {op.dst.tensor for op in self.kernels[op.kernel].ops() if isinstance(op, Scatter) and op.op in ("min", "max")}
         for arg in args:
-            if arg.role in ("in", "inout", "sum"):
+            if arg.role in ("in", "inout", "sum") or (arg.role == "out" and arg.name in moved):
                 self._read(f"@{op.kernel}", given.get(arg.name, arg.name), state)
         for arg in args:
             if arg.role in ("out", "inout", "sum") and arg.name not in self.partial:

@@ -198,7 +198,12 @@ def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
-_SCATTERS = {"add": (("out",), "f32"), "min": (("scratch",), "i32"), "put": (("out", "scratch"), "i32")}  # roles and type of the target
+_SCATTERS = {  # roles and type of the target
+    "add": (("out",), "f32"),
+    "min": (("out", "scratch"), "i32"),
+    "max": (("out",), "i32"),
+    "put": (("out", "scratch"), "i32"),
+}
 
 
 def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:

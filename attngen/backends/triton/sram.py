@@ -25,6 +25,7 @@ from attngen.ir.ops import (
     Mask,
     Op,
     Reduce,
+    Scan,
     Scatter,
     SoftmaxStep,
     Store,
@@ -176,13 +177,18 @@ def _reduced(kernel: Kernel, aligned: bool) -> Expr:
     return shared
 
 
-def _exchanged(kernel: Kernel) -> Expr:
+def _prepared(kernel: Kernel, row: Row) -> Expr:
     """Bytes by which the warps of a kernel that prepares exchange elements: a thread loads several side by side, and scans others.
 
-    Where it also reads and writes at places that it computes from data, threads exchange addresses, of 64 bits.
+    Where it also reads and writes at places that it computes from data, threads exchange addresses, of 64 bits. Warps that compare
+    queries with keys exchange what each has found of a key.
     """
-    computed = any(isinstance(op, (Gather, Scatter)) and op.uses for op in kernel.ops())
-    return (8 if computed else 4) * symbol("BLOCK_KV")
+    each = row.block_kv // (row.num_warps * CLASSES[row.device].threads_per_warp)
+    if any(isinstance(op, Scan) for op in kernel.ops()) and each > 2:  # one or two are loaded as they are scanned
+        computed = any(isinstance(op, (Gather, Scatter)) and op.uses for op in kernel.ops())
+        return (8 if computed else 4) * symbol("BLOCK_KV")
+    compared = any(isinstance(op, Reduce) and set(kernel.type_of(op.value).dims) == SCORES for op in kernel.ops())
+    return 4 * symbol("BLOCK_KV") if compared else sympy.Integer(0)
 
 
 def _few_rows(kernel: Kernel, row: Row) -> bool:
@@ -261,8 +267,7 @@ def sram_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
     if kernel.prepares:
-        each = row.block_kv // (row.num_warps * CLASSES[row.device].threads_per_warp)
-        return _exchanged(kernel) if each > 2 else sympy.Integer(0)  # one or two are loaded as they are scanned
+        return _prepared(kernel, row)
     if kernel.deal and not kernel.dots:
         return _joined(kernel) if CLASSES[row.device].backend == "cuda" else sympy.Integer(0)
     if not kernel.dots and any(isinstance(op, Zip) for op in kernel.ops()):  # pairs change layout, one tensor's after the other's
