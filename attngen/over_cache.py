@@ -96,6 +96,7 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
         new.append(added.to(device))
     sizes = Sizes(batch, case.q_heads, case.kv_heads, case.n_q, case.room)
     inputs = make_mask_inputs(spec, sizes, dtype, device, generator)
+    _spread_ids(spec, case, inputs)
     arguments: dict[str, Any] = {"cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device), **inputs}
     arguments |= {name: scale.to(device) for name, scale in scales.items()}
     arguments |= dict(zip(("k", "v"), new)) if case.new else {}
@@ -156,6 +157,14 @@ def _factors(spec: Spec, case: CacheCase, table: torch.Tensor, generator: torch.
     of_table = torch.exp(torch.randn(table.numel(), case.kv_heads, generator=generator)) / 100
     scale[table.flatten().long()] = of_table
     return scale, scale[table.long()].repeat_interleave(case.page, 1).unsqueeze(-1)
+
+
+def _spread_ids(spec: Spec, case: CacheCase, inputs: dict[str, Any]) -> None:
+    """Spread the ids of documents over the keys that each sequence has. Past these are ids, in no order, which nothing should read."""
+    for ids in (inputs[i.name] for i in spec.inputs() if (i.dtype, i.shape) == ("i32", ("B", "Nk"))):
+        for b, keys in enumerate(case.keys):
+            ids[b, :keys] = ids[b, torch.arange(keys) * case.room // max(1, keys)]
+            ids[b, keys:] = torch.arange(case.room - keys) % 5 - 1
 
 
 def _of_sequence(spec: Spec, name: str, x: Any, b: int, keys: int) -> Any:

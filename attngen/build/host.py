@@ -119,7 +119,8 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
     """
     read = {a.name.lower() for kernel in module.kernels for a in kernel.args}
     given = {i.name: (i.dtype, i.shape) for i in module.inputs if i.shape and i.name in read}
-    given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
+    derived = [d for d in module.derived if not (d.program and direction == "decode")]  # programs are part of @decode
+    given |= {name: (d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes)}
     for name, (dtype, dims) in given.items():
         shape = tuple("Nc" if d == "Nk" and direction == "decode" else d for d in dims)
         b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))

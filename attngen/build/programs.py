@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from importlib import resources
 
-from attngen.ir.graph import DEFAULT_BACKEND, Kernel, Module
+from attngen.ir.graph import DEFAULT_BACKEND, Derived, Kernel, Module
 from attngen.ir.host import Host
 from attngen.ir.text import parse_programs
 
@@ -17,6 +18,16 @@ def add_programs(module: Module) -> Module:
         hosts, kernels = program(name)
         module = replace(module, hosts=module.hosts + hosts, kernels=module.kernels + kernels)
     return module
+
+
+IN_CACHE = "_in_cache"  # ends the name of a program that computes over a cache what another one computes in a call without
+
+
+def in_cache(derived: Iterable[Derived]) -> Iterator[tuple[Host, tuple[Kernel, ...]]]:
+    """The host programs, with their kernels, of what is derived over a cache by a program of its own."""
+    for name in dict.fromkeys(d.program for d in derived if d.program):
+        (host,), kernels = program(name + IN_CACHE)
+        yield host, kernels
 
 
 @cache

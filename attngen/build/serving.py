@@ -19,6 +19,7 @@ from attngen.build.common import KernelBuilder
 from attngen.build.forward import build_forward, sink_of, store_results
 from attngen.build.host import HostBuilder, operands, split_columns
 from attngen.build.packed import view_rows
+from attngen.build.programs import in_cache
 from attngen.build.quantised import load_scales, quantise, scale_latents
 from attngen.build.semantics import listed_blocks
 from attngen.build.signature import Signature, cached_type, tensor_type
@@ -80,6 +81,7 @@ def add_cache(module: Module, spec: Spec) -> Module:
         build_forward(spec, signature(DECODE), deal),
         _combine(spec, deal),
         build_forward(spec, signature(PREFILL)),
+        *(kernel for _, prepared in in_cache(spec.derived()) for kernel in prepared),
     )
     hosts = (_host_append(spec, cache), _host_decode(spec, replace(module, kernels=kernels), cache, deal))
     return replace(module, cache=cache, kernels=(*module.kernels, *kernels), hosts=(*module.hosts, *hosts))
@@ -91,7 +93,11 @@ def _check(spec: Spec) -> None:
         (spec.dropout, "drops weights (`dropout`), which serving does not"),
         (spec.schedule.order != "q_outer", "walks over keys (`schedule: {order: kv_outer}`)"),
         (listed_blocks(spec) is not None, "visits lists of blocks, which are made of the keys of a whole call"),
-        (any(d.program or {"Nq", "Nk"} & {*d.sources, *(n for s in d.shapes for n in s)} for d in spec.derived()), "reads documents"),
+        (
+            any(not d.program and {"Nq", "Nk"} & {*d.sources, *(n for s in d.shapes for n in s)} for d in spec.derived()),
+            "has `packed` documents, where a cache has `cache_seqlens` to say where sequences end, and ids of documents within one "
+            "(`{document: {sorted: true}}`)",
+        ),
     )
     if found := next((what for wrong, what in cannot if wrong), None):
         raise BuildError(("cache",), f"is asked for, and the spec {found}; expected a spec without that, or without `cache`")
@@ -247,10 +253,15 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, deal: Deal) -> Host:
     b.alloc("LSE")
     b.branch("Launched", "launches", of=("O",))
     b.give(O="O", LSE="LSE")
+    cached = _in_cache(spec, b, "launches")
+    for program, _ in in_cache(spec.derived()):
+        for op in program.block("entry").ops:
+            if not isinstance(op, (Arg, Yield)):
+                b.add(op, "launches")
+        cached += tuple((name, ref) for name, ref in program.results.items() if name != ref)
     few, of_part = FEW_QUERIES, symbol("Hkv")  # rows of queries; programs with the same keys
     if spec.rope:
         few, of_part = FEW_LATENT, of_part * floordiv(symbol("Gq") + FEW_QUERIES - 1, sympy.Integer(FEW_QUERIES))
-    cached = _in_cache(spec, b, "launches")
     b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), few), orelse="many_queries")
     busy = sympy.Max(1, floordiv(deal.programs * symbol("processors"), sympy.Max(1, of_part)))
     least = least_items(deal.each)

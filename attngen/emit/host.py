@@ -169,7 +169,7 @@ class HostContext:
 
     def sizes_of_args(self, wanted: Iterable[str]) -> list[str]:
         """Statements that read the `wanted` sizes from the shapes of the arguments."""
-        known = {a.name for a in self.host.args}
+        known = {*self.host.by_name}
         lines = []
         for arg in self.host.args:
             new = set(arg.type.dims) & set(wanted) - known
@@ -357,7 +357,7 @@ class HostContext:
         flags = list(_flags(view).values())
         return {
             "handle": op.kernel.upper(),
-            "x": self.first,
+            "x": variable(given.get(tensors[0].name, tensors[0].name)) if kernel.prepares else self.first,
             "rows": self._python(sizes.get(extent, symbol(extent))),
             "heads": self._python(heads),
             "tensors": [variable(given.get(a.name, a.name)) for a in tensors],

@@ -142,7 +142,8 @@ class Wrapper:
         return replace(i, shape=tuple("Nc" if d == "Nk" else d for d in i.shape))
 
     def help_in_cache(self, i: Input) -> str:
-        return self.help(replace(self._in_cache(i), options=tuple(o for o in i.options if o != "grad"))).replace("Nc", "S")
+        text = self.help(replace(self._in_cache(i), options=tuple(o for o in i.options if o != "grad"))).replace("Nc", "S")
+        return text + "; what is past a sequence's last key does not matter" * ("Nk" in i.shape)
 
     @property
     def taken_in_cache(self) -> list[str]:
@@ -222,13 +223,14 @@ class Wrapper:
 
     @property
     def derived_in_cache(self) -> list[tuple[list[str], str]]:
-        """(names, call) of functions that derive what kernels read of these."""
-        return [(list(d.names), _call(d, {"device": "q.device"})) for d in self.module.derived]
+        """(names, call) of functions that derive what kernels read of these. Programs are part of the host program `decode`."""
+        return [(list(d.names), _call(d, {"device": "q.device"})) for d in self.module.derived if not d.program]
 
     @property
     def sizes_in_cache(self) -> list[str]:
         """Statements that define the sizes which these use."""
-        used = set(re.findall(r"\w+", " ".join([*self.taken_in_cache, *(call for _, call in self.derived_in_cache)])))
+        text = " ".join([*self.taken_in_cache, *(call for _, call in self.derived_in_cache)])
+        used = set(re.findall(r"\w+", re.sub(r'"[^"]*"', "", text)))  # but for what help says
         rows = "caches[0].shape[2]"
         room = rows if self.page is None else f"page_table.shape[1] * {self.page or rows}"
         sources = {"B": "q.shape[0]", "Hq": "q.shape[1]", "Hkv": "caches[0].shape[1]", "Nq": "q.shape[2]", "Nc": room}

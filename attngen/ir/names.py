@@ -80,6 +80,7 @@ INTEGERS = {
     "hkv": Name("number of a K/V head", None, 0, _MOST_HEADS, counts="Hkv", word="hkv"),
     "g": Name("number of a query head in its group", None, 0, _MOST_HEADS, counts="group"),
     "side": Name("where a walk over a sequence starts: 0, at the first key; 1, at the last", None, 0, 1, counts="2"),
+    "halving": Name("number of a turn of a search, which halves a step that is 2**28 at first", None, 0, 28, counts="29"),
     "mirrored": Name("1 where the heads that are taken together go the other way round", None, 0, 1),
     # Positions.
     "q_idx": Name("number of a query", ("q", ""), 0, _LONGEST, uses="everywhere", word="q_idx"),

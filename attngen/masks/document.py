@@ -45,7 +45,7 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
     return tuple(spans)
 
 
-SPANS, SORTED_SPANS = "@documents", "@sorted_documents"  # documents.ir and sorted_documents.ir
+SPANS, SORTED_SPANS = "@documents", "@sorted_documents"  # documents.ir and sorted_documents.ir; over a cache those that end _in_cache.ir
 # Numbers for each query, which rise along the queries, and the same for each key in numbers of queries:
 # 1. This query and all later ones see no key before the first number.
 # 2. This query and all earlier ones see no key from the second one on.
@@ -60,6 +60,7 @@ class Document(Mask):
     """Queries see the keys of their own document: `document_ids` is int32 [B, Nk], in any order. Queries are the last Nq positions.
     Ids are above -2**31; with ids of 2**30 and more, in absolute value, calls are right and may be slower.
     With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load no ids of keys.
+    Over a cache ids are those of the keys that a sequence has; what is past its last key does not matter.
 
     With `packed`, sequences lie one after the other: `cu_seqlens_q` and `cu_seqlens_kv` (int32 [documents + 1]) say where each
     starts, and `causal` is inside each, its last query level with its last key. Ids are made causal by `all_of: [causal, document]`.

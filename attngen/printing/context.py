@@ -288,7 +288,7 @@ class KernelContext:
         tile = f"{op.var}_tile" if over_tiles else op.var
         (lo, hi), *more = ranges
         pages = self._pages_by_tile(op)
-        counter = "at" if op.listed or (pages and more) else tile
+        counter = "at" if op.listed or (pages and more) else tile if over_tiles or tile in used else "_"
         stop = hi
         before: list[str] = []
         steps: list[str] = [f"{tile} = at"] if pages and more else []

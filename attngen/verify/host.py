@@ -89,6 +89,12 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         if (have.dtype, have.dims) != (dtype, dims):
             yield f"its result {name} is {have.dtype}[{', '.join(have.dims)}]; expected {dtype}[{', '.join(dims)}], as `derive` says"
     own = {arg.name.lower() for arg in host.args} if made else given.keys()  # the variables of a program that `derive` names
+    if host.name == "decode":  # it makes itself what programs give elsewhere
+        made = {name: known[name.upper()] for d in module.derived if d.program for name in d.names}
+        for op in host.ops():
+            dtype, dims = made.get(op.name.lower(), ("", ()))
+            if isinstance(op, Alloc) and dtype and (op.type.dtype, op.type.dims) != (dtype, dims):
+                yield f"%{op.name} is {op.type.dtype}[{', '.join(op.type.dims)}]; expected {dtype}[{', '.join(dims)}], as `derive` says"
     for op in host.ops():
         if not isinstance(op, (Arg, If, Launch, Copy, Yield)) and op.name.lower() in (given.keys() & own) - made.keys():
             yield f"%{op.name} and the input `{op.name.lower()}` are one variable in Python; expected another name for one of them"

@@ -278,7 +278,7 @@ def test_names_that_modules_with_a_cache_need() -> None:
 REFUSED = [
     ({"dropout": True, "backward": {}}, "drops weights"),
     ({"mask": {"block_sparse": {"block": 64}}}, "visits lists of blocks"),
-    ({"mask": "document"}, "reads documents"),
+    ({"mask": {"document": {"packed": True}}}, "has `packed` documents"),
     ({"schedule": {"order": "kv_outer"}}, "walks over keys"),
 ]
 

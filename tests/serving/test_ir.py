@@ -101,6 +101,13 @@ def test_deal_keys_counts_from_the_first_key_of_a_sequence_to_its_last() -> None
     assert _dealt("key_padding") == {f"({end} - min({end}, (max(0, key_padding_first) // 64))) {of}"}
 
 
+def test_deal_keys_counts_from_the_document_of_the_first_query_to_that_of_the_last() -> None:
+    end = "cdiv(max(0, min(Nk, document_end_greatest)), 64)"
+    of = "of(document_end_greatest=%DOCUMENT_END[b, queries - 1], document_first_least=%DOCUMENT_FIRST[b, 0])"
+    for ids in ({"document": {"sorted": True}}, "document"):
+        assert _dealt(ids) == {f"({end} - min({end}, (max(0, document_first_least) // 64))) {of}"}
+
+
 def test_deal_keys_counts_all_keys_where_heads_visit_different_tiles() -> None:
     assert _dealt({"expr": "kv_idx >= 100 * hkv"}) == {"(cdiv(Nk, 64))"}
 
@@ -186,6 +193,7 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
     given |= {name: x.transpose(1, 2).numpy() for name, x in zip(("K_CACHE", "V_CACHE"), caches)}
     given |= {name.upper(): call.arguments[name].numpy() for name in ("k_scale", "v_scale") if name in call.arguments}
     given |= {"PAGE_TABLE": call.arguments["page_table"].numpy()} if case.page else {}
+    given |= {"DOCUMENT_IDS": call.arguments["document_ids"].numpy()} if "document_ids" in call.arguments else {}
     given |= {"SINK": call.arguments["sink"].double().numpy()} if "sink" in call.arguments else {}
     if case.new:
         new = {f"{name.upper()}_NEW": call.arguments[name].numpy() for name in ("k", "v") if name in call.arguments}
