@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from attngen.build.programs import alone
+from attngen.build.programs import IN_CACHE, alone
 from attngen.ir.execute_host import execute_host
 from attngen.scores import derive_functions
 
@@ -33,14 +33,15 @@ def derive(
 ) -> dict[str, torch.Tensor]:
     """The tensors that a spec's masks and modifiers derive, by name, on the device; without `programs`, those of Python functions alone.
 
-    given: the inputs of a call.
+    given: the inputs of a call; with `cache_seqlens`, int32 [B], of one over a cache: then what programs find over a cache.
     """
     import torch
 
     found: dict[str, torch.Tensor] = {}
     for d in spec.derived():
         if d.program and programs:
-            found |= {name: x.to(device) for name, x in executed(d, sizes, given).items()}
+            make = executed_in_cache if "cache_seqlens" in given else executed
+            found |= {name: x.to(device) for name, x in make(d, sizes, given).items()}
         if d.program:
             continue
         sources = [given[s] if s in given else torch.device(device) if s == "device" else sizes.of(s) for s in d.sources]
@@ -57,3 +58,14 @@ def executed(d: Derived, sizes: Sizes, given: Mapping[str, Any], tile: int = TIL
     sources = {s.upper() if s in given else s: given[s].cpu().numpy() if s in given else sizes.of(s) for s in d.sources}
     results = execute_host(module, module.hosts[0], sources, {"BLOCK_Q": tile, "BLOCK_KV": tile})
     return {name: torch.from_numpy(results[name.upper()]).int() for name in d.names}
+
+
+def executed_in_cache(d: Derived, sizes: Sizes, given: Mapping[str, Any], tile: int = TILE) -> dict[str, torch.Tensor]:
+    """The same over a cache, of queries that append nothing: by the program that finds it there."""
+    import torch
+
+    module = alone(d.program + IN_CACHE)
+    names = [a.name for a in module.hosts[0].args if a.role == "in"]
+    sources = {name: given[name.lower()].cpu().numpy() for name in names} | {"Nq": sizes.n_q, "Nn": 0}
+    results = execute_host(module, module.hosts[0], sources, {"BLOCK_Q": tile, "BLOCK_KV": tile})
+    return {name.lower(): torch.from_numpy(x).int() for name, x in results.items()}

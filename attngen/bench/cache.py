@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from attngen.bench.flex import Mods, mods
 from attngen.bench.grids import Cell
@@ -62,10 +63,13 @@ class CacheProblem(Problem):
 
     @cached_property
     def given(self) -> dict[str, Any]:
+        c = self.cell
+        room = self.page_table.shape[1] * c.page if c.page else c.n_kv
         found = {**super().given, "cache_seqlens": torch.tensor(self.lengths, dtype=torch.int32, device=self.device)}
-        found |= {"page_table": self.page_table} if self.cell.page else {}
-        given = self.cell.quantised and not self.of_latents
-        return found | (dict.fromkeys(("k_scale", "v_scale"), self.factors) if given else {})
+        found |= {"page_table": self.page_table} if c.page else {}
+        of_keys = [i.name for i in c.spec.inputs() if i.shape[-1:] == ("Nk",)]
+        found |= {name: pad(found[name], (0, room - c.n_kv)) for name in of_keys if room > c.n_kv}
+        return found | (dict.fromkeys(("k_scale", "v_scale"), self.factors) if c.quantised and not self.of_latents else {})
 
     @property
     def of_latents(self) -> bool:

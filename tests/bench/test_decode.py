@@ -28,6 +28,7 @@ from attngen.spec import make_spec
 from tests.helpers import ROOT
 
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "matmul_tflops": 786.4, "copy_tb_s": 4.0}
+DOCUMENTS = {order: {"all_of": ["causal", {"document": {"sorted": order == "sorted"}}]} for order in ("sorted", "any order")}
 WINDOW = {"sliding_window": {"left": 31, "right": 0}}
 LATENT = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 48, "v": 32}, "kv": {"latent": {"rope": 16}}}
 
@@ -55,6 +56,9 @@ CELLS = {
     "pages, window": problem(served(16, mask=WINDOW), 2, ragged=20),
     "pages, a score by position": problem(served(16, score="alibi"), 2, ragged=20),
     "pages, sinks": problem(served(16, score="sink"), ragged=20),
+    "rows, documents": problem(served(mask=DOCUMENTS["any order"]), 3, document=30),
+    "pages, documents": problem(served(48, mask=DOCUMENTS["sorted"]), 2, ragged=20, document=30),
+    "pages, documents in any order": problem(served(48, mask=DOCUMENTS["any order"]), 3, ragged=20, document=30),
     "latents": problem(served(16, **LATENT), ragged=20),
 }
 
@@ -76,6 +80,9 @@ def of_sequences(p: CacheProblem) -> tuple[torch.Tensor, int]:
             k, v = x.k[b : b + 1, :, :n], x.v[b : b + 1, :, :n]
         at = torch.arange(p.cell.n_q)[:, None] + n - p.cell.n_q
         mask = (places <= at) & (places >= at - left) if spec.mask.name != "none" else torch.ones(p.cell.n_q, n, dtype=torch.bool)
+        if "document_ids" in p.given:
+            ids = p.given["document_ids"][b]
+            mask = mask & (ids[places] == ids[at])
         modify = partial(alibi, far=(at - places).abs()) if any(part.name == "alibi" for part in spec.score) else None
         outs.append(naive_attention(x.q[b : b + 1], k, v, mask[None, None], spec.head_dim.qk**-0.5, None, modify, p.given.get("sink"))[0])
         read += int(mask.any(0).sum()) * p.cell.kv_heads * 4 * (48 if spec.rope else 32)
