@@ -9,6 +9,7 @@ import sympy
 
 from attngen.analysis.roofline import Problem, Roofs, counts, peak, row_for
 from attngen.bounds.sizes import elem_sizes, tile_bytes
+from attngen.bounds.tiles import unbounded
 from attngen.devices import Device
 from attngen.ir.deal import deal, units_of
 from attngen.ir.expr import Expr, symbol
@@ -83,7 +84,8 @@ def decoding(module: Module, device: Device, problem: Problem, queries: int = 1)
         return None
     known: dict[str, Any] = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.kv_heads, "group": group, "Nk": problem.n_kv}
     known |= {"queries": queries, "Nq": rows, "Gq": rows, "elem": elem_sizes(module)[0], **module.widths}
-    known |= dict.fromkeys({str(s) for s in units(module).free_symbols} - known.keys(), problem.n_kv)  # lengths of masks: no bound
+    of_masks = {str(s) for s in units(module).free_symbols} - known.keys()
+    known |= {name: unbounded(kernel).get(name, problem.n_kv) for name in of_masks}  # they hide nothing
     numbers = known | counts(module, known | {"Nq": queries}, device)
     work = int(compiled(units(module))(numbers))
     parts = deal([work] * problem.batch, numbers["items"], kernel.deal.each, kernel.deal.waves)[0]

@@ -46,6 +46,17 @@ def test_a_window_reads_its_keys() -> None:
     assert read == [0, 64, 1024, 1024, 1024, 1088]
 
 
+def test_documents_are_one_where_nothing_says_more() -> None:
+    found, causal = (
+        decoding(target(name), DEVICES["H200"], Problem(4, 32, 8, 1, 8192)) for name in ("decode_document_gqa", "decode_paged_gqa")
+    )
+    assert found is not None and causal is not None and found.read == causal.read
+    of_keys = compiled(read_bytes(target("decode_document_gqa")))
+    known = {"elem": 2, "Hkv": 1, "D_QK": 128, "D_V": 128, "queries": 1, "Nk": 8192, "document_end_greatest": 8192}
+    read = [of_keys({**known, "document_first_least": n}) // (2 * 256) for n in (0, 64, 8100)]
+    assert read == [8192, 8128, 128]
+
+
 def test_a_latent_is_read_once() -> None:
     """512 and 64 columns for each key, and two products: of 576 columns, and of 512."""
     found = decoding(target("decode_mla"), DEVICES["H200"], Problem(8, 128, 1, 1, 8192))
