@@ -563,6 +563,7 @@ def _error(error: type[Exception], name: str, given: str, expected: str) -> Exce
     return error(f"attention.with_kvcache: {name} {given}; expected {expected}")
 
 
+GROUP = 128  # columns of a latent that have one factor
 _NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
 
 
@@ -591,12 +592,18 @@ class CacheRules:
 
     page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
     latent: values are columns of the keys, so that there is one cache for both.
-    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head", or a "page" and head.
+    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head", or a "page" and head;
+        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and rotated columns.
     """
 
     def __init__(self, rules: Rules, page: int | None, latent: bool = False, dtype: torch.dtype | None = None, scale: str = "") -> None:
         self.rules, self.page, self.dtype, self.scale = rules, page, dtype, scale
         self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
+        self.new = dict(self.widths)  # columns of new keys and values
+        self.whole = 2 if dtype else 1  # bytes by which rows must lie apart, as kernels read them
+        if scale == "columns":
+            self.ends = (rules.width_v, rules.width_v + 4 * (rules.width_v // GROUP))  # of numbers and of factors, in bytes
+            self.widths, self.whole = {"k": self.ends[1] + 2 * (rules.width_qk - rules.width_v)}, 4
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
         self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
@@ -632,9 +639,20 @@ class CacheRules:
                 q = q.resolve_neg().contiguous()
             self._remember(q, *caches, *rest)
             self.last_scales = [_kind_of(x) for x in scales]
+        if self.scale == "columns":
+            return q, self._parts_of_rows(caches[0].transpose(1, 2), q.dtype), given_new
         if self.dtype is not None:
             return q, tuple(cache.view(torch.int16).transpose(1, 2) for cache in caches), given_new
         return q, tuple(cache.transpose(1, 2) for cache in caches), given_new
+
+    def _parts_of_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        """Pairs of numbers as integers of 16 bits, the rotated columns, and the factors, of rows of bytes."""
+        numbers, factors = self.ends
+        return (
+            rows[..., :numbers].view(torch.int16),
+            rows[..., factors:].view(dtype),
+            rows[..., numbers:factors].view(torch.float32),
+        )
 
     def _knows(self, *tensors: Any) -> bool:
         """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with caches at multiples of 16
@@ -645,7 +663,7 @@ class CacheRules:
         except (AttributeError, TypeError, RuntimeError):  # no tensors, sparse, nested
             return False
         caches = tensors[1 : 1 + len(self.widths)]
-        odd = self.dtype is not None and any(x.storage_offset() % 2 for x in caches)
+        odd = any(x.storage_offset() % self.whole for x in caches)
         return alike and not odd and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
 
     def _knows_scales(self, scales: Tensors) -> bool:
@@ -734,9 +752,10 @@ class CacheRules:
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
         if not _is_near(x, 1):
             raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
-        if self.dtype and (x.storage_offset() % 2 or any(step % 2 for step in x.stride()[:3])):
+        if self.dtype and (x.storage_offset() % self.whole or any(step % self.whole for step in x.stride()[:3])):
             given = f"starts at element {x.storage_offset()} of its storage and has strides {list(x.stride())}"
-            raise _error(ValueError, name, given, "even numbers, as kernels read two elements as one: call .clone()")
+            numbers = f"multiples of {self.whole}" if self.whole > 2 else "even numbers"
+            raise _error(ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()")
         unit = 16 // x.element_size()  # by which a copy engine reads rows
         if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
             raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
@@ -755,11 +774,11 @@ class CacheRules:
             raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
 
     def _check_new(self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]) -> None:
-        text = f"[{q.shape[0]}, {cache.shape[2]}, new, {cache.shape[3]}]"
+        text = f"[{q.shape[0]}, {cache.shape[2]}, new, {self.new[name]}]"
         if x is None or not _is_dense(x):
             expected = f"both k and v, {text}, or neither" if "v" in self.widths else f"a dense tensor {text}"
             raise _error(TypeError, name, f"is a {kind(x)}", expected)
-        shape = [q.shape[0], cache.shape[2], *rows, cache.shape[3]]
+        shape = [q.shape[0], cache.shape[2], *rows, self.new[name]]
         if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, shape)):
             alike = ", with as many new ones in k and v" if "v" in self.widths else ""
             raise _error(ValueError, name, f"has shape {list(x.shape)}", text + alike)
