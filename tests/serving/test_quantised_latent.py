@@ -123,7 +123,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "k_cache is torch.float8_e4m3fn on .*; expected torch.uint8",
     ),
-    ({"k_cache": torch.zeros(3, 64, 1, 664, dtype=torch.uint8)[..., :656]}, ValueError, "rows at multiples of 16 bytes"),
     ({"k": torch.zeros(1, 1, 1, 656, dtype=torch.uint8)}, ValueError, r"k has shape \[1, 1, 1, 656\]; expected \[1, 1, new, 576\]"),
     ({"k_scale": torch.ones(1)}, TypeError, "k_scale"),
 ]
@@ -135,6 +134,13 @@ def test_wrong_calls(change: dict[str, Any], error: type[Exception], reason: str
     given = {"q": call.q, "k_cache": call.caches[0], **call.arguments, **{name: x.to(DEVICE) for name, x in change.items()}}
     with pytest.raises(error, match=reason):
         built(NAME).attention.with_kvcache(**given)
+
+
+def test_rows_start_at_multiples_of_16_bytes() -> None:
+    call = make_call(spec(NAME), CacheCase(2, 1, 1, (5,), 0, 64, 64), torch.float16, DEVICE)
+    rows = torch.zeros(3, 64, 1, 664, dtype=torch.uint8, device=DEVICE)[..., :656]
+    with pytest.raises(ValueError, match="rows at multiples of 16 bytes"):
+        built(NAME).attention.with_kvcache(call.q, rows, **call.arguments)
 
 
 # ---------------------------------------------------------------------------------------------- rules
