@@ -10,7 +10,7 @@ from attngen.bounds.tiles import evaluate
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import DTYPE_BYTES, Load, Type, dimension
+from attngen.ir.ops import DTYPE_BYTES, SIDES, Load, Type, dimension
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -32,6 +32,7 @@ def tile_width(head_dim: int) -> int:
 def elements(t: Type) -> Expr:
     """Number of elements of a value, as a formula in BLOCK_Q, BLOCK_KV, D_QK and D_V; for a tensor, in B, Hq, Hkv, Nq and Nk too."""
     lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
+    lengths |= dict.fromkeys(SIDES.values(), symbol("D_V") / 2)
     return sympy.Mul(*(lengths.get(d) or dimension(d) for d in t.unpadded))
 
 

@@ -21,7 +21,7 @@ from attngen.ir.execute import Launch, Program, Values, applies, spread
 from attngen.ir.expr import Expr
 from attngen.ir.graph import MIRRORED
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Block, Loop, Merge, Op, Role
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, SIDES, Access, Add, Block, Loop, Merge, Op, Role
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -30,6 +30,7 @@ from attngen.ir.roles import (
     WHOLE,
     Await,
     Chains,
+    Clear,
     Convert,
     Defer,
     Drain,
@@ -83,6 +84,7 @@ class _Buffers:
     storing: bool = False  # the copy engine is to read from it
     shared: list[int] = field(default_factory=list)  # how often each copy has written its part of a slot
     beside: dict[str, Any] = field(default_factory=dict)  # rings of numbers that lie beside it, by name
+    relayed: dict[str, int] = field(default_factory=dict)  # how many tiles each role has shared through a ring in relay
 
     def poison(self, slot: int) -> None:
         self.tiles[slot][...] = np.nan
@@ -139,7 +141,9 @@ class DividedLaunch(Launch):
         """All roles of a program, in turns. It pauses where all that is left to do may wait for other programs."""
         values = {"num_stages": SLOTS, CHAINS: SUMS, **{half: start[whole] // 2 for whole, half in HALVES.items()}, **start}
         copies = self.kernel.sharing_role.copies
-        values |= {whole: start[own] for own, whole in WHOLE.items()} | {part: start[of] // copies for of, part in PARTS.items()}
+        values |= {whole: start[own] for own, whole in WHOLE.items()}
+        values |= {part: start[of] // copies for of, part in PARTS.items() if of in start}
+        values |= {**dict.fromkeys(SIDES.values(), start["D_V"] // 2), "right_v_start": start["D_V"] // 2}
         for axis, number in place.items():
             values |= self.turn(axis, number, values)
         pending: list[Callable[[], None]] = []
@@ -170,7 +174,7 @@ class DividedLaunch(Launch):
 
     def role(self, block: Block, role: Role, copy: int, values: Values) -> Generator[bool, None, Values]:
         """A copy of a role: the program's tile is divided among those that have rows. It yields whether it is waiting."""
-        mine = {**values, "copy": copy, "taken": {}, "parts": role.copies if role.rows else 1}
+        mine = {**values, "role": block.name, "copy": copy, "taken": {}, "parts": role.copies if role.rows else 1}
         mine["own rings"] = {op.ring for op in self.kernel.within(block.name) if isinstance(op, Take)}
         if f"{self.kernel.own_axis}_start" in values:
             mine |= self.share(copy, mine["parts"], values)
@@ -261,7 +265,9 @@ class DividedLaunch(Launch):
         for at, (head, (cls, number)) in enumerate(self.by_head(op, turns, values)):
             if op.dealt and not self.is_mine(op.dealt, values):
                 continue
-            body = op.step if at or not op.first else op.first
+            if op.pair and at % 2 == 0 and at + 1 < len(turns):
+                continue  # it has one turn with the next tile
+            body = (op.odd or op.pair) if (op.odd or op.pair) and at % 2 else op.step if at or not op.first else op.first
             inside = {**values, **head, **self.named(op, body, carried), **self.turn(op.var, number, values)}
             carried = yield from self.block(body, inside, "partial" if body == op.first else cls)
         if turns and op.last:
@@ -295,7 +301,7 @@ class DividedLaunch(Launch):
         own = AXIS_DIM[self.kernel.own_axis]
         sizes = {**values, own: values[own] // copies}
         takers = sum(b.role.copies for b in self.kernel.roles if b.role and self.takes(b.name, op.name))
-        takers = 1 if op.name in self.kernel.dealt else takers
+        takers = 1 if op.relay or op.name in self.kernel.dealt else takers
         slots = int(compiled(op.slots)(values))
         sharing = (b.role for b in self.kernel.roles if any(self.shares(o, op.name) for o in self.kernel.within(b.name)))
         writers = sum(role.copies for role in sharing if role)
@@ -313,14 +319,23 @@ class DividedLaunch(Launch):
     def _share(self, op: Share, values: Values) -> Any:
         """Write the copy's part of the next slot: of the first dimension of which it has fewer than the tile."""
         (buffers,), copy = values[op.ring], values["copy"]
+        for ring, ref in op.beside:
+            buffers.beside[ring][0] = values[ref]
+        if self.ring(op.ring).relay:
+            buffers.tiles[0][...] = values[op.value]
+            buffers.relayed[values["role"]] = buffers.relayed.get(values["role"], 0) + 1
+            yield False
+            return
         use, n = buffers.shared[copy], len(buffers.tiles)
         slot = use % n
         while op.ring not in values["own rings"] and buffers.given[slot] < buffers.takers * (use // n):
             yield True
         tile, part = buffers.tiles[slot], values[op.value]
-        axis = next(at for at, (whole, mine) in enumerate(zip(tile.shape, part.shape)) if whole != mine)
         place = [slice(None)] * tile.ndim
-        place[axis] = slice(copy * part.shape[axis], (copy + 1) * part.shape[axis])
+        for axis, (whole, mine) in enumerate(zip(tile.shape, part.shape)):
+            if whole != mine:
+                place[axis] = slice(copy * mine, (copy + 1) * mine)
+                break
         tile[tuple(place)] = part
         buffers.shared[copy] += 1
         if min(buffers.shared) > use:
@@ -377,12 +392,22 @@ class DividedLaunch(Launch):
 
         return arrive
 
+    def ring(self, name: str) -> Ring:
+        found = self.kernel.op(name)
+        assert isinstance(found, Ring)
+        return found
+
     def read(self, op: Fill, values: Values) -> Any:
         """A tile as the copy engine reads it: 0 where it is out of bounds."""
-        ring = self.kernel.op(op.ring)
-        assert isinstance(ring, Ring)
+        ring = self.ring(op.ring)
         tile = np.zeros(self.lying(ring, values), self.dtypes[ring.type.dtype])
+        if self.kernel.reads_cache:  # of which rows past the end of the sequence are read, too
+            values = {**values, "Nk": values["Nc"]}
         places, part = self.inside(op.src, values)
+        if op.page:
+            head, rows, columns = places
+            first = rows.start % values[op.src.tensor].shape[2]
+            places = (values[op.page], head, slice(first, first + rows.stop - rows.start), columns)
         tile[part] = values[op.src.tensor][places]
         return tile
 
@@ -397,7 +422,7 @@ class DividedLaunch(Launch):
                 continue
             start, size = values.get(f"{axis}_start", first), values[AXIS_DIM[axis]]
             size = columns if columns and axis.startswith("d_") else size
-            end = max(start, min(start + size, values[AXIS_EXTENT[axis]]))
+            end = max(start, min(start + size, values["D_V" if axis in SIDES else AXIS_EXTENT[axis]]))
             places.append(slice(start, end))
             part.append(slice(0, end - start))
         return tuple(places), tuple(part)
@@ -424,10 +449,16 @@ class DividedLaunch(Launch):
         buffers, taken = self.mine(ring, values), values["taken"]
         use = taken.get(ring, 0)
         slot = use % len(buffers.tiles)
-        while buffers.fills[slot] <= use // len(buffers.tiles):
+        relay = self.ring(ring).relay
+        while (self.shared_by_other(buffers, values) <= use) if relay else (buffers.fills[slot] <= use // len(buffers.tiles)):
             yield True
         taken[ring] = use + 1
         return buffers, slot
+
+    @staticmethod
+    def shared_by_other(buffers: _Buffers, values: Values) -> int:
+        """How many tiles the other role has shared through a ring in relay."""
+        return sum(count for role, count in buffers.relayed.items() if role != values["role"])
 
     def _read(self, op: Read, values: Values) -> Any:
         buffers, slot = self.held(op.beside, values)
@@ -441,6 +472,12 @@ class DividedLaunch(Launch):
 
     def _tell(self, op: Tell, values: Values) -> Any:
         yield from ()  # the fill of the tile comes next
+
+    def _clear(self, op: Clear, values: Values) -> Any:
+        if values["cls"] == "partial":
+            axis = self.kernel.loop_axis
+            values[op.value][values[f"{axis}_idx"] >= values[AXIS_EXTENT[axis]]] = 0
+        yield False
 
     def _give(self, op: Give, values: Values) -> Any:
         self._given(*self.held(op.value, values))
@@ -531,15 +568,22 @@ class DividedLaunch(Launch):
         """The product, of its operands as they are now."""
         issue = self.kernel.op(op.value)
         assert isinstance(issue, Issue)
+        values[op.name] = self.product(issue, values)
+        yield False
+
+    def product(self, issue: Issue, values: Values) -> Any:
+        """A product, with what it goes on from."""
         of_a, of_b = self.dims[issue.a], self.dims[issue.b]
         rows, columns = (next(d for d in dims if d != issue.over) for dims in (of_a, of_b))
         a, b = spread(values[issue.a], of_a, (rows, issue.over)), spread(values[issue.b], of_b, (issue.over, columns))
-        n, m = self.shape(op.type.dims, values)  # of a copy's part, if copies divide the product
+        n, m = self.shape(issue.type.dims, values)  # of a copy's part, if copies divide the product
         a = a[n * values["copy"] :][:n] if len(a) != n else a
         b = b[:, m * values["copy"] :][:, :m] if b.shape[1] != m else b
-        found = np.matmul(a, b, dtype=self.dtypes[op.type.dtype])
-        values[op.name] = found if issue.acc is None else found + values[issue.acc]
-        yield False
+        found = np.matmul(a, b, dtype=self.dtypes[issue.type.dtype])
+        if issue.acc is None:
+            return found
+        before = self.kernel.op(issue.acc)
+        return found + (self.product(before, values) if isinstance(before, Issue) else values[issue.acc])
 
     def _convert(self, op: Convert | Defer | Hold | Pack, values: Values) -> Any:
         values[op.name] = self.tile(values[op.value], op.type, values)

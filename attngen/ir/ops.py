@@ -30,7 +30,8 @@ DTYPE_BYTES = {
 # Index letter -> dimension. Columns may lie in pairs, or in groups that have one factor each.
 COLUMN_DIM = {"d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE", "pair_qk": "PAIRS_QK", "pair_v": "PAIRS_V", "group_v": "GROUPS_V"}
 GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}  # columns -> their groups, each of as many columns that lie side by side
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", **COLUMN_DIM}  # index letter -> tile dimension
+SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}  # index letter -> dimension of the left or the right half of D_V's columns
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", **COLUMN_DIM, **SIDES}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", **COLUMN_DIM}  # index letter -> whole axis
 MEMBER = "g"  # the number of a query head among those that share a K/V head
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter

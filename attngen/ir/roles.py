@@ -45,6 +45,9 @@ class Ring(Op):
 
     With `counted`, a barrier in shared memory counts who has given a slot back. Named barriers do that for other rings: they are few, and
     for consumers and the producer alone.
+
+    With `relay`, two roles share tiles through its one slot, and each takes what the other has shared. Nobody waits to write: the program's
+    other waits are such that every tile has been given back when the next one is written.
     """
 
     type: Type
@@ -52,6 +55,7 @@ class Ring(Op):
     each: str = ""
     columns: int = 0
     counted: bool = False
+    relay: bool = False
     beside: str | None = field(default=None, metadata=OPERAND)
 
 
@@ -60,10 +64,14 @@ class Fill(Op):
     """Have the copy engine copy a tile to the ring's next slot, once that is free. Elements out of bounds are 0.
 
     A ring that lies beside another one is filled by threads, which do not wait for it. The fill of that ring's slot comes next.
+
+    Of a cache, rows past the end of the sequence are what lies there. With `page`, that is the number of the page in which the tile is, and
+    the access has no index for pages.
     """
 
     ring: str = field(metadata=OPERAND)
     src: Access = field(metadata=OPERAND)
+    page: str | None = field(default=None, metadata=OPERAND)
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,16 @@ class Give(Op):
 
 
 @dataclass(frozen=True)
+class Clear(Op):
+    """Set rows of a taken tile of keys to 0 that are past the end of the sequence: what a cache has there may be no number.
+
+    Only partial tiles have such rows. Others may take the tile after that alone.
+    """
+
+    value: str = field(metadata=OPERAND)
+
+
+@dataclass(frozen=True)
 class Own(Op):
     """The copy's own rows of a taken tile that has those of all copies."""
 
@@ -126,11 +144,14 @@ class Share(Op):
     """Write the copy's own part of a tile to the ring's next slot. The slot is full when all copies have.
 
     If another role takes from the ring, it first waits until that has given the slot back. If the copies themselves do, nobody waits:
-    each has given back what was there before it writes.
+    each has given back what was there before it writes. So it is with a ring in relay.
+
+    A role of one copy writes the whole tile. `beside` has rings that lie beside that one, with the rows that are written there.
     """
 
     ring: str = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
+    beside: Uses = field(default=(), metadata=OPERAND)
 
 
 @dataclass(frozen=True)
@@ -142,7 +163,10 @@ class Drain(Op):
 
 @dataclass(frozen=True)
 class Issue(Op):
-    """Start a matrix product over a named dimension, accumulated in fp32; with an `acc`, added to that. Products finish in this order."""
+    """Start a matrix product over a named dimension, accumulated in fp32; with an `acc`, added to that. Products finish in this order.
+
+    If `acc` is itself in flight, the product goes on from it: one await is for both.
+    """
 
     a: str = field(metadata=OPERAND)
     b: str = field(metadata=OPERAND)
@@ -370,6 +394,9 @@ class Pipeline(Op):
     With `heads`, all these turns come once for each of these query heads, as in a loop; with `by_tile`, for all of them at each tile.
     With `dealt`, copies of the role share the turns: a copy has those whose tile is in the slot of its own number in this ring, and passes
     over the others. It waits for nothing there.
+
+    With `odd`, turns are counted from 0: `step` is for the even ones, `odd` for the others. With `pair`, two tiles have one turn, `pair`,
+    whose place is that of the second one; `step` is for a last tile that has none after it.
     """
 
     var: str
@@ -389,6 +416,8 @@ class Pipeline(Op):
     heads: Ranges = ()
     by_tile: bool = False
     dealt: str | None = field(default=None, metadata=OPERAND)
+    odd: str = ""
+    pair: str = ""
 
     def field(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and `_in_last`."""
@@ -396,7 +425,7 @@ class Pipeline(Op):
 
     @property
     def bodies(self) -> tuple[str, ...]:
-        return tuple(body for body in (self.first, self.step, self.last, self.skip) if body)
+        return tuple(body for body in (self.first, self.step, self.last, self.skip, self.odd, self.pair) if body)
 
 
 def bodies_of(op: Op) -> tuple[str, ...]:
@@ -412,6 +441,7 @@ ROLE_OPS: dict[str, type[Op]] = {
     "read": Read,
     "lift": Lift,
     "give": Give,
+    "clear": Clear,
     "own": Own,
     "near": Near,
     "share": Share,

@@ -16,6 +16,7 @@ from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.text import print_module
 from attngen.verify import host
+from attngen.verify.caches import ends
 from attngen.verify.divided import bodies, flights, role_types, roles, scopes, used, walks
 from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.joins import joins
@@ -69,6 +70,7 @@ _DIVIDED: dict[str, Rule] = {
     "types": role_types,
     "walks": walks,
     "flights": flights,
+    "ends-cleared": ends,
     "used": used,
     "cuts": cuts,
 }

@@ -17,7 +17,7 @@ from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import AXIS_DIM, Add, Arg, Load, Loop, Map, Merge, Op, Store, Yield
+from attngen.ir.ops import AXIS_DIM, SIDES, Add, Arg, Load, Loop, Map, Merge, Op, Store, Yield
 from attngen.ir.roles import (
     CHAINS,
     HALVES,
@@ -26,6 +26,7 @@ from attngen.ir.roles import (
     WHOLE,
     Await,
     Chains,
+    Clear,
     Convert,
     Defer,
     Drain,
@@ -58,6 +59,7 @@ from attngen.ir.roles import (
     Work,
     bodies_of,
 )
+from attngen.verify.caches import of_all_columns, page_of, places
 from attngen.verify.types import turn_errors, types
 
 _ROWS: set[tuple[str, tuple[str, ...]]] = {("f32", ("BLOCK_Q",))}
@@ -68,7 +70,7 @@ TURNS = ("start", "take", "pass", "end")
 
 
 def roles(module: Module, kernel: Kernel) -> Iterator[str]:
-    """After @entry come one role that fills rings and one that takes from them; the copies of this one share the rows of a tile."""
+    """After @entry come one role that fills rings and others that take from them; the copies of one of these share the rows of a tile."""
     if kernel.stands_for not in {k.name for k in module.kernels}:
         yield f"no kernel of the module is @{kernel.stands_for}, for which it could stand in"
         return
@@ -80,8 +82,8 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
     yield from _sharing(kernel)
     if kernel.blocks[0].name != "entry" or kernel.blocks[0].role:
         yield "its first block is not @entry"
-    if any(isinstance(op, (Fill, Take)) for op in kernel.ops()) and (len(fills), len(takes), len(fills & takes)) != (1, 1, 0):
-        yield f"{len(fills)} roles fill rings and {len(takes)} take from them; expected one each, which are not the same"
+    if any(isinstance(op, (Fill, Take)) for op in kernel.ops()) and not (len(fills) == 1 and takes and not fills & takes):
+        yield f"{len(fills)} roles fill rings and {len(takes)} take from them; expected one that fills, and others that take"
     for name, role in found.items():
         if role and not 1 <= role.copies <= 3:
             yield f"@{name} has {role.copies} copies; expected 1 to 3"
@@ -100,18 +102,24 @@ def roles(module: Module, kernel: Kernel) -> Iterator[str]:
 def _sharing(kernel: Kernel) -> Iterator[str]:
     """A ring that copies of a role share a tile through has one such role, and one that takes from it.
 
-    That is the same one, or one of one copy, or of copies to which the tiles are dealt.
+    That is the same one, or one of one copy, or of copies to which the tiles are dealt. Through a ring in relay two roles share tiles, and
+    each takes those of the other.
     """
     rings = {op.ring for op in kernel.ops() if isinstance(op, Share)}
-    for ring in sorted(rings):
+    relays = {op.name for op in kernel.ops() if isinstance(op, Ring) and op.relay}
+    for ring in sorted(rings | relays):
         using = [(b, [type(op) for op in kernel.within(b.name) if isinstance(op, (Share, Take)) and op.ring == ring]) for b in kernel.roles]
         shares, takes = ([b for b, kinds in using if kind in kinds] for kind in (Share, Take))
         alone = [b.role.copies == 1 or ring in kernel.dealt for b in takes if b.role]
-        if len(shares) != 1 or len(takes) != 1 or not (takes == shares or alone == [True]):
+        if ring in relays:
+            if shares != takes or [b.role.copies for b in shares if b.role] != [1, 1]:
+                yield f"%{ring} is in relay; expected two roles of one copy each that share tiles through it, and take them"
+            shares = []
+        elif len(shares) != 1 or len(takes) != 1 or not (takes == shares or alone == [True]):
             who, whom = (", ".join(f"@{b.name}" for b in found) or "nobody" for found in (shares, takes))
             yield f"%{ring} is shared by {who} and taken by {whom}; expected one role each, the same, or the second of one copy or dealt"
         for b in shares:
-            if b.role and b.role.copies != 2:
+            if b.role and b.role.copies != 2 and (b.role.copies != 1 or takes == shares):
                 yield f"{b.role.copies} copies of @{b.name} share a tile through %{ring}; expected 2"
         if any(isinstance(op, Fill) and op.ring == ring for op in kernel.ops()):
             yield f"%{ring} is filled by the copy engine and by copies of a role"
@@ -173,7 +181,12 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             turns = [body for body in op.bodies if body != op.skip]
             takes = [_taken(kernel, body, f"_in_{body}") for body in turns]
             gives = [_yielded(kernel, body) for body in turns]
-            if not (starts == takes[0] == gives[-1] and (len(turns) == 1 or gives[0] == takes[1] == gives[1] == takes[2])):
+            if op.odd or op.pair:
+                yield from _by_twos(op)
+                fits = all(starts == found for found in (*takes, *gives))
+            else:
+                fits = starts == takes[0] == gives[-1]
+            if not (fits and (op.odd or op.pair or len(turns) == 1 or gives[0] == takes[1] == gives[1] == takes[2])):
                 who = ", ".join(f"@{body}" for body in turns)
                 yield f"%{op.name}: what {who} take and yield does not fit what it carries"
             yield from _hidden(kernel, op)
@@ -191,6 +204,13 @@ def bodies(module: Module, kernel: Kernel) -> Iterator[str]:
             carried = {field: kernel.type_of(ref) for field, ref in op.carry}
             if not carried == _taken(kernel, op.body, "") == _yielded(kernel, op.body):
                 yield f"%{op.name}: what @{op.body} takes and yields does not fit what it carries"
+
+
+def _by_twos(op: Pipeline) -> Iterator[str]:
+    """Where even and odd turns differ, they differ in nothing else."""
+    others = (op.first, op.listed, op.backwards, op.skip, op.in_order, op.recompute, op.heads, op.dealt)
+    if any(others) or (op.odd and op.pair):
+        yield f"%{op.name} has turns by twos; expected @step, and @{op.odd or op.pair} for every other turn, or for two, and nothing else"
 
 
 def _dealing(module: Module, kernel: Kernel, op: Pipeline) -> Iterator[str]:
@@ -271,11 +291,15 @@ def walks(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def _moved(kernel: Kernel, portable: Kernel) -> Iterator[str]:
     """What is copied from other places than those at which the portable kernel loads, or not stored once at each at which that stores."""
-    loads = {_target(portable, op) for op in portable.ops() if isinstance(op, Load)}
+    loads = {(*_target(portable, op), page_of(portable, op)) for op in portable.ops() if isinstance(op, Load)}
     for op in kernel.ops():
-        if isinstance(op, Fill) and (op.src.tensor, op.src.index) not in loads:
+        if isinstance(op, Fill) and (op.src.tensor, of_all_columns(op.src.index), page_of(kernel, op)) not in loads:
             yield f"%{op.name} copies from where @{portable.name} loads nothing as it is portable"
-    stored, wanted = (Counter(_target(k, op) for op in k.ops() if isinstance(op, (Put, Store))) for k in (kernel, portable))
+    apart = any(isinstance(op, (Put, Store)) and {*map(str, _target(kernel, op)[1])} & {*SIDES} for op in kernel.ops())
+    stored, wanted = (
+        Counter(place for op in k.ops() if isinstance(op, (Put, Store)) for place in places(*_target(k, op), apart))
+        for k in (kernel, portable)
+    )
     for tensor, index in {**wanted, **stored}:
         if stored[tensor, index] != wanted[tensor, index]:
             times, place = stored[tensor, index], f"%{tensor}[{', '.join(map(to_text, index))}]"
@@ -338,11 +362,20 @@ def used(module: Module, kernel: Kernel) -> Iterator[str]:
     """Everything is read, but for what acts by itself."""
     named = {name for op in kernel.ops() for name in kernel.scalars_of(op)}
     for op in kernel.ops():
-        acts = isinstance(op, (Drain, Fill, Flush, Follow, Give, Put, Raise, Recall, Share, Store, Tell, Turn, Work, Yield))
+        acts = isinstance(op, (Clear, Drain, Fill, Flush, Follow, Give, Put, Raise, Recall, Share, Store, Tell, Turn, Work, Yield))
         acts |= isinstance(op, Arg) and op.role != "carry"
+        acts |= isinstance(op, Arg) and op.role == "carry" and _is_read_in_turn(kernel, op)
         acts |= any(isinstance(o, (Add, Fill)) for body in bodies_of(op) for o in kernel.block(body).ops)
         if not (acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
+
+
+def _is_read_in_turn(kernel: Kernel, arg: Arg) -> bool:
+    """Whether a carried value is read in another turn, where even and odd ones differ."""
+    home = kernel.block_of(arg).name
+    loop = next((op for op in kernel.ops() if isinstance(op, Pipeline) and (op.odd or op.pair) and home in op.bodies), None)
+    names = {f"{loop.field(arg.name, home)}_in_{body}" for body in loop.bodies} if loop else set()
+    return any(kernel.graph.out_degree(name) for name in names & set(kernel.graph))
 
 
 def flights(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -351,6 +384,8 @@ def flights(module: Module, kernel: Kernel) -> Iterator[str]:
         if isinstance(op, Issue):
             users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
             home = kernel.graph.nodes[op.name]["block"]
+            if _goes_on(kernel, op, users):
+                continue
             if [type(user) for user in users] != [Await] or kernel.graph.nodes[users[0].name]["block"] != home:
                 yield f"%{op.name} is in flight; expected one await in @{home} to read it"
                 continue
@@ -358,6 +393,13 @@ def flights(module: Module, kernel: Kernel) -> Iterator[str]:
             awaited = users[0]
             if isinstance(awaited, Await) and awaited.holds != held:
                 yield f"%{awaited.name} holds {_ref(awaited.holds)}; expected {_ref(held)}, which the product reads from registers"
+
+
+def _goes_on(kernel: Kernel, op: Issue, users: list[Op]) -> bool:
+    """Whether another product of the block goes on from one that has no operand in registers."""
+    after = [user for user in users if isinstance(user, Issue) and user.acc == op.name]
+    same = [kernel.block_of(user) is kernel.block_of(op) for user in after]
+    return len(users) == 1 and same == [True] and kernel.type_of(op.a).space == "sram"
 
 
 def _ref(name: str | None) -> str:
@@ -371,8 +413,10 @@ def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:
         known = {("i32", "sram"), ("f32", "sram")} if isinstance(tiles, Ring) and op.type.dims == tiles.type.dims[:1] else {("i32", "sram")}
         if not fits or (op.type.dtype, op.type.space) not in known or (len(known) == 1 and op.type.dims):
             yield f"lies beside %{op.beside}; expected as many slots, and a number of 32 bits for each row of a tile, or one i32[], in sram"
-    elif op.type.space != "sram" or (len(op.type.dims) != 2 and not _is_of_places(op)):
-        yield "is of tiles, or of places i32[], in sram"
+    elif op.type.space != "sram" or (len(op.type.dims) != 2 and not _is_of_places(op) and not _is_of_rows(kernel, op)):
+        yield "is of tiles, of rows that a role shares, or of places i32[], in sram"
+    if op.relay and (op.slots, op.each, op.columns, op.counted, op.beside) != (1, "", 0, False, None):
+        yield "is in relay; expected one slot, which all roles have"
     if op.each and op.each not in {role.name for role in kernel.roles}:
         yield f"is for each copy of @{op.each}, which is no role"
     if op.slots.is_Integer and op.slots < 1:
@@ -382,6 +426,12 @@ def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:
 def _is_of_places(op: Op) -> bool:
     """Whether it is a ring that passes places of tiles, the same to all."""
     return isinstance(op, Ring) and (op.type.dtype, op.type.dims, op.each, op.beside) == ("i32", (), "", None)
+
+
+def _is_of_rows(kernel: Kernel, op: Ring) -> bool:
+    """Whether it passes a number of each row from one role to another."""
+    shared = any(isinstance(user, Share) and user.ring == op.name for user in map(kernel.op, kernel.graph.successors(op.name)))
+    return shared and (op.type.dtype, op.type.dims, op.each) == ("f32", (AXIS_DIM[kernel.own_axis],), "")
 
 
 def _work_errors(kernel: Kernel, op: Work) -> Iterator[str]:
@@ -477,6 +527,12 @@ def _lift_errors(kernel: Kernel, op: Lift) -> Iterator[str]:
         yield f"lifts %{op.value} as {op.type.dtype}[{', '.join(op.type.dims)}]; expected a taken tile or its transpose, in registers"
 
 
+def _clear_errors(kernel: Kernel, op: Clear) -> Iterator[str]:
+    take, rows = kernel.op(op.value), AXIS_DIM[kernel.loop_axis]
+    if not isinstance(take, Take) or take.type.dims[:1] != (rows,) or take not in kernel.block_of(op).ops or not kernel.reads_cache:
+        yield f"clears rows of %{op.value}; expected a tile of rows of a cache that this block has taken"
+
+
 def _give_errors(kernel: Kernel, op: Give) -> Iterator[str]:
     take = kernel.op(op.value)
     if not isinstance(take, Take) or kernel.graph.nodes[take.name]["block"] != kernel.graph.nodes[op.name]["block"]:
@@ -500,6 +556,12 @@ def _share_errors(kernel: Kernel, op: Share) -> Iterator[str]:
     wholes = {part: whole for whole, part in PARTS.items()} | WHOLE
     parts = [at for at, (mine, whole) in enumerate(zip(value.dims, ring.dims)) if mine != whole]
     fits = len(value.dims) == len(ring.dims) and len(parts) == 1 and wholes.get(value.dims[parts[0]]) == ring.dims[parts[0]]
+    role = kernel.role_of(op)
+    fits |= role is not None and role.copies == 1 and value.dims == ring.dims
+    beside = {o.name: replace(o.type, space="reg") for o in kernel.ops() if isinstance(o, Ring) and o.beside == op.ring}
+    if {name: kernel.type_of(ref) for name, ref in op.beside} != beside:
+        found, wanted = (", ".join(names) or "nothing" for names in ([name for name, _ in op.beside], beside))
+        yield f"writes rows to {found} beside %{op.ring}; expected {wanted}"
     if not isinstance(kernel.op(op.ring), Ring) or not fits or value.dtype != ring.dtype or value.space != "reg":
         found, tile = (f"{t.dtype}[{', '.join(t.dims)}]" for t in (value, ring))
         yield f"writes {found} to %{op.ring}, of {tile}; expected a copy's part of one dimension"
@@ -520,8 +582,9 @@ def _issue_errors(kernel: Kernel, op: Issue) -> Iterator[str]:
         yield f"the product is f32[{', '.join(dims)}] @flight"
     if {a.dtype, b.dtype} != {"T"} or b.space != "sram":
         yield "multiplies values of the tensors' element type, the second in sram"
-    if op.acc and (kernel.type_of(op.acc).dtype, kernel.type_of(op.acc).dims, kernel.type_of(op.acc).space) != ("f32", dims, "reg"):
-        yield f"the accumulator is not f32[{', '.join(dims)}] @reg"
+    before = kernel.type_of(op.acc) if op.acc else None
+    if before and ((before.dtype, before.dims) != ("f32", dims) or before.space not in ("reg", "flight")):
+        yield f"the accumulator is not f32[{', '.join(dims)}], in registers or in flight"
     pieces = [_pieces(kernel, ref) for ref in (op.a, op.b)]
     summed = [n if op.over == t.dims[-1] else 0 for n, t in zip(pieces, (a, b))]
     sums = bool(op.acc) or op.type.dims == ("BLOCK_Q", PARTS["D_QK"])  # whose columns may lie in the pieces of the second operand
@@ -664,6 +727,7 @@ _ERRORS: dict[type[Op], Callable[..., Iterator[str]]] = {
     Ramp: _ramp_errors,
     Lift: _lift_errors,
     Give: _give_errors,
+    Clear: _clear_errors,
     Own: _own_errors,
     Near: _near_errors,
     Share: _share_errors,

@@ -6,12 +6,12 @@ modulo a number that no role can be ahead of another by. So there are finitely m
 
 Not every order of steps leads to states of its own. Where no other role can do anything, before an agent's next step, that this step
 depends on or changes, the step is taken at once: what is found after it is found, too, where others go first. That is the method of
-persistent sets (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock
-and no mistake of any order. A give is such a step, as nobody passes the barrier without it; a fill, a take and the end of a copy are,
-while each taker's next tile in that slot is the one that is copied, or taken. All steps with a tile that copies share for another role
-are: each waits for others until it can be taken, and then always can. Copies that share for themselves wait for nobody: there a mistake may
-show in some orders alone. A pass is, as the next copy cannot take its turn without it; a take of a turn is, while no other copy can pass
-one before. Where this does not hold, all orders are followed.
+persistent sets (Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock and
+no mistake of any order. A give is such a step, as nobody passes the barrier without it; a fill, a take and the end of a copy are, while
+each taker's next tile in that slot is the one that is copied, or taken. All steps with a tile that copies share for another role are: each
+waits for others until it can be taken, and then always can. Copies that share for themselves wait for nobody: there a mistake may show in
+some orders alone. Nor is the clearing of rows such a step: others may take the tile before. A pass is, as the next copy cannot take its
+turn without it; a take of a turn is, while no other copy can pass one before. Where this does not hold, all orders are followed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OWN = ("issue", "await", "put", "flush")  # steps that touch nothing of other r
 
 
 class Step(NamedTuple):
-    """What a role does: `fill`, `share`, `take`, `give`, `drain` of a ring, `put` through one, `flush`; `turn`; `issue`, `await`."""
+    """What a role does: `fill`, `share`, `take`, `clear`, `give`, `drain` of a ring, `put` and `flush`; `turn`; `issue`, `await`."""
 
     kind: str
     what: str  # a ring, or a product; what is done about turns, as Turn says
@@ -38,12 +38,16 @@ class Walk:
     """A role's loop over tiles of keys: the steps of its first turn, of each later one, and after the last one, if there was any.
 
     With `skip`, a copy may pass over any number of tiles before its first turn, all of them too: these are the steps for each.
+    With `odd`, these are the steps of every other turn, from the second one on. With `pair`, they are those of two turns together, and
+    `later` are those of a last one that is alone.
     """
 
     first: tuple[Step, ...]
     later: tuple[Step, ...]
     last: tuple[Step, ...] = ()
     skip: tuple[Step, ...] = ()
+    odd: tuple[Step, ...] = ()
+    pair: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Program:
     @property
     def steps(self) -> tuple[Step, ...]:
         walk = self.walk
-        return (*self.start, *self.before, *walk.skip, *walk.first, *walk.later, *walk.last, *self.after, *self.end)
+        turns = (*walk.first, *walk.later, *walk.odd, *walk.pair, *walk.last)
+        return (*self.start, *self.before, *walk.skip, *turns, *self.after, *self.end)
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Protocol:
     slots: tuple[tuple[str, int], ...]  # of each ring
     each: tuple[tuple[str, str], ...]  # of each ring, the role whose copies have one of their own; or nothing
     dealt: frozenset[str] = frozenset()  # rings of which each taker has the slot of its copy's number, and passes over the others
+    relays: frozenset[str] = frozenset()  # rings through which two roles share tiles, each of which takes what the other has shared
 
 
 class Place(NamedTuple):
@@ -102,7 +108,9 @@ def places(program: Program) -> list[Place]:
     top = question() if program.stays else len(found)
     straight(program.before)
     walk = program.walk
-    if program.stays or walk.first or walk.later or walk.last:
+    if walk.odd or walk.pair:
+        _by_twos(found, walk)
+    elif program.stays or walk.first or walk.later or walk.last:
         any_ = question()
         if walk.skip:
             skips = question()
@@ -126,6 +134,24 @@ def places(program: Program) -> list[Place]:
     return found
 
 
+def _by_twos(found: list[Place], walk: Walk) -> None:
+    """Append the places of a loop whose even and odd turns differ. There are questions for each turn, as in all loops over these tiles."""
+
+    def straight(steps: tuple[Step, ...]) -> None:
+        found.extend([Place(step, len(found) + 1 + i) for i, step in enumerate(steps)])
+
+    top = len(found)
+    found.append(Place(None, top + 1))
+    straight(walk.later if walk.odd else ())
+    more = len(found)
+    found.append(Place(None, more + 1))
+    straight(walk.odd or walk.pair)
+    found[-1] = found[-1]._replace(then=top)
+    found[more] = found[more]._replace(otherwise=len(found))
+    straight(walk.later if walk.pair else ())  # of a last turn that is alone
+    found[top] = found[top]._replace(otherwise=len(found))
+
+
 def of_copy(program: Program, copy: int) -> Program:
     """The program of one copy of a role: `start` and `end` of turns are a pass of the last copy and a take of the first."""
     own = {"start": "pass" if copy == program.copies - 1 else "", "end": "take" if copy == 0 else ""}
@@ -138,7 +164,7 @@ def of_copy(program: Program, copy: int) -> Program:
     return replace(
         program,
         before=steps(program.before),
-        walk=Walk(steps(walk.first), steps(walk.later), steps(walk.last), steps(walk.skip)),
+        walk=Walk(*map(steps, (walk.first, walk.later, walk.last, walk.skip, walk.odd, walk.pair))),
         after=steps(program.after),
         start=steps(program.start),
         end=steps(program.end),
@@ -202,7 +228,7 @@ class _Machine:
             self.names += [(ring, owner) for owner in [who for program, who in self.programs if program.name == each] or [""]]
         self.slots = [dict(of.slots)[ring] for ring, _ in self.names]
         owns = self.copies = [copy for program in of.programs for copy in range(program.copies)]
-        self.dealt = of.dealt
+        self.dealt, self.relays = of.dealt, of.relays
         self.places = [places(of_copy(program, copy)) for (program, _), copy in zip(self.programs, owns)]
         self.next = [i + 1 if copy + 1 < p.copies else i - copy for i, ((p, _), copy) in enumerate(zip(self.programs, owns))]
         self.passes = [_passing(of_places) for of_places in self.places]
@@ -218,6 +244,8 @@ class _Machine:
             for (ring, _), sharers, n in zip(self.names, self.sharers, self.slots)
         ]
         for r, (ring, _) in enumerate(self.names):
+            if ring in of.relays and not (self.takers[r] == self.sharers[r] and len(self.takers[r]) == 2 and self.slots[r] == 1):
+                raise Broken(f"%{ring} is no slot through which two roles share tiles, each of which takes those of the other")
             if ring in of.dealt and len(self.takers[r]) != self.slots[r]:
                 raise Broken(f"%{ring} of {self.slots[r]} slots is dealt to {len(self.takers[r])} copies")
         gives = {s.what for p, _ in self.programs for s in p.steps if s.kind == "give"}
@@ -280,6 +308,8 @@ class _Machine:
             return not any(self.may_pass(state, j) for j in copies)
         if any(self.sharers[r] for r in rings):
             return all(self.takers[r] != self.sharers[r] for r in rings)
+        if step.kind == "clear":
+            return False
         if step.kind == "take":
             return all(i not in state.rings[r][agent.uses[r] % self.slots[r]].arrived for r in rings)
         if step.kind == "fill":
@@ -347,6 +377,8 @@ class _Machine:
     def recounted(self, state: State, r: int) -> State:
         """The same state with parts, takes and gives of a shared ring counted from the least of these numbers on."""
         period = self.periods[r]
+        if self.names[r][0] in self.relays:
+            return self.recounted_relay(state, r)
         numbers = [state.agents[i].shared[r] for i in self.sharers[r]]
         numbers += [n for i in self.takers[r] for n in (state.agents[i].uses[r], state.agents[i].given[r])]
         by = min((n - numbers[0] + period // 2) % period - period // 2 for n in numbers) + numbers[0]
@@ -358,6 +390,21 @@ class _Machine:
             uses, given = ((n - by) % period for n in (agents[i].uses[r], agents[i].given[r]))
             agents[i] = agents[i]._replace(uses=_set(agents[i].uses, r, uses), given=_set(agents[i].given, r, given))
         return state._replace(agents=tuple(agents))
+
+    def other(self, r: int, i: int) -> int:
+        """The one with whom an agent shares tiles through a ring in relay."""
+        return next(j for j in self.takers[r] if j != i)
+
+    def recounted_relay(self, state: State, r: int) -> State:
+        """The same state with what each agent shares through a ring in relay counted from what the other one has given back."""
+        period = self.periods[r]
+        for i in self.sharers[r]:
+            j = self.other(r, i)
+            by, agent, taker = state.agents[j].given[r], state.agents[i], state.agents[j]
+            state = _with_agent(state, i, agent._replace(shared=_set(agent.shared, r, (agent.shared[r] - by) % period)))
+            uses, given = ((n - by) % period for n in (taker.uses[r], taker.given[r]))
+            state = _with_agent(state, j, taker._replace(uses=_set(taker.uses, r, uses), given=_set(taker.given, r, given)))
+        return state
 
     def turned(self, state: State, r: int, by: int, n: int) -> State:
         """The same state with the uses of a ring counted from `by` on."""
@@ -398,6 +445,8 @@ class _Machine:
         r = self.index(step.what, who)
         if step.kind == "share":
             return self.share(state, i, r)
+        if step.kind == "clear":
+            return self.clear(state, i, r)
         if step.kind == "put":
             for reader in (self.product(i, at) for at in agent.flying):
                 if step.what in reader.tiles:
@@ -452,7 +501,9 @@ class _Machine:
     def share(self, state: State, i: int, r: int) -> State | None:
         """Write a part of the next slot, once another role that takes from the ring has given back what was there."""
         agent, n, who = state.agents[i], self.slots[r], self.programs[i][1]
-        for j in self.takers[r]:
+        if self.names[r][0] in self.relays:
+            self.must_be_back(state, i, r)
+        for j in self.takers[r] if self.names[r][0] not in self.relays else ():
             if self.names[r][0] in self.dealt and self.copies[j] != agent.shared[r] % n:
                 continue
             if n <= (agent.shared[r] - state.agents[j].given[r]) % self.periods[r] < self.periods[r] // 2:  # else it may be ahead
@@ -464,6 +515,27 @@ class _Machine:
                 raise Broken(f"{who} writes to %{self.names[r][0]} while %{reader.what} reads it")
         return _with_agent(state, i, agent._replace(shared=_set(agent.shared, r, (agent.shared[r] + 1) % self.periods[r])))
 
+    def must_be_back(self, state: State, i: int, r: int) -> None:
+        """Raise Broken where an agent writes to a ring in relay before both have given back what was written to it."""
+        agent, j = state.agents[i], self.other(r, i)
+        for writer, taker, has in ((agent, state.agents[j], j), (state.agents[j], agent, i)):
+            if writer.shared[r] != taker.given[r]:
+                who, whom = self.programs[i][1], self.programs[has][1]
+                raise Broken(f"{who} overwrites a tile of %{self.names[r][0]}, which {whom} has not given back")
+
+    def clear(self, state: State, i: int, r: int) -> State:
+        """Overwrite rows of a tile that the agent has taken. No other has taken it, and no product reads it."""
+        agent, (ring, _), who = state.agents[i], self.names[r], self.programs[i][1]
+        if agent.given[r] == agent.uses[r]:
+            raise Broken(f"{who} clears rows of a tile of %{ring} that it has given back or never taken")
+        for product in (self.product(i, at) for at in agent.flying):
+            if ring in product.tiles:
+                raise Broken(f"{who} clears rows of a tile of %{ring} while %{product.what} reads it")
+        for j in self.takers[r] - {i}:
+            if 0 < (state.agents[j].uses[r] - agent.given[r]) % self.periods[r] <= self.slots[r]:
+                raise Broken(f"{who} clears rows of a tile of %{ring} that {self.programs[j][1]} has taken")
+        return state
+
     def holds(self, agent: Agent, r: int, s: int) -> bool:
         """Whether an agent has a tile in this slot that it has not given back."""
         period = _PERIOD * self.slots[r]
@@ -474,7 +546,8 @@ class _Machine:
         agent, n = state.agents[i], self.slots[r]
         use = agent.uses[r]
         if self.sharers[r]:
-            missing = (use - state.agents[j].shared[r] for j in self.sharers[r])  # one who passes over tiles may be ahead
+            writers = self.sharers[r] - {i} if self.names[r][0] in self.relays else self.sharers[r]
+            missing = (use - state.agents[j].shared[r] for j in writers)  # one who passes over tiles may be ahead
             if not self.passes_over(state, i, Step("take", self.names[r][0])) and any(m % self.periods[r] < n for m in missing):
                 return None
             return _with_agent(state, i, agent._replace(uses=_set(agent.uses, r, (use + 1) % self.periods[r])))
@@ -525,7 +598,10 @@ class _Machine:
         for i in sorted(state.passed):
             return f"a turn is passed to {self.programs[i][1]}, which takes none at the end"
         for r, (ring, _) in enumerate(self.names):
-            if len({agent.shared[r] for i, agent in enumerate(state.agents) if i in self.sharers[r]} | self.taken(state, r)) > 1:
+            if ring in self.relays:
+                if any(state.agents[i].shared[r] != state.agents[self.other(r, i)].given[r] for i in self.sharers[r]):
+                    return f"not all tiles of %{ring} are taken and given back at the end"
+            elif len({agent.shared[r] for i, agent in enumerate(state.agents) if i in self.sharers[r]} | self.taken(state, r)) > 1:
                 return f"not all parts of a tile of %{ring} are taken and given back at the end"
         for r, (ring, owner) in enumerate(self.names):
             for agent, (_, who) in zip(state.agents, self.programs):

@@ -9,7 +9,8 @@ What is modelled, as the hardware does it: a slot is full when the barrier's pha
 fill; a wait for a phase passes on its parity alone. A slot is free by a named barrier, which opens when all takers and the producer have
 arrived; a counted one when all takers have, which the producer sees at any time after that. A tile that copies share is there when all have
 arrived with their parts; one that writes its next part waits for nobody but another role that takes from the ring: for the copy that has
-the slot, where turns are dealt to copies. A turn is passed by a named barrier at which two copies meet: one more pass before the other has
+the slot, where turns are dealt to copies. One that writes to a ring in relay waits for nobody. Rows of a tile are cleared at once, and no
+other role has the tile then. A turn is passed by a named barrier at which two copies meet: one more pass before the other has
 come would be counted as its coming. Products run until they are awaited, in the order in which they were issued, and read their tiles until
 then. What is put into a slot is read by the copy engine until the next put, or a flush. A program that waits for its turn among programs
 goes on at some time, as the rule `turns` says.
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import Block, Loop, Op
-from attngen.ir.roles import Await, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Share, Take, Turn, Work
+from attngen.ir.roles import Await, Clear, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Share, Take, Turn, Work
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
 
 
@@ -66,7 +67,8 @@ def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     rings = [op for op in kernel.ops() if isinstance(op, Ring) and not op.beside]  # others have the barriers of these
     slots = tuple((ring.name, int(compiled(ring.slots)(values))) for ring in rings)
     programs = tuple(_program(kernel, role) for role in kernel.roles)
-    return Protocol(programs, slots, tuple((ring.name, ring.each) for ring in rings), kernel.dealt)
+    relays = frozenset(ring.name for ring in rings if ring.relay)
+    return Protocol(programs, slots, tuple((ring.name, ring.each) for ring in rings), kernel.dealt, relays)
 
 
 def _program(kernel: Kernel, role: Block) -> Program:
@@ -76,7 +78,7 @@ def _program(kernel: Kernel, role: Block) -> Program:
     for op in _tile_of(kernel, role).ops:
         if isinstance(op, Pipeline):
             first = op.first or op.step
-            bodies = (kernel.block(body).ops if body else () for body in (first, op.step, op.last, op.skip))
+            bodies = (kernel.block(body).ops if body else () for body in (first, op.step, op.last, op.skip, op.odd, op.pair))
             walk = Walk(*(tuple(_steps(kernel, ops)) for ops in bodies))
         elif isinstance(op, Loop):
             body = tuple(_steps(kernel, kernel.block(op.body).ops))
@@ -106,6 +108,8 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
                 yield Step("take", op.ring)
             case Give():
                 yield Step("give", _ring_of(kernel, op.value))
+            case Clear():
+                yield Step("clear", _ring_of(kernel, op.value))
             case Share():
                 yield Step("share", op.ring)
             case Drain():

@@ -340,7 +340,11 @@ REFUSED = {
         "= ring slots(2) each(consumer) : T[BLOCK_Q, D_QK] @reg",
         "`types`",
     ),
-    "numbers": ("%Work_ring = ring slots(2) : i32[]", "%Work_ring = ring slots(2) : i64[]", "`types`: .* is of tiles, or of places i32"),
+    "numbers": (
+        "%Work_ring = ring slots(2) : i32[]",
+        "%Work_ring = ring slots(2) : i64[]",
+        "`types`: .* is of tiles, of rows that a role shares, or of places i32",
+    ),
     "no one draws": (" draws(yes)", "", "`types`: .* belongs to roles of which one draws"),
     "a role without tiles": (
         "    %work = work %Work_ring of(@tile) body(@consume)\n",

@@ -25,11 +25,12 @@ from attngen.devices import CLASSES
 from attngen.ir.expr import Bool
 from attngen.ir.graph import MIRRORED, Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Add, Arg, Block, Gather, Load, Loop, Map, Mask, Op
-from attngen.ir.roles import Follow, Give, Pipeline, Ring, Share, Take, Turn, Work
+from attngen.ir.roles import Clear, Follow, Give, Pipeline, Ring, Share, Take, Turn, Work
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
+RELAYING = 2  # roles that share tiles through a ring in relay
 SPARE = 1024  # bytes of shared memory that barriers, and what Triton keeps there, take at most
 # The largest widths of a head, of q and k and of v -> rows of a program's queries, rows of keys, slots of the rings of K and V
 # (docs/perf-log.md, section 26: measured with 64, 128 and 256 columns).
@@ -403,6 +404,11 @@ def turns(kernel: Kernel) -> int:
     return sum(role.copies for role in taking)
 
 
+def clearing(kernel: Kernel) -> list[str]:
+    """The roles that clear rows past the end. Warps of each meet at a named barrier: a product reads what all of them have cleared."""
+    return [role.name for role in kernel.roles if any(isinstance(op, Clear) for op in kernel.within(role.name))]
+
+
 def copies_of(kernel: Kernel, ring: Ring) -> int:
     """How many rings there are of one that each copy of a role has; else 1."""
     return next((b.role.copies for b in kernel.roles if b.role and b.name == ring.each), 1)
@@ -416,11 +422,14 @@ def handed_over(kernel: Kernel) -> dict[str, bool]:
 
 
 def barriers_of(kernel: Kernel, ring: str) -> int:
-    """The named barriers of each slot of a ring: of one that is filled again, one; of a tile that copies share, one for each of them.
+    """The named barriers of each slot of a ring: of one that is filled again, one; of a tile that copies share, one for each of them; of a
+    ring in relay, one for each of the two roles.
 
     Where another role takes that, barriers in shared memory say when it is full, and when it is free. So they do of a counted ring.
     """
-    shared = handed_over(kernel)
+    shared, of = handed_over(kernel), kernel.op(ring)
+    if isinstance(of, Ring) and of.relay:
+        return RELAYING
     if ring in shared:
         return 0 if shared[ring] else kernel.sharing_role.copies
     return int(is_reused(kernel, ring) and not counted(kernel, ring))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.backends.hopper.choice import PLACE_SLOTS, barriers_of, handed_over, is_taken_in_turns, room_of, takes_from, turns
+from attngen.backends.hopper.choice import PLACE_SLOTS, barriers_of, clearing, handed_over, is_taken_in_turns, room_of, takes_from, turns
 from attngen.backends.hopper.facts import DEVICE, FIRST_BARRIER, NAMED_BARRIERS
 from attngen.backends.hopper.sram import ring_bytes, rings, slots_of
 from attngen.backends.hopper.widths import is_power_of_two, piece_of
@@ -30,7 +30,7 @@ def fits(module: Module, kernel: Kernel) -> Iterator[str]:
             if barriers_of(kernel, op.name) and (who := _meets_nowhere(kernel, op.name)):
                 yield f"@{who} takes from %{op.name}, and meets at no named barrier; expected counted(yes)"
         slots = sum(slots_of(op, row) * barriers_of(kernel, op.name) for op in rings(kernel))
-        most = NAMED_BARRIERS - FIRST_BARRIER - turns(kernel)
+        most = NAMED_BARRIERS - FIRST_BARRIER - turns(kernel) - len(clearing(kernel))
         if slots > most:
             others = ", as copies that take turns have the others" if turns(kernel) else ""
             yield f"the slots of its rings take {slots} named barriers; expected {most} at most{others}"

@@ -91,7 +91,7 @@ def _rings(module: Module, kernel: Kernel, row: Row) -> list[tuple[int, int]]:
     """The bytes and the alignment of each ring's tiles, and of its barriers."""
     known, buffers, shared = sizes(module, row), list[tuple[int, int]](), handed_over(kernel)
     for ring in rings(kernel):
-        if ring.beside:  # numbers of keys, or of tiles
+        if ring.beside or len(ring.type.dims) == 1:  # numbers of keys, of tiles or of rows
             buffers.append((int(evaluate(_tiles(module, kernel, ring), known)), BARRIER_ALIGNMENT))
         elif ring.type.dims:
             width = SWIZZLED if ring.name in shared else row.elem_bytes * (ring.columns or width_of(module, ring))

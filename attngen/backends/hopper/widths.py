@@ -10,7 +10,7 @@ from __future__ import annotations
 from attngen.backends.hopper.facts import ROWS
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
-from attngen.ir.ops import unpadded
+from attngen.ir.ops import SIDES, unpadded
 from attngen.ir.roles import Ring
 
 PIECES = (64, 32)  # columns of a piece: those of a row of the copy engine's widest swizzle, and half of them
@@ -50,4 +50,5 @@ def part_of(ring: Ring) -> str:
 def _width(module: Module, ring: Ring) -> int:
     """The columns of a ring's tiles: those of a head, or a number of them; of scores, the keys of a copy."""
     dim = unpadded(ring.type.dims[-1])
-    return int(dim) if dim.isdigit() else {"D_QK": module.head_dim_qk, "D_V": module.head_dim_v, "BLOCK_KV": ROWS}[dim]
+    known = {**module.widths, "BLOCK_KV": ROWS, **dict.fromkeys(SIDES.values(), module.head_dim_v // 2)}
+    return int(dim) if dim.isdigit() else known[dim]

@@ -1,0 +1,283 @@
+"""A divided kernel of latents: two roles that share the columns of outputs, and take turns with the weights of tiles of keys."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.execute import DOUBLE, execute_kernel
+from attngen.ir.execute_roles import DividedLaunch, RolesStuck
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.text import parse_module, print_module
+from attngen.verify import verify
+from attngen.verify.machine import Program, Protocol, Step, Walk, broken
+from tests.helpers import edit, target
+
+ROW = "  sm90 bytes=2 rows>64 : BLOCK_Q=64 BLOCK_KV=64 num_warps=4 num_stages=2 TMA=1 backend=hopper\n"
+
+
+@cache
+def text() -> tuple[str, str, str]:
+    """The module's text before the divided kernel, that kernel's, and what comes after it."""
+    before, at, after = print_module(target("decode_mla")).partition("\nschedule @fwd")
+    return (
+        f"{before}\n",
+        (Path(__file__).parent / "latents.ir").read_text(),
+        (at + after).replace("schedule @decode\n", f"schedule @decode\n{ROW}"),
+    )
+
+
+def edited(*changes: tuple[str, str]) -> Module:
+    """The module with its divided kernel edited; not verified."""
+    before, kernel, after = text()
+    return parse_module(before + edit(kernel, *changes) + after)
+
+
+def test_it_is_read_back_and_holds() -> None:
+    made = verify(edited())
+    assert print_module(made) == "".join(text())
+
+
+# ---------------------------------------------------------------------------------------------- what it computes
+
+
+def results(module: Module, kernel: Kernel, seed: int) -> dict[str, np.ndarray]:
+    """Outputs of parts, and their sums, of a random call whose cache has NaN past the end of each sequence."""
+    numbers, chance = np.random.default_rng(seed), random.Random(seed)
+    DividedLaunch.chance = chance
+    batch, queries, heads = chance.choice((1, 2, 3)), chance.choice((1, 2, 3)), chance.choice((1, 4, 8))
+    rows, most, pages = heads * queries, 4, 24
+    table = np.array([chance.sample(range(pages), most) for _ in range(batch)])
+    lengths = np.array([chance.choice((0, 1, 15, 16, 17, 40, 64, 65, 100, 200, 256)) for _ in range(batch)])
+    latent, rope = np.full((pages, 1, 64, 512), np.nan), np.full((pages, 1, 64, 64), np.nan)
+    for b, length in enumerate(lengths):
+        for row in range(length):
+            latent[table[b, row // 64], 0, row % 64] = numbers.standard_normal(512)
+            rope[table[b, row // 64], 0, row % 64] = numbers.standard_normal(64)
+    items = max(2 * batch, chance.choice((4, 8, 12)))
+    out = {"O_PARTS": np.full((items, 1, rows, 512), np.nan), "LSE2_PARTS": np.full((items, 1, rows), np.nan)}
+    q = {"Q": numbers.standard_normal((batch, 1, rows, 512)), "Q_ROPE": numbers.standard_normal((batch, 1, rows, 64))}
+    tensors = {**q, "K": latent, "K_ROPE": rope, "CACHE_SEQLENS": lengths, "PAGE_TABLE": table, **out}
+    scalars = {"scale": 576**-0.5, "queries": queries, "B": batch, "items": items, "Nc": 64 * most, "Nn": 0, "Nq": rows}
+    made = DividedLaunch if kernel.backend else None
+    execute_kernel(module, kernel, tensors, scalars, {"BLOCK_Q": 8, "BLOCK_KV": 16}, DOUBLE, made)
+    return out
+
+
+def hold(module: Module, seed: int) -> None:
+    """Raise AssertionError where the divided kernel's results are not those of the portable one."""
+    found, expected = (results(module, kernel, seed) for kernel in (module.divided[0], module.kernel("decode")))
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_results_are_those_of_the_portable_kernel(seed: int) -> None:
+    hold(edited(), seed)
+
+
+# Edits of the text that the executor shows: what a role reads is not there yet, is gone, or is another one's.
+SHOWN = {
+    "rows past the end that are not cleared": ("    clear %k_own\n", ""),
+    "sums that are not rescaled by the other role's factor": (
+        "%acc_scaled_told = map expr(acc*alpha)",
+        "%acc_scaled_told = map expr(acc + 0*alpha)",
+    ),
+    "a tile of weights given back too early": (
+        "    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n    give %p_both\n",
+        "    give %p_both\n    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n",
+    ),
+    "a maximum that is not the other role's": ("values(m=%m_told_told, ", "values(m=%m_in_told, "),
+    "sums of one role alone": ("expr(l_other + l_own) uses(l_own=%l_own_left", "expr(0*l_other + l_own) uses(l_own=%l_own_left"),
+    "the halves of scores' columns the wrong way round": (
+        "fill %Q_left_ring %Q[b, 0, q, left_v]\n    fill %Q_right_ring %Q[b, 0, q, right_v]",
+        "fill %Q_left_ring %Q[b, 0, q, right_v]\n    fill %Q_right_ring %Q[b, 0, q, left_v]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", SHOWN)
+def test_a_mistake_shows_in_the_results(mistake: str) -> None:
+    made = edited(SHOWN[mistake])
+    with pytest.raises((AssertionError, RolesStuck)):
+        for seed in range(8):
+            hold(made, seed)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+EXCHANGE = "    share %P_ring %weights_own beside(M_ring=%soft_own.m, ALPHA_ring=%soft_own.alpha)\n"
+# Edits of the text: (old, new), the rule, the reason.
+REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
+    "weights that are not shared": ((EXCHANGE, ""), "roles", "%P_ring is in relay; expected two roles"),
+    "weights shared twice": ((EXCHANGE, EXCHANGE * 2), "protocol", "overwrites a tile of %P_ring, which right 0 has not given back"),
+    "weights of the other role kept": (
+        ("    give %p_told\n", ""),
+        "protocol",
+        "overwrites a tile of %P_ring, which left 0 has not given back",
+    ),
+    "weights given back while a product reads them": (
+        (
+            "    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n    give %p_both\n",
+            "    give %p_both\n    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n",
+        ),
+        "protocol",
+        "right 0 gives back a tile of %P_ring while %o_flight_both reads it",
+    ),
+    "sums that are not exchanged": (
+        ("    %l_taken_left = take", "    share %L_left_ring %l_own_left\n    %l_taken_left = take"),
+        "protocol",
+        "can wait for ever|not all parts of a tile of %L_left_ring",
+    ),
+    "values taken before they are cleared": (
+        (
+            "    %p_told = take %P_ring : T[BLOCK_Q, BLOCK_KV] @sram\n",
+            "    %v_early = take %odd_left_ring : T[BLOCK_KV, LEFT_V] @sram\n    give %v_early\n"
+            "    %p_told = take %P_ring : T[BLOCK_Q, BLOCK_KV] @sram\n",
+        ),
+        "protocol",
+        "clears rows of a tile of %odd_left_ring that left 0 has taken|can wait for ever",
+    ),
+    "rows cleared after the tile is given back": (
+        ("    clear %k_other_own\n    give %k_other_own\n", "    give %k_other_own\n    clear %k_other_own\n"),
+        "protocol",
+        "left 0 clears rows of a tile of %even_right_ring that it has given back or never taken",
+    ),
+    "rows cleared while scores are multiplied": (
+        (
+            "    %s_own = await %s_flight_own : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+            "    clear %k_own\n    %s_own = await %s_flight_own : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+        ),
+        "protocol",
+        "left 0 clears rows of a tile of %even_left_ring while %s_own_own reads it",
+    ),
+    "a piece of the keys kept": (
+        ("    give %rope_both\n", ""),
+        "protocol",
+        "%odd_rope_ring is filled again, and nothing gives its tiles back",
+    ),
+    "rows that nothing clears": (("    clear %k_other_both\n", ""), "ends-cleared", "%odd_left_ring, and nothing clears rows past the end"),
+    "rows cleared too late": (
+        ("    clear %k_own\n", ""),
+        "ends-cleared",
+        "%acc_flight_own multiplies weights by a tile of %even_left_ring, and nothing clears",
+    ),
+    "the left columns by the right ones": (
+        ("issue %q_left %k_own over(LEFT_V)", "issue %q_other_left %k_own over(LEFT_V)"),
+        "types",
+        "the product is f32",
+    ),
+    "a product that is left in flight": (
+        ("%k_other_own over(RIGHT_V) acc(%s_own_own)", "%k_other_own over(RIGHT_V) acc(%s_rope_own)"),
+        "flights",
+        "in flight; expected one await",
+    ),
+    "rows that are not written beside the weights": (
+        ("beside(M_ring=%soft_own.m, ALPHA_ring=%soft_own.alpha)", "beside(M_ring=%soft_own.m)"),
+        "types",
+        "writes rows to M_ring beside %P_ring; expected M_ring, ALPHA_ring",
+    ),
+    "a relay of two slots": (("ring slots(1) relay(yes)", "ring slots(2) relay(yes)"), "types", "is in relay; expected one slot"),
+    "a relay that one role alone uses": (
+        (EXCHANGE, "    share %L_left_ring %soft_own.m\n"),
+        "roles",
+        "%P_ring is in relay; expected two roles of one copy each that share tiles through it, and take them",
+    ),
+    "a page of another tile": (
+        ("%PAGE_TABLE[b, kv_start // 64]", "%PAGE_TABLE[b, kv_start // 32]"),
+        "walks",
+        "copies from where @decode loads nothing",
+    ),
+    "a tile that lies in no page": (
+        (" page(%page_even)\n    fill %even_left", "\n    fill %even_left"),
+        "walks",
+        "copies from where @decode loads",
+    ),
+    "one half that is not stored": (
+        ("store %O_PARTS_right[q, right_v] %o_part_right check(q)\n", ""),
+        "walks",
+        "it stores 0 times at %O_PARTS",
+    ),
+    "turns by twos, and a first one": (
+        ("step(@own) odd(@told)", "step(@own) odd(@told) recompute(yes)"),
+        "bodies",
+        "has turns by twos; expected @step",
+    ),
+    "an odd turn that yields something else": (
+        ("yield values(m=%m_told_told, l", "yield values(l"),
+        "bodies",
+        "take and yield does not fit",
+    ),
+    "cleared rows of queries": (("    clear %k_own\n", "    clear %k_own\n    clear %rope_both\n"), "scopes", "where it is not defined"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_is_refused(mistake: str) -> None:
+    change, rule, reason = REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule `{rule}`: kernel @decode: .*({reason})"):
+        verify(edited(change))
+
+
+# ---------------------------------------------------------------------------------------------- protocols of a few steps
+
+
+def relay(left: tuple[Step, ...], told: tuple[Step, ...], both: tuple[Step, ...]) -> Protocol:
+    """Two roles and a ring in relay: `left` and `told` by turns; `told` for a last tile, or `both` for two."""
+    programs = (
+        Program("left", (), Walk(left, left, odd=told), (), 1),
+        Program("right", (), Walk(told, told, pair=both), (), 1),
+    )
+    return Protocol(programs, (("P", 1), ("L", 1), ("R", 1)), (("P", ""), ("L", ""), ("R", "")), relays=frozenset({"P"}))
+
+
+SHARE, TOLD = (Step("share", "P"),), (Step("take", "P"), Step("give", "P"))
+
+
+def test_who_takes_a_tile_shares_the_next_one() -> None:
+    """After a number of tiles that is even, all is given back. After an odd number too, so both orders of the end are right."""
+    made = relay(SHARE, TOLD, (*TOLD, *SHARE))
+    assert broken(made) == broken(made, all_orders=True) == ""
+
+
+@pytest.mark.parametrize("both", [(*SHARE, *TOLD), (*TOLD, *SHARE, *SHARE), TOLD, SHARE, (TOLD[0], *SHARE, TOLD[1])])
+def test_all_orders_of_a_relay_give_the_same_verdict(both: tuple[Step, ...]) -> None:
+    made = relay(SHARE, TOLD, both)
+    assert broken(made) and broken(made, all_orders=True)
+
+
+def test_a_cleared_tile_that_another_may_have_taken_is_found() -> None:
+    """It is found in some order of steps: the other role takes the tile before the weights come, or after."""
+
+    def of(*right: Step) -> Protocol:
+        fill, drain = (Step("fill", "K"),), (Step("drain", "K"),)
+        left = (Step("take", "K"), Step("clear", "K"), *SHARE, Step("give", "K"))
+        programs = (
+            Program("producer", (), Walk(fill, fill), drain, 1),
+            Program("left", (), Walk(left, left), (), 1),
+            Program("right", (), Walk(right, right), (), 1),
+        )
+        return Protocol(programs, (("K", 1), ("P", 1)), (("K", ""), ("P", "")))
+
+    after = of(*TOLD, Step("take", "K"), Step("give", "K"))
+    assert broken(after) == broken(after, all_orders=True) == ""
+    before = of(Step("take", "K"), *TOLD, Step("give", "K"))
+    assert "clears rows of a tile of %K that right 0 has taken" in broken(before)
+    assert "clears rows of a tile of %K that right 0 has taken" in broken(before, all_orders=True)
+
+
+def test_roles_that_count_turns_otherwise_are_found() -> None:
+    """One goes through tiles by twos, and takes a tile for the second of each two alone."""
+    fill, take = (Step("fill", "K"),), (Step("take", "K"), Step("give", "K"))
+    walk = Walk((), (), odd=take)
+    programs = (Program("producer", (), Walk(fill, fill), (Step("drain", "K"),), 1), Program("left", (), walk, (), 1))
+    made = Protocol(programs, (("K", 1),), (("K", ""),))
+    assert "wait for ever" in broken(made)
+    every = replace(made, programs=(programs[0], replace(programs[1], walk=Walk(take, take, odd=take))))
+    assert broken(every) == broken(every, all_orders=True) == ""
