@@ -48,6 +48,7 @@ def blocks(page: str, language: str) -> list[str]:
 def test_excerpts_of_ir_are_real() -> None:
     modules = [
         *lowered("causal_mqa").values(),
+        *lowered("decode_mla").values(),
         *(
             m
             for name in (

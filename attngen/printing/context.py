@@ -94,7 +94,7 @@ class KernelContext:
     def _reuse_carried(self, names: dict[str, str], yielded: Yield, ops: tuple[Op, ...]) -> None:
         """A yielded value takes the carried variable itself when nothing reads the old one after it is made."""
         position = {op.name: i for i, op in enumerate(ops)}
-        for f, ref in yielded.values:
+        for f, ref in (pair for pair in yielded.values if pair[0] in names):
             made = position.get(ref.split(".")[0], -1)
             old = {r for r, n in names.items() if n == names[f]}
             later = [op for op in ops[made + 1 :] if op is not yielded and old & set(op.operands())]
@@ -410,7 +410,8 @@ class KernelContext:
             spread = "" if len(dims) == 1 else "[" + ", ".join(":" if d == AXIS_DIM[axis] else "None" for d in dims) + "]"
             if axis == self.kernel.own_axis and times and spread and self.kernel.deal:
                 # in one product for each turn: offsets that are the same in all turns would be kept in registers
-                tiles.append(f"{axis}_idx.to(tl.int64){spread}{times}")
+                row = self._row_of_tensor(axis, tile)
+                tiles.append(f"{row if row.isidentifier() else f'({row})'}.to(tl.int64){spread}{times}")
             elif axis in ("q", "kv"):
                 scalars.append(f"tl.cast({axis}_start, tl.int64){times}" if times else f"{axis}_start")
                 tiles.append(f"{self._row_of_tile(axis, tile)}{spread}{times}")

@@ -22,6 +22,7 @@ DEVICE_CLASSES = {
 }
 
 # kernel -> (device class, bytes per element) -> (rows of the tiled axis, at most; None: any, tile sizes and launch options)
+# With the name of a file as third: lines of the kernel there, which go before the others, but for rows without options.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -77,6 +78,10 @@ SCHEDULES = {
         ),
         ("any", 2): (
             (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": False}),
+        ),
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4}),
         ),
     },
     "combine": {

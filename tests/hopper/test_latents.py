@@ -5,74 +5,60 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from attngen.backends.hopper.latents import declined
+from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.execute import DOUBLE, execute_kernel
 from attngen.ir.execute_roles import DividedLaunch, RolesStuck
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.text import parse_module, print_module
+from attngen.passes.pipeline import lower, undivided
+from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
-from tests.helpers import edit, target
-
-ROW = "  sm90 bytes=2 rows>64 : BLOCK_Q=64 BLOCK_KV=64 num_warps=4 num_stages=2 TMA=1 backend=hopper\n"
-
-
-@cache
-def text() -> tuple[str, str, str]:
-    """The module's text before the divided kernel, that kernel's, and what comes after it."""
-    before, at, after = print_module(target("decode_mla")).partition("\nschedule @fwd")
-    return (
-        f"{before}\n",
-        (Path(__file__).parent / "latents.ir").read_text(),
-        (at + after).replace("schedule @decode\n", f"schedule @decode\n{ROW}"),
-    )
+from tests.helpers import target
+from tests.hopper.common import edited_module
 
 
 def edited(*changes: tuple[str, str]) -> Module:
     """The module with its divided kernel edited; not verified."""
-    before, kernel, after = text()
-    return parse_module(before + edit(kernel, *changes) + after)
-
-
-def test_it_is_read_back_and_holds() -> None:
-    made = verify(edited())
-    assert print_module(made) == "".join(text())
+    return edited_module(target("decode_mla"), *changes, kernel="decode")
 
 
 # ---------------------------------------------------------------------------------------------- what it computes
 
 
-def results(module: Module, kernel: Kernel, seed: int) -> dict[str, np.ndarray]:
+def results(module: Module, kernel: Kernel, seed: int, page: int = 64) -> dict[str, np.ndarray]:
     """Outputs of parts, and their sums, of a random call whose cache has NaN past the end of each sequence."""
     numbers, chance = np.random.default_rng(seed), random.Random(seed)
     DividedLaunch.chance = chance
     batch, queries, heads = chance.choice((1, 2, 3)), chance.choice((1, 2, 3)), chance.choice((1, 4, 8))
-    rows, most, pages = heads * queries, 4, 24
+    rows, most, pages = heads * queries, 256 // page, 24
     table = np.array([chance.sample(range(pages), most) for _ in range(batch)])
     lengths = np.array([chance.choice((0, 1, 15, 16, 17, 40, 64, 65, 100, 200, 256)) for _ in range(batch)])
-    latent, rope = np.full((pages, 1, 64, 512), np.nan), np.full((pages, 1, 64, 64), np.nan)
+    paged = any(arg.name == "PAGE_TABLE" for arg in kernel.args)
+    shape = (pages, 1, page) if paged else (batch, 1, page * most)
+    latent, rope = np.full((*shape, 512), np.nan), np.full((*shape, 64), np.nan)
     for b, length in enumerate(lengths):
         for row in range(length):
-            latent[table[b, row // 64], 0, row % 64] = numbers.standard_normal(512)
-            rope[table[b, row // 64], 0, row % 64] = numbers.standard_normal(64)
+            place = (table[b, row // page], 0, row % page) if paged else (b, 0, row)
+            latent[place], rope[place] = numbers.standard_normal(512), numbers.standard_normal(64)
     items = max(2 * batch, chance.choice((4, 8, 12)))
     out = {"O_PARTS": np.full((items, 1, rows, 512), np.nan), "LSE2_PARTS": np.full((items, 1, rows), np.nan)}
     q = {"Q": numbers.standard_normal((batch, 1, rows, 512)), "Q_ROPE": numbers.standard_normal((batch, 1, rows, 64))}
-    tensors = {**q, "K": latent, "K_ROPE": rope, "CACHE_SEQLENS": lengths, "PAGE_TABLE": table, **out}
-    scalars = {"scale": 576**-0.5, "queries": queries, "B": batch, "items": items, "Nc": 64 * most, "Nn": 0, "Nq": rows}
+    tensors = {**q, "K": latent, "K_ROPE": rope, "CACHE_SEQLENS": lengths, **({"PAGE_TABLE": table} if paged else {}), **out}
+    scalars = {"scale": 576**-0.5, "queries": queries, "B": batch, "items": items, "Nc": page * most, "Nn": 0, "Nq": rows}
     made = DividedLaunch if kernel.backend else None
     execute_kernel(module, kernel, tensors, scalars, {"BLOCK_Q": 8, "BLOCK_KV": 16}, DOUBLE, made)
     return out
 
 
-def hold(module: Module, seed: int) -> None:
+def hold(module: Module, seed: int, page: int = 64) -> None:
     """Raise AssertionError where the divided kernel's results are not those of the portable one."""
-    found, expected = (results(module, kernel, seed) for kernel in (module.divided[0], module.kernel("decode")))
+    found, expected = (results(module, kernel, seed, page) for kernel in (module.divided[0], module.kernel("decode")))
     for name, x in expected.items():
         np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
 
@@ -82,19 +68,66 @@ def test_results_are_those_of_the_portable_kernel(seed: int) -> None:
     hold(edited(), seed)
 
 
+def latents(**more: object) -> Spec:
+    """A spec of latents over a contiguous cache, with more, or other, fields."""
+    usual = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 576, "v": 512}, "mask": "causal", "backward": False, "cache": "contiguous"}
+    return make_spec({"name": "latents", **usual, "kv": {"latent": {"rope": 64}}, **more})
+
+
+@cache
+def lowered(name: str) -> Module:
+    """The module of a spec of latents with another mask or cache."""
+    return lower(latents(**OTHERS[name]))
+
+
+PAGES: dict[str, object] = {"cache": {"paged": {"page_size": 128}}}
+OTHERS: dict[str, dict[str, object]] = {
+    "contiguous": {},
+    "a window, of which partial tiles are in two ranges": {"mask": {"sliding_window": {"left": 100, "right": 0}}, **PAGES},
+    "all tiles are partial": {"mask": {"expr": "kv_idx % 3 != 1"}},
+    "all tiles are full but the last": {"mask": "none"},
+    "soft caps": {"score": [{"softcap": {"cap": 30}}]},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_and_caches(name: str) -> None:
+    module = lowered(name)
+    for seed in range(4):
+        hold(module, seed, page=128 if "window" in name else 64)
+    files = render(module)
+    assert "def decode_right(" in files["hopper.py"] and '("sm90", 2, "hopper")' in files["kernels.py"]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"cache": {"paged": {"page_size": 16}}}, "its cache has pages of 16 rows; expected a multiple of 64"),
+        ({"cache": {"paged": {"page_size": "any"}}}, "its cache has pages whose size a call gives; expected a multiple of 64"),
+        ({"score": ["alibi"]}, "its modifiers are of positions, and registers spill"),
+        ({"head_dim": {"qk": 320, "v": 256}}, "its latents have 256 columns and 64 rotated ones; expected 512 and 64"),
+    ],
+)
+def test_what_stays_portable(more: dict[str, object], why: str) -> None:
+    spec = latents(**more)
+    module = lower(spec, after="dce")
+    assert declined(module) == why and not lower(spec).divided
+    assert f"On sm90 the kernel @decode has no row for hopper: {why}." in list(undivided(spec, module))
+
+
 # Edits of the text that the executor shows: what a role reads is not there yet, is gone, or is another one's.
 SHOWN = {
-    "rows past the end that are not cleared": ("    clear %k_own\n", ""),
+    "rows past the end that are not cleared": ("    clear %k_in_own\n", ""),
     "sums that are not rescaled by the other role's factor": (
-        "%acc_scaled_told = map expr(acc*alpha)",
-        "%acc_scaled_told = map expr(acc + 0*alpha)",
+        "%rescaled_told_in_told = map expr(acc*alpha)",
+        "%rescaled_told_in_told = map expr(acc + 0*alpha)",
     ),
     "a tile of weights given back too early": (
-        "    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n    give %p_both\n",
-        "    give %p_both\n    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n",
+        "    %acc_next_told_in_both = await %acc_next_told_in_both_flight : f32[BLOCK_Q, RIGHT_V] @reg\n    give %p_told_in_both\n",
+        "    give %p_told_in_both\n    %acc_next_told_in_both = await %acc_next_told_in_both_flight : f32[BLOCK_Q, RIGHT_V] @reg\n",
     ),
-    "a maximum that is not the other role's": ("values(m=%m_told_told, ", "values(m=%m_in_told, "),
-    "sums of one role alone": ("expr(l_other + l_own) uses(l_own=%l_own_left", "expr(0*l_other + l_own) uses(l_own=%l_own_left"),
+    "a maximum that is not the other role's": ("values(m=%m_told_in_told, ", "values(m=%m_in_told, "),
+    "sums of one role alone": ("expr(l_other + l_own) uses(l_own=%keys_left_l", "expr(0*l_other + l_own) uses(l_own=%keys_left_l"),
     "the halves of scores' columns the wrong way round": (
         "fill %Q_left_ring %Q[b, 0, q, left_v]\n    fill %Q_right_ring %Q[b, 0, q, right_v]",
         "fill %Q_left_ring %Q[b, 0, q, right_v]\n    fill %Q_right_ring %Q[b, 0, q, left_v]",
@@ -112,80 +145,84 @@ def test_a_mistake_shows_in_the_results(mistake: str) -> None:
 
 # ---------------------------------------------------------------------------------------------- what is refused
 
-EXCHANGE = "    share %P_ring %weights_own beside(M_ring=%soft_own.m, ALPHA_ring=%soft_own.alpha)\n"
+EXCHANGE = "    share %P_ring %weights_in_own beside(M_ring=%soft_in_own.m, ALPHA_ring=%soft_in_own.alpha)\n"
 # Edits of the text: (old, new), the rule, the reason.
 REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
     "weights that are not shared": ((EXCHANGE, ""), "roles", "%P_ring is in relay; expected two roles"),
     "weights shared twice": ((EXCHANGE, EXCHANGE * 2), "protocol", "overwrites a tile of %P_ring, which right 0 has not given back"),
     "weights of the other role kept": (
-        ("    give %p_told\n", ""),
+        ("    give %p_told_in_told\n", ""),
         "protocol",
         "overwrites a tile of %P_ring, which left 0 has not given back",
     ),
     "weights given back while a product reads them": (
         (
-            "    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n    give %p_both\n",
-            "    give %p_both\n    %o_both = await %o_flight_both : f32[BLOCK_Q, RIGHT_V] @reg\n",
+            "    %acc_next_told_in_both = await %acc_next_told_in_both_flight : f32[BLOCK_Q, RIGHT_V] @reg\n    give %p_told_in_both\n",
+            "    give %p_told_in_both\n    %acc_next_told_in_both = await %acc_next_told_in_both_flight : f32[BLOCK_Q, RIGHT_V] @reg\n",
         ),
         "protocol",
-        "right 0 gives back a tile of %P_ring while %o_flight_both reads it",
+        "right 0 gives back a tile of %P_ring while %acc_next_told_in_both_flight reads it",
     ),
     "sums that are not exchanged": (
-        ("    %l_taken_left = take", "    share %L_left_ring %l_own_left\n    %l_taken_left = take"),
+        ("    %l_taken_left = take", "    share %L_left_ring %keys_left_l\n    %l_taken_left = take"),
         "protocol",
         "can wait for ever|not all parts of a tile of %L_left_ring",
     ),
     "values taken before they are cleared": (
         (
-            "    %p_told = take %P_ring : T[BLOCK_Q, BLOCK_KV] @sram\n",
-            "    %v_early = take %odd_left_ring : T[BLOCK_KV, LEFT_V] @sram\n    give %v_early\n"
-            "    %p_told = take %P_ring : T[BLOCK_Q, BLOCK_KV] @sram\n",
+            "    %p_told_in_told = take %P_ring : T[BLOCK_Q, BLOCK_KV] @sram\n",
+            "    %v_early = take %K_left_odd_ring : T[BLOCK_KV, LEFT_V] @sram\n    give %v_early\n"
+            "    %p_told_in_told = take %P_ring : T[BLOCK_Q, BLOCK_KV] @sram\n",
         ),
         "protocol",
-        "clears rows of a tile of %odd_left_ring that left 0 has taken|can wait for ever",
+        "clears rows of a tile of %K_left_odd_ring that left 0 has taken|can wait for ever",
     ),
     "rows cleared after the tile is given back": (
-        ("    clear %k_other_own\n    give %k_other_own\n", "    give %k_other_own\n    clear %k_other_own\n"),
+        ("    clear %k_other_in_own\n    give %k_other_in_own\n", "    give %k_other_in_own\n    clear %k_other_in_own\n"),
         "protocol",
-        "left 0 clears rows of a tile of %even_right_ring that it has given back or never taken",
+        "left 0 clears rows of a tile of %K_right_even_ring that it has given back or never taken",
     ),
     "rows cleared while scores are multiplied": (
         (
-            "    %s_own = await %s_flight_own : f32[BLOCK_Q, BLOCK_KV] @reg\n",
-            "    clear %k_own\n    %s_own = await %s_flight_own : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+            "    %s_in_own = await %s_in_own_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+            "    clear %k_in_own\n    %s_in_own = await %s_in_own_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n",
         ),
         "protocol",
-        "left 0 clears rows of a tile of %even_left_ring while %s_own_own reads it",
+        "left 0 clears rows of a tile of %K_left_even_ring while %s_own_in_own_flight reads it",
     ),
     "a piece of the keys kept": (
-        ("    give %rope_both\n", ""),
+        ("    give %k_rope_in_both\n", ""),
         "protocol",
-        "%odd_rope_ring is filled again, and nothing gives its tiles back",
+        "can wait for ever|is filled again, and nothing gives its tiles back",
     ),
-    "rows that nothing clears": (("    clear %k_other_both\n", ""), "ends-cleared", "%odd_left_ring, and nothing clears rows past the end"),
-    "rows cleared too late": (
-        ("    clear %k_own\n", ""),
+    "rows that nothing clears": (
+        ("    clear %k_other_in_both\n", ""),
         "ends-cleared",
-        "%acc_flight_own multiplies weights by a tile of %even_left_ring, and nothing clears",
+        "%K_left_odd_ring, and nothing clears rows",
+    ),
+    "rows cleared too late": (
+        ("    clear %k_in_own\n", ""),
+        "ends-cleared",
+        "%acc_next_in_own_flight multiplies weights by a tile of %K_left_even_ring, and nothing clears",
     ),
     "the left columns by the right ones": (
-        ("issue %q_left %k_own over(LEFT_V)", "issue %q_other_left %k_own over(LEFT_V)"),
+        ("issue %q_near_in_own %k_in_own over(LEFT_V)", "issue %q_other_left %k_in_own over(LEFT_V)"),
         "types",
         "the product is f32",
     ),
     "a product that is left in flight": (
-        ("%k_other_own over(RIGHT_V) acc(%s_own_own)", "%k_other_own over(RIGHT_V) acc(%s_rope_own)"),
+        ("%k_other_in_own over(RIGHT_V) acc(%s_own_in_own_flight)", "%k_other_in_own over(RIGHT_V) acc(%s_rope_in_own_flight)"),
         "flights",
         "in flight; expected one await",
     ),
     "rows that are not written beside the weights": (
-        ("beside(M_ring=%soft_own.m, ALPHA_ring=%soft_own.alpha)", "beside(M_ring=%soft_own.m)"),
+        ("beside(M_ring=%soft_in_own.m, ALPHA_ring=%soft_in_own.alpha)", "beside(M_ring=%soft_in_own.m)"),
         "types",
         "writes rows to M_ring beside %P_ring; expected M_ring, ALPHA_ring",
     ),
     "a relay of two slots": (("ring slots(1) relay(yes)", "ring slots(2) relay(yes)"), "types", "is in relay; expected one slot"),
     "a relay that one role alone uses": (
-        (EXCHANGE, "    share %L_left_ring %soft_own.m\n"),
+        (EXCHANGE, "    share %L_left_ring %soft_in_own.m\n"),
         "roles",
         "%P_ring is in relay; expected two roles of one copy each that share tiles through it, and take them",
     ),
@@ -195,12 +232,12 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "copies from where @decode loads nothing",
     ),
     "a tile that lies in no page": (
-        (" page(%page_even)\n    fill %even_left", "\n    fill %even_left"),
+        (" page(%page_even)\n    fill %K_left_even", "\n    fill %K_left_even"),
         "walks",
         "copies from where @decode loads",
     ),
     "one half that is not stored": (
-        ("store %O_PARTS_right[q, right_v] %o_part_right check(q)\n", ""),
+        ("store %O_PARTS_head_right[q, right_v] %o_part_right check(q)\n", ""),
         "walks",
         "it stores 0 times at %O_PARTS",
     ),
@@ -210,11 +247,15 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "has turns by twos; expected @step",
     ),
     "an odd turn that yields something else": (
-        ("yield values(m=%m_told_told, l", "yield values(l"),
+        ("yield values(m=%m_told_in_told, l", "yield values(l"),
         "bodies",
         "take and yield does not fit",
     ),
-    "cleared rows of queries": (("    clear %k_own\n", "    clear %k_own\n    clear %rope_both\n"), "scopes", "where it is not defined"),
+    "cleared rows of queries": (
+        ("    clear %k_in_own\n", "    clear %k_in_own\n    clear %k_rope_in_both\n"),
+        "scopes",
+        "where it is not defined",
+    ),
 }
 
 

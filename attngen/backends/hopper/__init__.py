@@ -18,10 +18,13 @@ from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_gradients import OverlapGradients
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
+from attngen.backends.hopper.overlap_weights import OverlapWeights
 from attngen.backends.hopper.ring_scores import RingScores
 from attngen.backends.hopper.schedule_work import ScheduleWork
 from attngen.backends.hopper.share_gradients import ShareGradients
+from attngen.backends.hopper.share_weights import ShareWeights
 from attngen.backends.hopper.shift_rows import ShiftRows
+from attngen.backends.hopper.split_columns import SplitColumns
 from attngen.backends.hopper.split_masks import SplitMasks
 from attngen.backends.hopper.take_turns import TakeTurns
 
@@ -31,12 +34,15 @@ HOPPER = Divider(
     divisions=DIVISIONS,
     passes=lambda choose: (
         AssignRoles(choose),
+        SplitColumns(),
+        ShareWeights(),
         HideQueries(),
         ShiftRows(),
         SplitMasks(),
         MakeRings(),
         ShareGradients(),
         IssueProducts(),
+        OverlapWeights(),
         OverlapGradients(),
         RingScores(),
         OverlapSoftmax(),

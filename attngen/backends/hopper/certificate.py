@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.backends.base import Reading
-from attngen.backends.hopper.choice import overlaps, room_of
+from attngen.backends.hopper.choice import multipliers, overlaps, room_of
 from attngen.backends.hopper.facts import FORWARD, LANES, MOST_REGISTERS
 from attngen.backends.hopper.gradients import is_signed
 from attngen.backends.hopper.sram import sram_bytes
@@ -83,7 +83,7 @@ def _registers(kernel: Kernel, row: Row, code: dict[str, Any]) -> Iterator[str]:
 
 
 def given(name: str, kernel: Kernel, row: Row) -> list[int]:
-    """The registers that the copies of a role have, least first.
+    """The registers that the copies of a role have, least first; of one that issues products, with those of all that do.
 
     Groups of four warps have what their roles say. The first group, of the role with the most warps, has what the others leave, which is
     more where a program has few warps.
@@ -91,7 +91,8 @@ def given(name: str, kernel: Kernel, row: Row) -> list[int]:
     roles = {block.name: block.role for block in kernel.roles if block.role}
     first = max(roles, key=lambda role: roles[role].warps)
     left = lane_registers(kernel, row) - sum(groups(kernel)) + roles[first].registers
-    own = [roles[name].registers] * roles[name].copies
+    alike = multipliers(kernel) if name in multipliers(kernel) else [name]
+    own = [roles[role].registers for role in alike for _ in range(roles[role].copies)]
     return sorted([*own[1:], min(MOST_REGISTERS, left // 8 * 8)] if name == first else own)
 
 

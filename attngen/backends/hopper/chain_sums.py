@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import sympy
 
 from attngen.backends.hopper.forward import with_forwards
+from attngen.backends.hopper.latents import is_of_latents
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Init, Map, Op, Reduce, Type, Yield
@@ -43,13 +44,19 @@ class ChainSums(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_forwards(module, _chained)
+        module = with_forwards(module, _chained)
+        return replace(module, divided=tuple(_chained(kernel) if is_of_latents(kernel) else kernel for kernel in module.divided))
 
 
 def _chained(kernel: Kernel) -> Kernel:
-    pipeline = next((op for op in kernel.ops() if isinstance(op, Pipeline)), None)
-    if pipeline is None:
-        return kernel
+    for name in [op.name for op in kernel.ops() if isinstance(op, Pipeline) and op.carry]:
+        pipeline = kernel.op(name)
+        assert isinstance(pipeline, Pipeline)
+        kernel = _with_chains(kernel, pipeline)
+    return kernel
+
+
+def _with_chains(kernel: Kernel, pipeline: Pipeline) -> Kernel:
     found = _sums(kernel, pipeline)
     fields = {field for field, ref in pipeline.carry if ref in found}
     if not fields or not all(_adds(kernel, op, found) for body in pipeline.bodies for op in kernel.block(body).ops):

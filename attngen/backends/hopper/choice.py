@@ -23,9 +23,9 @@ from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool
-from attngen.ir.graph import MIRRORED, Kernel, Module, Row
+from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Add, Arg, Block, Gather, Load, Loop, Map, Mask, Op
-from attngen.ir.roles import Clear, Follow, Give, Pipeline, Ring, Share, Take, Turn, Work
+from attngen.ir.roles import Clear, Follow, Give, Issue, Pipeline, Ring, Share, Take, Turn, Work
 from attngen.policy import SHORT_ROWS
 from attngen.schedules.classes import mask_class
 
@@ -130,7 +130,7 @@ def _is_plain(module: Module, kernel: Kernel) -> bool:
     loops = [op for op in kernel.block("entry").ops if isinstance(op, Loop)]
     apart = any(len(loop.ranges) > 1 or loop.listed for loop in loops)
     of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",) for op in kernel.ops())
-    return not (module.blocks or apart or of_keys or _is_placed(kernel))
+    return not (module.blocks or apart or of_keys or is_placed(kernel))
 
 
 def _looks_up(module: Module, kernel: Kernel) -> bool:
@@ -151,11 +151,11 @@ def _is_crowded(module: Module, kernel: Kernel) -> bool:
     read = [op for op in kernel.ops() if isinstance(op, (Gather, Load)) and not kernel.only_known(op)]
     booleans = any(op.type.dims == ("BLOCK_KV",) and op.type.dtype == "b1" for op in read)
     of_queries = any(op.type.dims == ("BLOCK_Q",) for op in read)
-    beside = kernel.reads_pairs or (module.head_dim_v > STEADY and _is_placed(kernel))
+    beside = kernel.reads_pairs or (module.head_dim_v > STEADY and is_placed(kernel))
     return bool(module.blocks and module.blocks.data) and (booleans or (of_queries and beside))
 
 
-def _is_placed(kernel: Kernel) -> bool:
+def is_placed(kernel: Kernel) -> bool:
     """Whether a modifier of scores is of positions."""
     maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == PAIR)
     return any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
@@ -390,7 +390,8 @@ def known_numbers(kernel: Kernel) -> list[str]:
 def place_names(kernel: Kernel) -> list[str]:
     """The variables that say where a program's tile is, the first of them never negative, and whether its head is mirrored."""
     axes = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
-    return [*axes, *([MIRRORED] if kernel.grid[0].mirrored else [])]
+    dealt = [DEALT[-1]] if kernel.deal else []  # of the parts of all sequences, where those of the tile's start
+    return [*axes, *dealt, *([MIRRORED] if kernel.grid[0].mirrored else [])]
 
 
 def told_numbers(kernel: Kernel) -> list[str]:
@@ -404,6 +405,11 @@ def turns(kernel: Kernel) -> int:
     return sum(role.copies for role in taking)
 
 
+def multipliers(kernel: Kernel) -> list[str]:
+    """The roles that issue products."""
+    return [role.name for role in kernel.roles if any(isinstance(op, Issue) for op in kernel.within(role.name))]
+
+
 def clearing(kernel: Kernel) -> list[str]:
     """The roles that clear rows past the end. Warps of each meet at a named barrier: a product reads what all of them have cleared."""
     return [role.name for role in kernel.roles if any(isinstance(op, Clear) for op in kernel.within(role.name))]
@@ -415,10 +421,11 @@ def copies_of(kernel: Kernel, ring: Ring) -> int:
 
 
 def handed_over(kernel: Kernel) -> dict[str, bool]:
-    """The rings through which copies share a tile, and whether another role takes it."""
+    """The rings through which copies share a tile, but for those in relay, and whether another role takes it."""
     shares = {op.ring: role.name for role in kernel.roles for op in kernel.within(role.name) if isinstance(op, Share)}
     takes = {op.ring: role.name for role in kernel.roles for op in kernel.within(role.name) if isinstance(op, Take)}
-    return {ring: takes.get(ring) != role for ring, role in shares.items()}
+    relays = {op.name for op in kernel.ops() if isinstance(op, Ring) and op.relay}
+    return {ring: takes.get(ring) != role for ring, role in shares.items() if ring not in relays}
 
 
 def barriers_of(kernel: Kernel, ring: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from attngen.backends.ahead import TYPES, code_bytes, compile_each, compiled, load, said_by_ptxas, triton_version
 from attngen.backends.base import Reading, short_digest
+from attngen.backends.hopper.choice import multipliers
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.reuse import reused
@@ -24,7 +25,7 @@ from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.roles import Fill, Issue
+from attngen.ir.roles import Fill
 
 COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG")  # instructions: products of warp groups and of warps, loads and stores of the copy engine
 
@@ -59,7 +60,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
         dtype = TYPES.get(arg.type.dtype, element)
         types.append((arg.name, dtype if arg.role == "scalar" else f"*{dtype}"))
     types.append((COUNTER, "*i32"))
-    widths = {"D_QK": tile_width(module.head_dim_qk), "D_V": tile_width(module.head_dim_v)}
+    widths = {name: tile_width(width) for name, width in module.widths.items()}
     return Job(
         file,
         kernel.name,
@@ -76,11 +77,16 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
 
 
 def marks(kernel: Kernel) -> Iterator[tuple[str, str]]:
-    """Roles, and an instruction that only the code of each has: a product of a role that issues some, a load of one that fills rings."""
+    """Roles, and an instruction that only the code of each has: a product of a role that issues some, a load of one that fills rings.
+
+    Of several roles that issue products, the first one stands for all.
+    """
+    multiplying = multipliers(kernel)
     for block in kernel.roles:
         ops = list(kernel.within(block.name))
-        if any(isinstance(op, Issue) for op in ops):
-            yield block.name, "HGMMA"
+        if block.name in multiplying:
+            if block.name == multiplying[0]:
+                yield block.name, "HGMMA"
         elif any(isinstance(op, Fill) for op in ops):
             yield block.name, "UTMALDG"
 

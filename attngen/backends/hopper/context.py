@@ -23,12 +23,31 @@ from attngen.backends.hopper.choice import (
     turns,
 )
 from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, NAMED_BARRIERS, ROWS, THREADS, TURNED
-from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
+from attngen.backends.hopper.pipeline_views import gluon
+from attngen.backends.hopper.relay_views import HALF, RelayContext, near_of, side_of
 from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, piece_of, pieces
 from attngen.ir.expr import select, symbol
 from attngen.ir.graph import MIRRORED, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, MEMBER, Access, Add, Arg, Base, Block, Init, Loop, Map, Mask, Merge, Op, Type, Yield
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    MEMBER,
+    SIDES,
+    Access,
+    Add,
+    Arg,
+    Base,
+    Block,
+    Init,
+    Loop,
+    Map,
+    Mask,
+    Merge,
+    Op,
+    Type,
+    Yield,
+)
 from attngen.ir.roles import (
     CHAINS,
     DIVIDED_KIND,
@@ -73,7 +92,7 @@ def _rings_in(nodes: list[Node]) -> set[str]:
     return used | {ring for node in nodes for ring in _rings_in(node.body)}
 
 
-class DividedContext(PipelineContext):
+class DividedContext(RelayContext):
     """Builds the views of one divided kernel."""
 
     def __init__(self, module: Module, name: str) -> None:
@@ -96,8 +115,13 @@ class DividedContext(PipelineContext):
                 continue
             for field, start in op.carry:
                 names |= dict.fromkeys((start, f"{op.name}.{field}"), field)
+                names.setdefault(field, field)
             for body in op.bodies:
                 self._name_body(names, self.kernel.block(body), f"_in_{body}")
+        if self.of_latents:
+            for op in self.kernel.ops():
+                if isinstance(op, Work):
+                    self._name_body(names, self.kernel.block(op.body), f"_{op.body.partition('_')[2]}")
         return names
 
     def _name_body(self, names: dict[str, str], body: Block, suffix: str) -> None:
@@ -188,6 +212,8 @@ class DividedContext(PipelineContext):
 
     def _part_of(self, ring: Ring) -> str:
         """The columns of a ring's buffers, where these are not those of a tensor: a copy has as many keys of scores as it has rows."""
+        if side_of(ring.type.dims):
+            return str(self.module.head_dim_v // 2)
         return str(ROWS) if set(ring.type.dims) == PAIR else part_of(ring)
 
     def _ring(self, op: Ring) -> RingView:
@@ -199,6 +225,8 @@ class DividedContext(PipelineContext):
             return RingView(self._short(op.name), slots, "", "", buffers, buffers, True, numbers, counted=counted(self.kernel, op.name))
         if op.name in self.shared:
             return self._shared_ring(op, slots)
+        if op.relay:
+            return RingView(self._short(op.name), slots, self._shape(op), "", buffers, buffers, False, of="dtype")
         if op.beside:
             numbers = ", ".join([slots, *(op.type.dims or ("1",))])
             return RingView(self._short(op.name), slots, "", "", buffers, buffers, False, numbers, NUMBERS[op.type.dtype])
@@ -211,6 +239,9 @@ class DividedContext(PipelineContext):
 
     def _shared_ring(self, op: Ring, slots: str) -> RingView:
         """A tile that copies share: for themselves as one buffer; for the copy engine, which has it from there, as one for each part."""
+        if self._is_of_rows(op.name):
+            numbers = f"{slots}, {op.type.dims[0]}"
+            return RingView(self._short(op.name), slots, "", "", slots, slots, False, numbers, NUMBERS[op.type.dtype], emptied=True)
         add = next((o for o in self.kernel.ops() if isinstance(o, Add)), None)
         if not self.shared[op.name] or add is None:
             rows, columns = self._dims(op.type.dims, False)
@@ -240,6 +271,7 @@ class DividedContext(PipelineContext):
     def _dims(self, dims: tuple[str, ...], each: bool = True) -> list[str]:
         whole = {whole: own for own, whole in WHOLE.items()}
         parts = {PARTS["BLOCK_Q"]: str(ROWS), PARTS["D_QK"]: str(self._columns(PARTS["D_QK"]))}
+        parts |= dict.fromkeys(SIDES.values(), HALF)
         return ["ROWS" if d == AXIS_DIM[self.own] and each else whole.get(d, parts.get(d, d)) for d in dims]
 
     def _columns(self, dim: str) -> int:
@@ -264,6 +296,7 @@ class DividedContext(PipelineContext):
 
     def _role(self, block: Block, params: list[str]) -> RoleView:
         assert block.role is not None
+        self.mine = block
         nodes = self.block(block.name, "entry")
         work = next((node for node in nodes if node.kind == "work"), None)
         known = work.body.pop(0).body if work else []
@@ -292,7 +325,7 @@ class DividedContext(PipelineContext):
             prologue,
             nodes,
             bool(block.role.rows) or any(isinstance(op, Fill) for op in self.kernel.within(block.name)),
-            ["THREADS", *(["COPY"] if block.role.rows or block.role.copies > 1 else [])],
+            ["THREADS", *(["COPY"] if not self.of_latents and (block.role.rows or block.role.copies > 1) else [])],
         )
 
     def _place_tiles(self, work: Node, known: list[Node], block: Block, words: set[str], params: list[str]) -> None:
@@ -309,22 +342,24 @@ class DividedContext(PipelineContext):
         rows = self._own_rows(words) if block.role and block.role.rows else []
         start = [f"{self._next_start()}, turn_seen = -1, 0"] if self._looks_ahead(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "recall"), len(body))
-        before, axes = names_in([*of_tile, *body[:at]]), len(self.kernel.grid)
+        before, axes = names_in([*of_tile, *body[:at]]), self._axes_told()
         numbers = list(enumerate(work.text["numbers"]))
         work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
-        used = names_in([*of_tile, *body]) | set(re.findall(r"\w+", " ".join(work.text["place"])))
+        used = names_in([*of_tile, *body]) | set(re.findall(r"\w+", " ".join([*work.text["place"], *work.text["parts"]])))
         whole = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
         work.text["anew"] = [name for name in params if name in used and (name in whole or name.startswith("stride_"))]
         work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*rows, *start]}), *body]
         for node in body[at : at + 1]:
             later = names_in(body[at + 1 :])
             node.text["rows"] = [line for line in rows if line.split()[0] in later]
+            if self.kernel.deal:
+                node.text["again"] = [i for i, name in numbers[:axes] if i == 0 or name in later]
 
     def _positions(self, words: set[str]) -> list[str]:
         """Layouts, and the positions of rows and of keys in their tiles."""
         lines = [f"SCORES: gl.constexpr = layout_of({AXIS_DIM[self.loop]})"]
         if words & {"SUMS", "OPERAND"}:
-            lines.append(f"SUMS: gl.constexpr = layout_of({self._width('d_v')})")
+            lines.append(f"SUMS: gl.constexpr = layout_of({HALF if self.of_latents else self._width('d_v')})")
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)")
         if "PARTS" in words:
@@ -341,6 +376,13 @@ class DividedContext(PipelineContext):
         if f"{self.own}_rows" in words:
             lines.append(f"{self.own}_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))")
             lines.append("d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, SUMS))")
+        if self.of_latents:
+            lines = [line for line in lines if not line.startswith("d_v = ")]
+            lines += [
+                f"{side} = {at}gl.arange(0, {HALF}, layout=gl.SliceLayout(0, SUMS))"
+                for side, at in zip(SIDES, ("", f"{HALF} + "))
+                if side in words
+            ]
         if words & {f"{self.loop}_off", f"{self.loop}_idx"}:
             lines.append(f"{self.loop}_off = gl.arange(0, {AXIS_DIM[self.loop]}, layout=gl.SliceLayout(0, SCORES))")
         if "dtype" in words:
@@ -355,7 +397,7 @@ class DividedContext(PipelineContext):
         """The positions of the copy's own rows."""
         start, own = f"{self.own}_start", f"{self.own}_idx"
         placed = [f"{own} = {start} + {self.own}_off"] if own in words and not self.places_rows else []
-        return [f"{start} = {start} + COPY * ROWS", *placed]
+        return placed if self.of_latents else [f"{start} = {start} + COPY * ROWS", *placed]
 
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """The next slot of each ring that a role fills or takes from; the phase of its barrier, or how often the role has filled it."""
@@ -363,6 +405,8 @@ class DividedContext(PipelineContext):
         takes = not any(isinstance(op, Fill) for op in self.kernel.within(block.name))
         for name, ring in self.rings.items():
             short = self._short(name)
+            if ring.relay:
+                continue
             if name in self.shared:
                 if f"{short}_slot" in words and name not in self.leaders:
                     lines += self._shared_counters(name, block)
@@ -380,6 +424,8 @@ class DividedContext(PipelineContext):
         """The next slot of a tile that copies share, if there are several, and the phase of its barrier for who waits until it is free."""
         short, ring = self._short(name), self.rings[name]
         shares = bool(block.role and block.role.rows)  # the first slots are free, as if they had been given back once
+        if self.of_latents:
+            shares = any(isinstance(op, Share) and op.ring == name for op in self.kernel.within(block.name))
         found = {f"{short}_slot": "0"} if self._slots(ring) != "1" else {}
         found |= {f"{short}_phase": str(int(shares))} if self.shared[name] and not (shares and self._alike(name)) else {}
         return [f"{', '.join(found)} = {', '.join(found.values())}"] if found else []
@@ -408,7 +454,7 @@ class DividedContext(PipelineContext):
         """Views of a block's ops, as a loop of class `cls` runs them."""
         nodes = []
         for op in self.kernel.block(name).ops:
-            if isinstance(op, (Arg, Ring)) or self._idle(op, cls):
+            if isinstance(op, (Arg, Ring)) or self._idle(op, cls) or self._is_silent(op):
                 continue
             kind = DIVIDED_KIND[type(op)]
             text = self._await(op, name) if isinstance(op, Await) else getattr(self, f"_{kind}")(op, cls)
@@ -429,7 +475,9 @@ class DividedContext(PipelineContext):
         return {
             "ring": self._short(op.ring),
             "tensor": op.src.tensor,
-            "place": self._place(op.src, f" + copy * {ROWS}" if ring.each else "", f"piece * {ring.columns}" if n > 1 else "0"),
+            "place": self._place_of_fill(op)
+            if self.of_latents
+            else self._place(op.src, f" + copy * {ROWS}" if ring.each else "", f"piece * {ring.columns}" if n > 1 else "0"),
             "bytes": " * ".join([*([str(n)] if n > 1 else []), *self._shape(ring).split(", "), "2"]),
             "pieces": n if n > 1 else 0,
             "buffer": self._times(ring, slot["index"]) + (" + piece" if n > 1 else ""),
@@ -456,7 +504,8 @@ class DividedContext(PipelineContext):
     def _read(self, op: Read, cls: str) -> dict[str, Any]:
         take = self.kernel.op(op.beside)
         assert isinstance(take, Take)
-        return {"var": self.var(op.name), "ring": self._short(op.ring), "index": self._slot(take.ring, "COPY")["index"]}
+        text = {"var": self.var(op.name), "ring": self._short(op.ring), "axis": int(self._read_of_rows(op))}
+        return {**text, "index": "0" if self.rings[take.ring].relay else self._slot(take.ring, "COPY")["index"]}
 
     def _slot(self, name: str, copy: str = "") -> dict[str, Any]:
         """Where a ring's next buffer is, how many slots it has, and the barrier of its first free slot, if it is filled again.
@@ -465,14 +514,15 @@ class DividedContext(PipelineContext):
         """
         ring, short = self.rings[name], self._short(name)
         if not is_reused(self.kernel, name):
-            return {"index": copy if ring.each else "0", "slots": "1", "free": "", "counted": False}
+            return {"index": copy if ring.each else "0", "slots": "1", "free": "", "counted": False, "threads": "THREADS"}
         slots, counter = self._slots(ring), self._counter(name) if copy == "COPY" else short
         slot = "" if slots == "1" else f"{counter}_slot"
         index = slot or "0"
         if ring.each:
             index = f"{copies_of(self.kernel, ring)} * {slot} + {copy}" if slot else copy
         free = " + ".join([self._free(name), *([slot] if slot else [])])
-        return {"index": index, "slots": slots, "free": free, "counter": counter, "goes_on": counter == short, "counted": ring.counted}
+        text = {"index": index, "slots": slots, "free": free, "counter": counter, "goes_on": counter == short}
+        return {**text, "counted": ring.counted, "threads": self._threads(name)}
 
     def _counter(self, name: str) -> str:
         """The name of the counter of a ring's slots in a role that takes from it."""
@@ -484,8 +534,13 @@ class DividedContext(PipelineContext):
         """Whether a taken ring is filled once for each of the program's tiles: it has one slot, in the phase of the place's, 0 or 1."""
         return self.rings[name].counted and bool(self.rings[name].type.dims) and not is_taken_in_turns(self.kernel, name)
 
-    @cached_property
+    @property
     def leaders(self) -> dict[str, str]:
+        """Rings of whose slots a turn uses the same as of another ring, with that one: they have its counter."""
+        return self._leaders_by_twos() if self.of_latents else self._leaders_of_backward
+
+    @cached_property
+    def _leaders_of_backward(self) -> dict[str, str]:
         """Rings whose slots a turn of the backward's loop uses as those of another ring, with that one: they have its counter.
 
         A turn uses a slot of each, and none but that of dS after it has given back the last tile that was copied.
@@ -510,6 +565,10 @@ class DividedContext(PipelineContext):
 
     def _share(self, op: Share, cls: str) -> dict[str, Any]:
         """Where a copy writes its part, what it waits for before, and at whose barrier it arrives after that."""
+        if self.rings[op.ring].relay:
+            return self._share_in_relay(op)
+        if self._is_of_rows(op.ring):
+            return self._share_rows(op)
         text, value = self._shared_slot(op.ring), self.kernel.type_of(op.value)
         one, alike = text["slot"] or "0", self._alike(op.ring)
         text |= {"phase": f"{self._counter(alike) if alike else self._short(op.ring)}_phase", "in_phase": self._short(alike)}
@@ -539,7 +598,7 @@ class DividedContext(PipelineContext):
         short, slots, copies = self._short(name), self._slots(self.rings[name]), self.kernel.sharing_role.copies
         slot, each = "" if slots == "1" else f"{self._counter(name)}_slot", barriers_of(self.kernel, name)
         barrier = " + ".join([self._free(name), *([f"{each} * {slot}" if each > 1 else slot] if slot else [])])
-        text = {"ring": short, "slot": slot, "slots": slots, "barrier": barrier, "threads": copies * THREADS, "copies": copies}
+        text = {"ring": short, "slot": slot, "slots": slots, "barrier": barrier, "threads": copies * THREADS, "relay": False}
         return {**text, "handed": self.shared[name], "goes_on": bool(slot) and name not in self.leaders, "dealt": name in self.kernel.dealt}
 
     def _near(self, op: Near, cls: str) -> dict[str, Any]:
@@ -551,16 +610,20 @@ class DividedContext(PipelineContext):
         return {"tiles": self._tiles_at(op.name, ring, at), "ring": self._short(take.ring), "shape": self._shape(ring)}
 
     def _lift(self, op: Lift, cls: str) -> dict[str, Any]:
+        take = self.kernel.take_of(op.value)
+        if take and self._is_of_rows(take.ring):
+            return {"var": self.var(op.name), "tile": f"{self._short(take.ring)}_ring.index(0)", "layout": "gl.SliceLayout(1, SCORES)"}
         turned = self.kernel.type_of(op.value).dims != op.type.dims
         layout = "SCORES" if set(op.type.dims) == PAIR else "SUMS"
         return {"var": self.var(op.name), "tile": self.var(op.value) + ".permute((1, 0))" * turned, "layout": layout}
 
     def _row_of_tile(self, axis: str, tile: tuple[str, ...]) -> str:
         """A tile that is as wide as sums is read by the threads that have its rows of these."""
-        return f"{axis}_rows" if tile[1:] == ("D_V",) else super()._row_of_tile(axis, tile)
+        return f"{axis}_rows" if tile[1:] == ("D_V",) or side_of(tile) else super()._row_of_tile(axis, tile)
 
     def _row_of_tensor(self, axis: str, tile: tuple[str, ...]) -> str:
-        return f"{axis}_start + {axis}_rows" if tile[1:] == ("D_V",) else super()._row_of_tensor(axis, tile)
+        wide = tile[1:] == ("D_V",) or side_of(tile)
+        return f"{axis}_start + {axis}_rows" if wide else super()._row_of_tensor(axis, tile)
 
     def _own(self, op: Own, cls: str) -> dict[str, Any]:
         return {"pairs": list(zip(self._tile_vars(op.name), self._tile_vars(op.value)))}
@@ -622,13 +685,16 @@ class DividedContext(PipelineContext):
         return f"{start} < {AXIS_EXTENT[self.own]}" if symbol(start) in op.turns.index else ""
 
     def _take(self, op: Take, cls: str) -> dict[str, Any]:
+        if self.rings[op.ring].relay:
+            return self._take_in_relay(op)
         if op.ring in self.shared:
             return {**self._shared_slot(op.ring), "var": self.var(op.name), "shared": True}
         short, ring = self._short(op.ring), self.rings[op.ring]
         slot, in_phase = self._slot(op.ring, "COPY"), self._alternates(op.ring)
         phase = f"{self._counter(op.ring)}_{'slot' if in_phase else 'phase'}" if is_reused(self.kernel, op.ring) else "0"
         read = any(not isinstance(self.kernel.op(reader), (Give, Near)) for reader in self.kernel.graph.successors(op.name))
-        tiles = self._tiles_at(op.name, ring, slot["index"]) if read else []
+        at = "nothing()" if self.of_latents and near_of(ring) else slot["index"]
+        tiles = self._tiles_at(op.name, ring, at) if read else []
         return {"tiles": tiles, "ring": short, "phase": phase, "in_phase": in_phase, "shape": self._shape(ring), "shared": False, **slot}
 
     def _tile_vars(self, ref: str) -> list[str]:
@@ -660,8 +726,12 @@ class DividedContext(PipelineContext):
         return {"flag": "LEARN" * any(self._learned(o.dst.tensor) for o in puts)}
 
     def _work(self, op: Work, cls: str) -> dict[str, Any]:
-        place = self._place_of_tile() if op.draws else []
+        before: list[str] = []
+        place = self._place_of_tile() if op.draws and not self.kernel.deal else []
+        if op.draws and self.kernel.deal:
+            before, place = self._lines_of_parts()
         return {
+            "parts": before,
             "ring": self._short(op.ring),
             "draws": op.draws,
             "waits": self.kernel.adds,  # for programs that started before: so tiles are drawn when they are started
@@ -672,8 +742,18 @@ class DividedContext(PipelineContext):
             **self._slot(op.ring, "" if op.draws else "COPY"),
         }
 
+    def _axes_told(self) -> int:
+        """How many of the numbers that are passed say where a tile is."""
+        return len(place_names(self.kernel)) if self.kernel.deal else len(self.kernel.grid)
+
     def _recall(self, op: Recall, cls: str) -> dict[str, Any]:
-        return {"ring": self._short(op.ring), "warps": self._warps(op), **self._numbers(), **self._slot(op.ring, "COPY")}
+        return {
+            "again": list(range(self._axes_told())),
+            "ring": self._short(op.ring),
+            "warps": self._warps(op),
+            **self._numbers(),
+            **self._slot(op.ring, "COPY"),
+        }
 
     def _warps(self, op: Op) -> int:
         """The warps of the role that an op belongs to."""
@@ -683,13 +763,13 @@ class DividedContext(PipelineContext):
 
     def _numbers(self) -> dict[str, Any]:
         """The variables that are passed: where a tile is, the first of them never negative, and what is known of it; how many say where."""
-        return {"numbers": told_numbers(self.kernel), "axes": len(self.kernel.grid)}
+        return {"numbers": told_numbers(self.kernel), "axes": self._axes_told()}
 
     def _issue(self, op: Issue, cls: str) -> dict[str, Any]:
         a, b = self.kernel.type_of(op.a), self.kernel.type_of(op.b)
         left = [var if a.dims[1] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.a)]
         right = [var if b.dims[0] == op.over else f"{var}.permute((1, 0))" for var in self._tile_vars(op.b)]
-        spread = "PARTS" if op.over in WHOLE.values() else "SUMS" if {"D_QK", "D_V"} & {*op.type.unpadded} else "SCORES"
+        spread = "PARTS" if op.over in WHOLE.values() else "SUMS" if {"D_QK", "D_V", *SIDES.values()} & {*op.type.unpadded} else "SCORES"
         if self._widths(op.type):
             return {"products": self._products(op, left[0], right)}
         if op.type.dims[0] == PARTS["BLOCK_Q"]:
@@ -765,6 +845,7 @@ class DividedContext(PipelineContext):
         text = super()._init(op, cls)
         del text["shape"]
         layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "SUMS", ("D_QK",): "SUMS", (CHAINS,): "CHAINED"}
+        layouts |= {(dim,): "SUMS" for dim in SIDES.values()}
         layout = layouts.get(op.type.unpadded[1:], "SCORES")
         rows, *columns = self._dims(op.type.dims)
         if widths := self._widths(op.type):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from attngen.backends.base import Division
-from attngen.backends.hopper import apart, choice, gradients
-from attngen.backends.hopper.facts import APART, FORWARD, FUSED
+from attngen.backends.hopper import apart, choice, gradients, latents
+from attngen.backends.hopper.facts import APART, DECODE, FORWARD, FUSED
 from attngen.ir.graph import Module, Row
 
 
@@ -37,6 +37,16 @@ DIVISIONS = (
         least=choice.least_rows,
         candidates=choice.candidates,
         declined=choice.declined,
+    ),
+    Division(
+        kernel=DECODE,
+        beside=(),
+        obstacle=latents.obstacle,
+        row=latents.row,
+        long=lambda module: None,
+        least=latents.least_rows,
+        candidates=lambda module: (),
+        declined=latents.declined,
     ),
     _backward(FUSED, gradients.obstacle, gradients.row, gradients.declined),
     *map(_apart, APART),

@@ -8,6 +8,12 @@ after:   %s_flight = issue %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight
          %acc_flight = issue %p_cast %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @flight
          %acc_next = await %acc_flight holds(%p_cast) : f32[BLOCK_Q, D_V] @reg
 
+A product that is added to another one of the same block goes on from that one in flight, and one await is for both:
+
+before:  %s_rope = dot %q_rope %k_rope over(D_ROPE)        after:  %s_rope_flight = issue %q_rope %k_rope over(D_ROPE)
+         %s = dot %q %k over(D_V) acc(%s_rope)                     %s_flight = issue %q %k over(D_V) acc(%s_rope_flight)
+                                                                   %s = await %s_flight
+
 Where programs share a multiprocessor, a consumer does not overlap its own products. What needs no second product, such as the sum of the
 weights, moves before it: there additions run beside exponentials.
 
@@ -55,9 +61,20 @@ def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
     elif given.space != "sram":
         a = held = f"{op.a.rpartition('.')[2]}_cast"
         yield Pack(a, op.a, replace(given, dtype="T"))
-    flight = f"{op.name.removesuffix('_next')}_flight"
-    yield Issue(flight, a, op.b, op.over, replace(op.type, space="flight"), op.acc)
-    yield Await(op.name, flight, op.type, held)
+    acc = _flight(op.acc) if op.acc and isinstance(kernel.op(op.acc), Dot) else op.acc
+    yield Issue(_flight(op.name), a, op.b, op.over, replace(op.type, space="flight"), acc)
+    if not _goes_on(kernel, op):
+        yield Await(op.name, _flight(op.name), op.type, held)
+
+
+def _flight(name: str) -> str:
+    return f"{name.removesuffix('_next')}_flight"
+
+
+def _goes_on(kernel: Kernel, op: Dot) -> bool:
+    """Whether another product is added to this one."""
+    users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
+    return any(isinstance(user, Dot) and user.acc == op.name for user in users)
 
 
 def _beside(kernel: Kernel) -> Kernel:

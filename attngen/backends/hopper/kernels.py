@@ -6,14 +6,16 @@ from typing import Any
 
 from attngen.backends.hopper.choice import PAIR, follow_of
 from attngen.backends.hopper.context import DividedContext
-from attngen.backends.hopper.facts import FIRST_BARRIER, FORWARD, ROWS
+from attngen.backends.hopper.facts import DECODE, FIRST_BARRIER, FORWARD, ROWS
 from attngen.backends.hopper.gradients import is_signed
+from attngen.backends.hopper.latents import is_of_latents
+from attngen.backends.hopper.relay_views import HALF, dealing
 from attngen.backends.hopper.views import DividedView
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
 from attngen.ir.ops import Add, Count, Reduce
-from attngen.ir.roles import CHAINS, HALVES, Chains, Halve, Hold, Near, Pipeline, Ramp, Read, Tell
+from attngen.ir.roles import CHAINS, HALVES, Chains, Clear, Halve, Hold, Near, Pipeline, Ramp, Read, Tell
 
 TEMPLATE = "hopper/kernels.py.jinja"
 
@@ -21,7 +23,7 @@ TEMPLATE = "hopper/kernels.py.jinja"
 def context(module: Module) -> dict[str, Any]:
     """What the template of hopper.py sees."""
     views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
-    forwards = [kernel for kernel in module.divided if kernel.stands_for == FORWARD]
+    forwards = [kernel for kernel in module.divided if kernel.stands_for in (FORWARD, DECODE)]
     chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in forwards]
     ops = [op for kernel in module.divided for op in kernel.ops()]
     adds = [(kernel, op) for kernel in module.divided for op in kernel.ops() if isinstance(op, Add)]
@@ -29,19 +31,22 @@ def context(module: Module) -> dict[str, Any]:
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
+    if latents := any(map(is_of_latents, module.divided)):
+        constants = [("D_ROPE", module.rope), (HALF, module.head_dim_v // 2)]
     return {
         "module": module,
         "constants": constants,
         "rows": ROWS,
         "first_barrier": FIRST_BARRIER,
         "softmax": bool(forwards),
+        "natural": any("LN2" in view.words for view in views),
         "of_queries": any(kernel.own_axis == "q" for kernel in module.divided),
         "of_keys": [f"`{kernel.name}`" for kernel in module.divided if kernel.own_axis == "kv" and not kernel.adds],
         "chains": any(chained),
         "sums": not all(chained),
         "tells": Tell in kinds,
         "ramps": Ramp in kinds,
-        "rows_beside": Read in kinds,
+        "rows_beside": Read in kinds and not latents,
         "weighs_halves": Halve in kinds,
         "adds": bool(adds),
         "looks_ahead": any(not follow_of(kernel, op) for kernel, op in adds),
@@ -51,6 +56,9 @@ def context(module: Module) -> dict[str, Any]:
         "heads_by_tile": any(isinstance(op, Pipeline) and op.by_tile for op in ops),
         "turned": any("store_sums" in view.words for view in views),
         "nears": Near in kinds,
+        "relays": latents,
+        "clears": Clear in kinds,
+        "deals": dealing(module) if latents else {},
         "holds_tiles": PAIR in held,
         "holds": bool([dims for dims in held if dims != PAIR]),
         "sums_beside": any(isinstance(op, Reduce) and op.over in (CHAINS, *HALVES.values()) for op in ops),

@@ -33,9 +33,10 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import is_taken_in_turns, output_columns, overlaps, shares_slot
+from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Access, Add, Base, Block, Load, Map, Merge, Op, Reduce, Store, Type
+from attngen.ir.ops import AXIS_DIM, SIDES, Access, Add, Base, Block, Load, Map, Merge, Op, Reduce, Store, Type
 from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Follow, Give, Hold, Issue, Lift, Put, Raise, Ring, Take, Weigh
 from attngen.passes.base import Pass
 
@@ -47,7 +48,8 @@ class LegalizeGluon(Pass):
 
     def run(self, module: Module) -> Module:
         held = (_held(kernel) if overlaps(kernel) else kernel for kernel in module.divided)
-        return replace(module, divided=tuple(_bases(_put(_spread(kernel), module)) for kernel in held))
+        spread = (_spread(kernel) for kernel in held)
+        return replace(module, divided=tuple(_bases(k if is_of_latents(k) else _put(k, module)) for k in spread))
 
 
 def _spread(kernel: Kernel) -> Kernel:
@@ -59,8 +61,8 @@ def _spread(kernel: Kernel) -> Kernel:
             yield replace(op, a=_operand(op.a))
         elif isinstance(op, Await) and op.holds:
             yield replace(op, holds=_operand(op.holds))
-        elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,)):
-            to = "sums" if "D_V" in op.type.unpadded else "chains"
+        elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,), *((side,) for side in SIDES.values())):
+            to = "chains" if CHAINS in op.type.dims else "sums"
             types = {ref: kernel.type_of(ref) for _, ref in op.uses}
             names = {ref: f"{ref.replace('.', '_')}_{to}" for ref, of in types.items() if of.space == "sram" or of.dims == ("BLOCK_Q",)}
             for ref, name in names.items():
@@ -87,13 +89,22 @@ def _held(kernel: Kernel) -> Kernel:
                 ops.append(Defer(renamed[op.base], op.base, kernel.type_of(op.base)))
             if isinstance(op, Await) and op.holds:
                 awaited = {o.name for o in ops}
-            if isinstance(op, Await) and op.holds and sums:
+            if isinstance(op, Await) and (op.holds or _is_of_relay(kernel, op)) and sums:
                 renamed[sums] = f"{sums}_held"
                 ops.append(Hold(renamed[sums], sums, kernel.type_of(sums)))
+                sums = ""
             sums = op.name if isinstance(op, Map) and any(isinstance(kernel.op(r), (Chains, Reduce)) for _, r in op.uses) else sums
             ops.append(op.with_operands(renamed))
         blocks.append(replace(block, ops=tuple(ops)))
     return replace(kernel, blocks=tuple(blocks))
+
+
+def _is_of_relay(kernel: Kernel, op: Await) -> bool:
+    """Whether a product is of weights that another role has shared."""
+    issue = kernel.op(op.value)
+    take = kernel.take_of(issue.a) if isinstance(issue, Issue) else None
+    ring = kernel.op(take.ring) if take else None
+    return isinstance(ring, Ring) and ring.relay
 
 
 def _operand(ref: str) -> str:
@@ -157,23 +168,27 @@ def _bases(kernel: Kernel) -> Kernel:
     accesses = (op for op in kernel.ops() if isinstance(op, (Load, Store)) and not isinstance(op, Add))
     found = [op for op in accesses if (op.dst if isinstance(op, Store) else op.src).axes()]
     made: dict[str, Base] = {}
+    homes: dict[str, str] = {}  # the block in which a base is made
     moved: dict[str, Op] = {}
     for op in found:
         access = op.dst if isinstance(op, Store) else op.src
-        name = f"{access.tensor}_head"
+        home = kernel.block_of(op).name
+        side = home.removeprefix("consume")
+        name = f"{access.tensor}_head{side if is_of_latents(kernel) else ''}"
+        homes[name] = home if is_of_latents(kernel) else "consume" if kernel.stays else "consumer"
         rows = tuple(i for i in access.index if str(i) in AXIS_DIM)
         made[name] = Base(name, Access(access.tensor, tuple(i for i in access.index if str(i) not in AXIS_DIM)), Type("ptr", (), "reg"))
         moved[op.name] = replace(op, dst=Access(name, rows)) if isinstance(op, Store) else replace(op, src=Access(name, rows))
 
-    home = "consume" if kernel.stays else "consumer"
-
     def with_bases(block: Block) -> Block:
-        ops: list[Op] = [made[name] for name in made if block.name == home and name in elsewhere]
+        ops: list[Op] = [made[name] for name in made if block.name == homes[name] and name in elsewhere]
         for op in block.ops:
             own = moved.get(op.name, op)
-            ops += [made[name] for name in own.operands() if name in made and made[name] not in ops and block.name == home]
+            ops += [made[name] for name in own.operands() if name in made and made[name] not in ops and block.name == homes[name]]
             ops.append(own)
         return replace(block, ops=tuple(ops))
 
-    elsewhere = {name for op in moved.values() for name in op.operands() if kernel.graph.nodes[op.name]["block"] != home}
+    elsewhere = {
+        name for op in moved.values() for name in op.operands() if name in made and kernel.graph.nodes[op.name]["block"] != homes[name]
+    }
     return replace(kernel, blocks=tuple(map(with_bases, kernel.blocks)))

@@ -36,6 +36,7 @@ import sympy
 
 from attngen.backends.hopper.apart import has_dp
 from attngen.backends.hopper.choice import is_of_keys
+from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.widths import piece_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
@@ -50,7 +51,8 @@ class MakeRings(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_with_rings(kernel, piece_of(module.head_dim_qk)) for kernel in module.divided))
+        piece = piece_of(module.head_dim_qk)
+        return replace(module, divided=tuple(k if is_of_latents(k) else _with_rings(k, piece) for k in module.divided))
 
 
 def _with_rings(kernel: Kernel, piece: int) -> Kernel:

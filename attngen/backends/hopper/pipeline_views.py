@@ -45,7 +45,8 @@ class PipelineContext(SoftmaxContext):
         mine = frozenset({f"{self.kernel.own_axis}_idx"})
         steps = [op.step for op in self.kernel.ops() if isinstance(op, Pipeline) and op.recompute]
         needing = [op for step in steps for op in self.kernel.block(step).ops if any(mentions(e, mine) for e in op.expressions)]
-        read = any(isinstance(op, Load) for op in self.kernel.block("consumer").ops)  # a number for each of these rows
+        consumers = [block for block in self.kernel.roles if block.role and block.role.rows]
+        read = any(isinstance(op, Load) for block in consumers for op in block.ops)  # a number for each of these rows
         return bool(needing) and not read and all(isinstance(op, Mask) and op.when == "partial" for op in needing)
 
     @staticmethod
@@ -68,6 +69,8 @@ class PipelineContext(SoftmaxContext):
             return self._counted_backwards(op)
         if op.in_order:
             return {"counts": [], "any": "", "first": []}
+        if op.odd or op.pair:
+            return self._counts_by_twos(op)
         both = bool(op.partial and op.full)
         sizes = {cls: self._number(ranges) for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
         lines = [f"{cls}_tiles = {text}" for cls, text in sizes.items()]
@@ -80,6 +83,12 @@ class PipelineContext(SoftmaxContext):
         if both:
             first.append("first_tile = gl.where(partial_tiles > 0, first_tile, first_full)")
         return {"counts": lines, "any": " + ".join(f"{cls}_tiles" for cls in sizes) + " > 0", "first": first}
+
+    def _counts_by_twos(self, op: Pipeline) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _loop_by_twos(self, op: Pipeline) -> list[Node]:
+        raise NotImplementedError
 
     def _counted_backwards(self, op: Pipeline) -> dict[str, Any]:
         """The same where partial tiles come backwards; and how many tiles are hidden from the copy's rows, up to which they are masked."""
@@ -123,6 +132,9 @@ class PipelineContext(SoftmaxContext):
 
     def _bodies(self, op: Pipeline, text: dict[str, Any]) -> list[Node]:
         """What comes before the first tile; the first tile; a loop over those that are left of each class; the last product."""
+        if op.odd or op.pair:
+            text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
+            return [Node("body", {}, []), *self._loop_by_twos(op)]
         first = self.block(op.first, "partial") if op.first else []
         words = names_in(first)
         start = [self._told(op) if op.places else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
@@ -242,14 +254,18 @@ class PipelineContext(SoftmaxContext):
 
     def _differing(self, op: Pipeline) -> tuple[list[Node], list[Node], int]:
         """The views of @step in partial tiles, those of them that only partial tiles need, and where these start."""
-        body, left, own = self.block(op.step, "partial"), self.block(op.step, "full"), []
+        return self._differing_in(op.step)
+
+    def _differing_in(self, name: str) -> tuple[list[Node], list[Node], int]:
+        """The same of any body."""
+        body, left, own = self.block(name, "partial"), self.block(name, "full"), []
         for node in body:
             if left and _unguarded(node) == _unguarded(left[0]):
                 left.pop(0)
             else:
                 own.append(node)
         at = body.index(own[0]) if own else 0
-        apart = {node.kind for node in own} <= {"map", "mask", "read"} and body[at : at + len(own)] == own
+        apart = {node.kind for node in own} <= {"map", "mask", "read", "clear"} and body[at : at + len(own)] == own
         return (body, own, at) if apart and not left else (body, [], 0)
 
     def _is_one(self, ranges: Any) -> bool:

@@ -26,6 +26,8 @@ slots. It is worth most where tiles are short. Where rings leave no room for tha
 In the backward, three roles take the place of a tile: the writer does, too. K and V are taken once for each tile, and what frees their
 slots is counted, as named barriers would be too few. V is given back at the end: dK and dV leave through its slot. Programs that have
 several heads take one tile each: they end half as often, and gain 0 to 2% by staying.
+
+Over a cache of latents, a tile of queries has parts of the keys of a sequence. How many parts there are, programs find out on the device.
 """
 
 from __future__ import annotations
@@ -39,15 +41,18 @@ import sympy
 from attngen.backends.hopper.choice import PLACE_SLOTS, staying
 from attngen.backends.hopper.forward import with_backward, with_forwards
 from attngen.backends.hopper.gradients import may_stay
+from attngen.backends.hopper.latents import is_of_latents
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Block, Loop, Op, Type
-from attngen.ir.roles import Drain, Give, Pipeline, Recall, Ring, Take, Work
+from attngen.ir.roles import Drain, Fill, Give, Pipeline, Recall, Ring, Take, Work
 from attngen.passes.base import Pass
 
 PLACES = "Work_ring"
 BODIES = {  # role -> the name of its `work`, that of its body, and what the body does
     "producer": ("drawn", "produce", "copy what consumers of this tile take"),
     "consumer": ("work", "consume", "what each copy does for its rows of this tile"),
+    "left": ("work_left", "consume_left", "the left columns of outputs"),
+    "right": ("work_right", "consume_right", "the right columns of outputs"),
     "writer": ("written", "deliver", "add what consumers have of this tile to dQ"),
 }
 
@@ -63,6 +68,7 @@ class ScheduleWork(Pass):
             return _staying(kernel, lambda ring: replace(ring, slots=sympy.Integer(slots))) if slots else kernel
 
         module = with_forwards(module, changed)
+        module = replace(module, divided=tuple(_staying(k, _counted) if is_of_latents(k) else k for k in module.divided))
         return with_backward(module, lambda kernel: _staying(kernel, _counted) if may_stay(module, kernel) else kernel)
 
 
@@ -72,16 +78,24 @@ def _counted(ring: Ring) -> Ring:
 
 def _staying(kernel: Kernel, change: Callable[[Ring], Ring]) -> Kernel:
     """The kernel whose programs stay; change: what becomes of the rings from which consumers take once for each tile."""
-    entry, consumer = kernel.block("entry"), kernel.block("consumer")
-    once = {op.ring: op.name for op in consumer.ops if isinstance(op, Take)}
+    entry = kernel.block("entry")
+    filled = {op.ring for op in kernel.ops() if isinstance(op, Fill)}
+    of_roles = {
+        role.name: {op.ring: op.name for op in role.ops if isinstance(op, Take) and op.ring in filled}
+        for role in kernel.roles
+        if role.role and role.role.rows
+    }
+    once = {ring: name for taken in of_roles.values() for ring, name in taken.items()}
     kept = [change(op) if isinstance(op, Ring) and op.name in once else op for op in entry.ops if isinstance(op, (Arg, Ring))]
-    places = Ring(PLACES, Type("i32", (), "sram"), sympy.Integer(PLACE_SLOTS), counted=kernel.adds)
+    by_count = kernel.adds or is_of_latents(kernel)  # as there are too few named barriers
+    places = Ring(PLACES, Type("i32", (), "sram"), sympy.Integer(PLACE_SLOTS), counted=by_count)
     drains = [op for role in kernel.roles for op in role.ops if isinstance(op, Drain)]
     at_end = [*(Drain(f"drain_{name}", ring) for ring, name in once.items()), *drains, Drain("drain_work", PLACES)]
     roles, bodies = [], []
     for role in kernel.roles:
         name, body, about = BODIES[role.name]
-        ops = tuple(_giving_back(kernel, role.ops, once)) if role is consumer else tuple(op for op in role.ops if op not in drains)
+        taken = of_roles.get(role.name, {})
+        ops = tuple(_giving_back(kernel, role, taken) if taken else (op for op in role.ops if op not in drains))
         draws = role.name == "producer"
         roles.append(replace(role, ops=(Work(name, PLACES, "tile", body, draws), *(at_end if draws else ()))))
         bodies.append(Block(body, ops, about=about))
@@ -90,13 +104,13 @@ def _staying(kernel: Kernel, change: Callable[[Ring], Ring]) -> Kernel:
     return replace(kernel, blocks=(replace(entry, ops=(*kept, places)), *roles, known, *bodies, *others))
 
 
-def _giving_back(kernel: Kernel, ops: tuple[Op, ...], once: dict[str, str]) -> Iterator[Op]:
+def _giving_back(kernel: Kernel, role: Block, once: dict[str, str]) -> Iterator[Op]:
     """A consumer's ops for a tile, with what it takes once given back: after its loops; or at the end, if outputs leave through it."""
-    *_, last = (op for op in ops if isinstance(op, (Loop, Pipeline)))
+    *_, last = (op for op in role.ops if isinstance(op, (Loop, Pipeline)))
     through = [name for ring, name in once.items() if kernel.adds and isinstance(op := kernel.op(ring), Ring) and op.each]
-    for op in ops:
+    for op in role.ops:
         yield op
         if op is last:
             yield from (Give(f"give_{name}", name) for name in once.values() if name not in through)
-            yield Recall("recall_work", PLACES)
+            yield Recall(f"recall_{role.name}", PLACES)
     yield from (Give(f"give_{name}", name) for name in through)

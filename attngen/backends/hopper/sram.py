@@ -123,7 +123,8 @@ def _given(module: Module, kernel: Kernel) -> tuple[int, int]:
     for ring, op in context.rings.items():
         short = ring.removesuffix("_ring").lower()
         handed = context.shared.get(ring)
-        tile = len(op.type.dims) + (1 if handed is False else TILE_DIMS)  # what only copies share has no batch and no head
+        alone = handed is False or op.relay or len(op.type.dims) == 1  # what only consumers share has no batch and no head
+        tile = len(op.type.dims) + (1 if alone else TILE_DIMS)
         buffers |= {f"{short}_ring": tile if op.type.dims and not op.beside else 2, f"{short}_full": 2, f"{short}_free": 2}
         names -= set() if ring in _filled(kernel) or handed else {f"{short}_full"}
     given = (DTYPE_BYTES["ptr"] + 4 * buffers[name] if name in buffers else DTYPE_BYTES[_dtype(kernel, name)] for name in names)
