@@ -380,7 +380,7 @@ class Launch:
     def _load_pages(self, op: Load, values: Values, cls: str) -> Any:
         """Rows by their pages: those that are checked and past the end are `other`."""
         assert op.pages is not None
-        head, axis, _ = op.src.index
+        head, axis, column = op.src.index
         rows, pages = values[f"{axis}_idx"], values[op.pages]
         tensor = values[op.src.tensor]
         inside = rows < values[AXIS_EXTENT[str(axis)]]
@@ -389,8 +389,9 @@ class Launch:
         if inside.any():
             self.must_be_inside(op, op.src, 0, int(pages[inside].min()), int(pages[inside].max()) + 1, len(tensor))
         tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
-        width = tensor.shape[3]
-        tile[inside, :width] = tensor[pages[inside], int(self.expression(head, values)), rows[inside] % tensor.shape[2]]
+        first = values.get(f"{_letter(column)}_start", 0)
+        read = tensor[pages[inside], int(self.expression(head, values)), rows[inside] % tensor.shape[2], first : first + tile.shape[1]]
+        tile[inside, : read.shape[1]] = read
         return tile
 
     def _load(self, op: Load, values: Values, cls: str) -> Any:

@@ -15,17 +15,93 @@ from attngen.errors import VerifyError
 from attngen.ir.execute import DOUBLE, execute_kernel
 from attngen.ir.execute_roles import DividedLaunch, RolesStuck
 from attngen.ir.graph import Kernel, Module
-from attngen.passes.pipeline import lower, undivided
+from attngen.ir.text import print_kernel, print_op
+from attngen.passes.pipeline import lower, stages, undivided
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
-from tests.helpers import target
+from tests.helpers import spec, target
 from tests.hopper.common import edited_module
 
 
 def edited(*changes: tuple[str, str]) -> Module:
     """The module with its divided kernel edited; not verified."""
     return edited_module(target("decode_mla"), *changes, kernel="decode")
+
+
+# ---------------------------------------------------------------------------------------------- passes
+
+
+@cache
+def passed() -> dict[str, Module]:
+    """The verified module after every pass, by the pass's name."""
+    return dict(stages(spec("decode_mla")))
+
+
+def body(after: str, block: str) -> list[str]:
+    """The ops of a block of the divided kernel after a pass, as text."""
+    return [print_op(op) for op in passed()[after].divided[0].block(block).ops]
+
+
+def at(ops: list[str], start: str) -> int:
+    """Where the first op stands whose text starts so."""
+    return next(i for i, op in enumerate(ops) if op.startswith(start))
+
+
+PASSES = (
+    "assign-roles",
+    "split-columns",
+    "share-weights",
+    "issue-products",
+    "overlap-weights",
+    "chain-sums",
+    "schedule-work",
+    "legalize-gluon",
+)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_each_pass_leaves_what_is_computed(name: str) -> None:
+    for seed in range(3):
+        hold(passed()[name], seed)
+
+
+def test_split_columns_gives_each_role_half_of_the_columns() -> None:
+    text = print_kernel(passed()["split-columns"].divided[0])
+    for name in ("left", "right"):
+        assert f"  role @{name} copies(1) rows(64) warps(4) registers(224)\n" in text
+    step = body("split-columns", "step_right")
+    assert "%s_own_right = dot %q_right %k_right over(RIGHT_V) acc(%s_rope_right) : f32[BLOCK_Q, BLOCK_KV] @reg" in step
+    assert "%s_right = dot %q_other_right %k_other_right over(LEFT_V) acc(%s_own_right) : f32[BLOCK_Q, BLOCK_KV] @reg" in step
+    stores = [op.split()[1] for name in ("left", "right") for op in body("split-columns", name) if op.startswith("store")]
+    assert stores == ["%O_PARTS[first_item", "%LSE2_PARTS[first_item", "%O_PARTS[first_item"]  # sums of rows are stored once
+
+
+def test_share_weights_has_roles_take_turns_with_tiles() -> None:
+    own, both, lone = (body("share-weights", name) for name in ("own", "both", "lone"))
+    assert at(own, "%masked_in_own") < at(own, "clear %k_in_own") < at(own, "give %k_other_in_own") < at(own, "share %P_ring")
+    assert at(own, "share %P_ring") < at(own, "%acc_next_in_own = dot") < at(own, "give %k_in_own")
+    assert at(both, "%s_in_both = dot") < at(both, "%p_told_in_both = take %P_ring") < at(both, "%soft_in_both") < at(both, "share %P_ring")
+    assert "softmax_step %masked_in_both m(%m_told_in_both)" in both[at(both, "%soft_in_both")]
+    assert not [op for op in lone if "softmax_step" in op or "%M_ring" in op]
+    assert body("share-weights", "copy_odd")[2:4] == [
+        "fill %K_right_odd_ring %K[0, kv, right_v] page(%page_odd)",
+        "fill %K_left_odd_ring %K[0, kv, left_v] page(%page_odd)",
+    ]
+
+
+def test_a_product_goes_on_from_one_in_flight() -> None:
+    own = body("issue-products", "own")
+    assert [op.split(" = ")[0] for op in own if " = await " in op] == ["%s_in_own", "%acc_next_in_own"]
+    assert "acc(%s_own_in_own_flight)" in own[at(own, "%s_in_own_flight = issue")]
+
+
+def test_overlap_weights_awaits_a_product_after_the_softmax() -> None:
+    for name, late in (("issue-products", False), ("overlap-weights", True)):
+        both = body(name, "both")
+        awaited = at(both, "%acc_next_told_in_both = await")
+        assert (awaited > at(both, "%l_next_in_both =")) is late
+        assert both[awaited + 1 : awaited + 3] == ["give %p_told_in_both", "give %v_told_in_both"]
 
 
 # ---------------------------------------------------------------------------------------------- what it computes
@@ -109,10 +185,10 @@ def test_other_masks_and_caches(name: str) -> None:
     ],
 )
 def test_what_stays_portable(more: dict[str, object], why: str) -> None:
-    spec = latents(**more)
-    module = lower(spec, after="dce")
-    assert declined(module) == why and not lower(spec).divided
-    assert f"On sm90 the kernel @decode has no row for hopper: {why}." in list(undivided(spec, module))
+    made = latents(**more)
+    module = lower(made, after="dce")
+    assert declined(module) == why and not lower(made).divided
+    assert f"On sm90 the kernel @decode has no row for hopper: {why}." in list(undivided(made, module))
 
 
 # Edits of the text that the executor shows: what a role reads is not there yet, is gone, or is another one's.
