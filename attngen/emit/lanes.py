@@ -20,7 +20,7 @@ from attngen.emit.charts import Drawing, Shape, path, rect, text
 from attngen.errors import AttngenError
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import Arg, Block, Dot, Init, Load, Loop, Mask, Op, SoftmaxStep, Yield
+from attngen.ir.ops import SIDES, Arg, Block, Dot, Init, Load, Loop, Mask, Op, SoftmaxStep, Yield
 from attngen.ir.roles import (
     Await,
     Convert,
@@ -35,6 +35,7 @@ from attngen.ir.roles import (
     Pipeline,
     Put,
     Ring,
+    Share,
     Take,
     Weigh,
     Work,
@@ -102,6 +103,7 @@ class _Use:
     label: str
     start: int
     there: int
+    by: str = ""  # who shared it, where a role has
     takes: list[int] = field(default_factory=list)
     gives: list[int] = field(default_factory=list)
 
@@ -129,6 +131,9 @@ class Timeline:
         self.slots = {ring.name: int(compiled(ring.slots)({"num_stages": num_stages})) for ring in rings}
         self.uses: dict[str, list[_Use]] = {ring.name: [] for ring in rings}
         self.takers = {ring.name: sum(b.role.copies for b in kernel.roles if b.role and _takes(kernel, b, ring.name)) for ring in rings}
+        self.takers |= {ring.name: 1 for ring in rings if ring.relay}
+        alone = [b.name for b in kernel.roles if b.role and b.role.copies == 1]
+        self.told = {op.ring for name in alone for op in kernel.within(name) if isinstance(op, Share)}  # from one role to another
         self.free = 0  # when the tensor cores have done what was issued
         classes = {cls for op in kernel.ops() for cls in _classes(op)}
         partial = PARTIAL if "full" in classes else TURNS
@@ -179,7 +184,12 @@ class Timeline:
                 yield from self.work(agent, op)
             case Pipeline():
                 classes = ["partial"] * (self.turns["partial"] * bool(op.partial)) + ["full"] * (self.turns["full"] * bool(op.full))
-                for at, each in enumerate(classes):
+                by_twos = dict.fromkeys(range(1, len(classes), 2), op.odd or op.pair) if op.odd or op.pair else {}
+                alone = [at for at in range(len(classes)) if not (op.pair and at + 1 in by_twos)]
+                for at, each in ((at, classes[at]) for at in alone):
+                    if at in by_twos:
+                        yield from self.block(agent, by_twos[at], each)
+                        continue
                     yield from self.block(agent, op.step if at or not op.first else op.first, each if at else "partial")
                 if op.last:
                     yield from self.block(agent, op.last, "full")
@@ -188,6 +198,8 @@ class Timeline:
                     yield from self.block(agent, op.body, op.cls)
             case Fill() if op.ring in self.uses:
                 yield from self.fill(agent, op.ring, str(len(self.uses[op.ring])), COPY)
+            case Share() if op.ring in self.told:
+                self.uses[op.ring].append(_Use(str(len(self.uses[op.ring])), agent.now, agent.now, agent.name))
             case Take():
                 agent.held[op.name] = op.ring, (yield from self.take(agent, op.ring))
             case Give():
@@ -265,9 +277,14 @@ class Timeline:
         yield _Ask(lambda: end, STARTED, "", f"fills %{ring}")
 
     def take(self, agent: _Agent, ring: str) -> Generator[_Ask, int, int]:
-        use = agent.taken.get(ring, 0)
-        agent.taken[ring] = use + 1
-        yield _Ask(lambda: self.uses[ring][use].there if use < len(self.uses[ring]) else None)
+        count = agent.taken.get(ring, 0)
+        agent.taken[ring] = count + 1
+
+        def others() -> list[int]:
+            return [at for at, use in enumerate(self.uses[ring]) if use.by != agent.name]
+
+        yield _Ask(lambda: self.uses[ring][others()[count]].there if count < len(others()) else None)
+        use = others()[count]
         self.uses[ring][use].takes.append(agent.now)
         return use
 
@@ -277,10 +294,14 @@ class Timeline:
         self.free = start + PRODUCT
         number = str(agent.held[op.b][1]) if op.b in agent.held else ""
         agent.flights[op.name] = self.free, number
-        label = re.sub(r"(_flight|_next|_in_first|_in_last)+$", "", op.name)
+        label = re.sub(r"(_flight|_next|_told|_in_\w+?)+$", "", op.name)
         lane, hint = f"products of {agent.name}", f"%{op.name}"
         self.spans.append(Span(lane, agent.now, start, "leader", "", f"{hint} waits for the tensor cores"))
-        self.spans.append(Span(lane, start, self.free, "bar" if op.acc else "bar deep", f"{label} {number}".strip(), hint))
+        self.spans.append(
+            Span(
+                lane, start, self.free, "bar" if op.acc and op.over not in SIDES.values() else "bar deep", f"{label} {number}".strip(), hint
+            )
+        )
 
     @staticmethod
     def landed(agent: _Agent, product: str) -> Steps:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from attngen.backends.hopper.latents import declined
+from attngen.emit.lanes import Timeline
 from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.execute import DOUBLE, execute_kernel
@@ -102,6 +103,15 @@ def test_overlap_weights_awaits_a_product_after_the_softmax() -> None:
         awaited = at(both, "%acc_next_told_in_both = await")
         assert (awaited > at(both, "%l_next_in_both =")) is late
         assert both[awaited + 1 : awaited + 3] == ["give %p_told_in_both", "give %v_told_in_both"]
+
+
+def test_the_softmax_of_odd_tiles_is_drawn_beside_a_product() -> None:
+    """The picture of roles over time: nobody waits for ever, and the role on the right always has a product in flight in its softmax."""
+    line = Timeline(target("decode_mla").divided[0], 2)
+    softmax = [s for s in line.spans if s.lane == "right" and s.label.startswith("softmax")]
+    products = [s for s in line.spans if s.lane == "products of right" and s.cls == "bar"]
+    assert not line.stuck and softmax
+    assert all(any(p.start < s.end and s.start < p.end for p in products) for s in softmax)
 
 
 # ---------------------------------------------------------------------------------------------- what it computes
