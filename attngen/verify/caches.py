@@ -8,7 +8,7 @@ from typing import Any
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, SIDES, Gather, Load
-from attngen.ir.roles import Clear, Fill, Issue
+from attngen.ir.roles import Clear, Fill, Issue, Take
 
 
 def of_all_columns(index: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -39,7 +39,14 @@ def ends(module: Module, kernel: Kernel) -> Iterator[str]:
     """Of a cache, rows of keys past the end are cleared by who multiplies scores, before weights are multiplied by them."""
     if not kernel.reads_cache:
         return
-    cleared = {take.ring: op for op in kernel.ops() if isinstance(op, Clear) and (take := kernel.take_of(op.value))}
+    clears = [op for op in kernel.ops() if isinstance(op, Clear)]
+    cleared = {take.ring: op for op in clears if (take := kernel.take_of(op.value))}
+    for role in kernel.roles:
+        ops = list(kernel.within(role.name))
+        mine = {take.ring for op in clears if op in ops and (take := kernel.take_of(op.value))}
+        for taken in (op for op in ops if isinstance(op, Take) and op.ring in mine):
+            if taken.name not in {op.value for op in clears}:
+                yield f"@{role.name} clears rows of tiles of %{taken.ring}, and not those of %{taken.name}"
     for op in kernel.ops():
         take = kernel.take_of(op.b) if isinstance(op, Issue) else None
         if not isinstance(op, Issue) or take is None or op.over != AXIS_DIM[kernel.loop_axis]:

@@ -525,6 +525,9 @@ def _lift_errors(kernel: Kernel, op: Lift) -> Iterator[str]:
     taken = isinstance(kernel.op(op.value), Take) and tile.space == "sram"
     if not taken or op.type.space != "reg" or op.type.dtype != tile.dtype or sorted(op.type.dims) != sorted(tile.dims):
         yield f"lifts %{op.value} as {op.type.dtype}[{', '.join(op.type.dims)}]; expected a taken tile or its transpose, in registers"
+    home = kernel.block_of(op).ops
+    if any(isinstance(o, Give) and o.value == op.value for o in home[: home.index(op)]):
+        yield f"lifts %{op.value}, which has been given back before"
 
 
 def _clear_errors(kernel: Kernel, op: Clear) -> Iterator[str]:

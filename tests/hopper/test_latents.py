@@ -286,6 +286,22 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "ends-cleared",
         "%K_left_odd_ring, and nothing clears rows",
     ),
+    "a last tile whose rows nothing clears": (
+        (
+            "    %v_told_in_lone = take %K_right_even_ring : T[BLOCK_KV, RIGHT_V] @sram\n",
+            "    %v_told_in_lone = take %K_right_even_ring : T[BLOCK_KV, RIGHT_V] @sram\n    clear %v_told_in_lone\n",
+        ),
+        "ends-cleared",
+        "@right clears rows of tiles of %K_right_even_ring, and not those of %v_told_in_both",
+    ),
+    "sums lifted after they are given back": (
+        (
+            "    %l_other_left = lift %l_taken_left : f32[BLOCK_Q] @reg\n    give %l_taken_left\n",
+            "    give %l_taken_left\n    %l_other_left = lift %l_taken_left : f32[BLOCK_Q] @reg\n",
+        ),
+        "types",
+        "lifts %l_taken_left, which has been given back before",
+    ),
     "rows cleared too late": (
         ("    clear %k_in_own\n", ""),
         "ends-cleared",
