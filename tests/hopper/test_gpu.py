@@ -12,10 +12,13 @@ import torch
 
 from attngen.emit.files import write_module
 from attngen.emit.render import render
+from attngen.over_cache import CacheCase, make_call, run_cache_case
 from attngen.passes.pipeline import lower
 from attngen.spec import Spec
 from attngen.sweep import repeats
 from attngen.testing import Case, cli_cases, heads_for, load_module, make_inputs, run_case, torch_dtype
+from tests.helpers import built
+from tests.helpers import spec as spec_of
 from tests.hopper.common import DIVIDED, asking, whole, wide
 
 pytestmark = pytest.mark.gpu
@@ -120,3 +123,33 @@ def test_the_environment_may_ask_for_portable_kernels(name: str, module: ModuleT
     case = Case(1, *heads_for(asking(name)), 300, 300)
     assert run_case(module, asking(name), case, asking(name).dtype[0], "cuda").ok
     assert launched(module) == {"kernels"}
+
+
+# Heads, queries, lengths of sequences before the call, new keys.
+OVER_CACHE = [
+    (128, 1, (8191, 5000, 64, 63, 0), 1),
+    (128, 2, (130, 64, 1, 700), 2),
+    (72, 1, (65, 127, 2000), 0),
+    (100, 5, (3000, 1, 0), 5),
+    (128, 1, tuple((37 * i) % 500 for i in range(140)), 1),
+    (128, 1, (60000,), 0),
+]
+
+
+@pytest.mark.parametrize(("heads", "n_q", "lengths", "new"), OVER_CACHE)
+def test_decoding_of_latents(heads: int, n_q: int, lengths: tuple[int, ...], new: int) -> None:
+    """Two roles share the columns of outputs. Unused rows of pages hold NaN, and a call has the same bits each time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    spec, module = spec_of("decode_mla"), built("decode_mla")
+    room = -(-(max(lengths) + new) // 64) * 64
+    case = CacheCase(heads, 1, n_q, lengths, new, room, 64)
+    for dtype in spec.dtype:
+        result = run_cache_case(module, spec, case, dtype, "cuda")
+        assert result.ok, str(result)
+        call = make_call(spec, case, torch_dtype(dtype), "cuda")
+        arguments = {key: x for key, x in call.arguments.items() if key != "k"}
+        outputs = [module.attention.with_kvcache(call.q, *call.caches, **arguments) for _ in range(20)]
+        assert all(torch.equal(x, outputs[0]) for x in outputs)
+    launches = [launch for found in module.runtime.LAUNCHES.values() for launch in found if launch.name == "decode" and launch.parts]
+    assert "hopper" in {launch.file.__name__.rpartition(".")[2] for launch in launches}
