@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 
 import numpy as np
 import pytest
 
+from attngen.backends.hopper.certificate import given, under_product
+from attngen.backends.hopper.compiler import marks
 from attngen.backends.hopper.latents import declined
 from attngen.emit.lanes import Timeline
 from attngen.emit.render import render
@@ -112,6 +115,15 @@ def test_the_softmax_of_odd_tiles_is_drawn_beside_a_product() -> None:
     products = [s for s in line.spans if s.lane == "products of right" and s.cls == "bar"]
     assert not line.stuck and softmax
     assert all(any(p.start < s.end and s.start < p.end for p in products) for s in softmax)
+
+
+def test_a_certificate_asks_for_both_roles_and_half_of_the_exponentials() -> None:
+    """Those of odd tiles stand under a product, those of even ones do not; of rows, each thread computes as many as four columns."""
+    module = target("decode_mla")
+    kernel, (row,) = module.divided[0], module.rows("decode", "hopper")
+    assert list(marks(kernel)) == [("producer", "UTMALDG"), ("left", "HGMMA")]
+    assert (given("producer", kernel, row), given("left", kernel, row)) == ([56], [224, 224])
+    assert under_product(kernel, row) == (Fraction(8, 17), Fraction(9, 17))
 
 
 # ---------------------------------------------------------------------------------------------- what it computes

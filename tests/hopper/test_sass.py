@@ -74,6 +74,14 @@ def read(text: str) -> list[Part]:
     return list(parts(parse(printed(text))))
 
 
+def test_products_as_wide_as_sums_are_of_weights_where_these_may_lie_in_shared_memory() -> None:
+    made = parse(printed(CODE.replace(WEIGHTS, "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], gdesc[UR16].tnspB, R88, gsb0")))
+    _, consumer = read(CODE)
+    (_, plain), (_, known) = parts(made), parts(made, 64)
+    assert (plain.exponentials, plain.under) == (0, 0)
+    assert (known.exponentials, known.under) == (consumer.exponentials, consumer.under) and known.under
+
+
 def test_a_kernel_is_read_by_the_parts_of_its_roles() -> None:
     producer, consumer = read(CODE)
     assert (producer.registers, producer.ops["UTMALDG"], producer.ops["HGMMA"]) == (64, 1, 0)

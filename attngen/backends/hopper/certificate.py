@@ -12,11 +12,12 @@ from attngen.backends.base import Reading
 from attngen.backends.hopper.choice import multipliers, overlaps, room_of
 from attngen.backends.hopper.facts import FORWARD, LANES, MOST_REGISTERS
 from attngen.backends.hopper.gradients import is_signed
+from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.sram import sram_bytes
 from attngen.bounds.launches import groups, lane_registers, launch_registers
 from attngen.ir.expr import exp2
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Map, SoftmaxStep
+from attngen.ir.ops import Block, Map, SoftmaxStep
 from attngen.ir.roles import HALVES, Await, Issue, Pipeline, Put, SoftmaxRows, Weigh
 
 # Bytes that may spill outside loops, as stores and loads, of numbers that loops do not need: where sums, or dropout beside them, take most
@@ -114,15 +115,15 @@ def under_product(kernel: Kernel, row: Row) -> tuple[Fraction, Fraction]:
     so more exponentials stand under the product by them; how many, the compiler decides. Where programs share a multiprocessor, products of
     other consumers run beside the exponentials, and any share is right.
     """
-    if not overlaps(kernel) or kernel.stands_for != FORWARD:
+    if not overlaps(kernel) or not (kernel.stands_for == FORWARD or is_of_latents(kernel)):
         return Fraction(0), Fraction(1)
     under = outside = rows = others = 0
     columns = {"BLOCK_KV": row.block_kv, **dict.fromkeys(HALVES.values(), row.block_kv // 2)}
-    for step in (kernel.block(op.step) for op in kernel.ops() if isinstance(op, Pipeline)):
+    for step in _turns(kernel):
         flying = False
         for op in step.ops:
-            flying |= isinstance(op, Issue) and op.acc is not None
-            flying &= not (isinstance(op, Await) and op.holds)
+            flying |= isinstance(op, Issue) and op.over == "BLOCK_KV"
+            flying &= not (isinstance(op, Await) and _is_of_weights(kernel, op))
             if isinstance(op, (SoftmaxStep, Weigh)):
                 count = columns[op.type.dims[-1]]
                 under, outside = (under + count, outside) if flying else (under, outside + count)
@@ -131,6 +132,18 @@ def under_product(kernel: Kernel, row: Row) -> tuple[Fraction, Fraction]:
                 others += row.block_kv * len(op.expr.atoms(exp2, sympy.Pow))
     total = under + outside + rows
     return Fraction(under, total), 1 - Fraction(outside, total + others)
+
+
+def _turns(kernel: Kernel) -> Iterator[Block]:
+    """The bodies of turns of loops over tiles, but for a first and a last turn: two where even and odd turns differ."""
+    for op in kernel.ops():
+        if isinstance(op, Pipeline):
+            yield from (kernel.block(body) for body in (op.step, op.odd, op.pair) if body)
+
+
+def _is_of_weights(kernel: Kernel, op: Await) -> bool:
+    issue = kernel.op(op.value)
+    return isinstance(issue, Issue) and issue.over == "BLOCK_KV"
 
 
 def _listed(numbers: list[int]) -> str:

@@ -17,6 +17,7 @@ from attngen.backends.base import Reading, short_digest
 from attngen.backends.hopper.choice import multipliers
 from attngen.backends.hopper.facts import COUNTER
 from attngen.backends.hopper.instructions import parse
+from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.reuse import reused
 from attngen.backends.hopper.sass import Part, parts
 from attngen.backends.hopper.unset import unset
@@ -45,11 +46,12 @@ class Job:
     warp_size: int
     marks: tuple[tuple[str, str], ...]  # roles, and an instruction that only the code of each has
     source: str = ""  # the digest of the kernel's source
+    sums: int = 0  # columns of sums, where weights may lie in shared memory (see sass.parts)
 
     @property
     def digest(self) -> str:
         """A short digest of all that the compiler is given; modules that have the same kernel share it."""
-        return short_digest({key: value for key, value in vars(self).items() if key != "file"})
+        return short_digest({key: value for key, value in vars(self).items() if key != "file" and (key != "sums" or value)})
 
 
 def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
@@ -73,6 +75,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
         device.threads_per_warp,
         tuple(marks(kernel)),
         source_digest(file.read_text(encoding="utf-8"), kernel.name),
+        module.head_dim_v // 2 if is_of_latents(kernel) else 0,
     )
 
 
@@ -111,7 +114,7 @@ def _compile(j: Job) -> Reading | str:
         return done
     made, said, seconds = done
     binary = made.asm["cubin"]
-    code = machine_code(disassembled(binary), said, j.marks)
+    code = machine_code(disassembled(binary), said, j.marks, j.sums)
     return Reading(made.metadata.shared, *said_by_ptxas(said), code_bytes(binary), triton_version(), seconds, j.digest, code)
 
 
@@ -150,7 +153,7 @@ def disassembled(binary: bytes) -> str:
         return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: int = 0) -> dict[str, Any]:
     """What the machine code of a kernel holds, as JSON can hold it.
 
     roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised: the numbers of
@@ -160,7 +163,7 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]]) -> dict[
     """
     code = parse(text)
     of: dict[str, list[Part]] = {role: [] for role, _ in marks}
-    for part in parts(code):
+    for part in parts(code, sums):
         role = next((role for role, op in marks if part.ops[op]), None)
         if role is not None:
             of[role].append(part)

@@ -16,7 +16,7 @@ import networkx as nx
 
 from attngen.backends.hopper.instructions import Instruction
 
-_WEIGHTS = re.compile(r"HGMMA\S*\s+R\d+, R\d+, gdesc")  # a product whose left operand is in registers: that of weights and V
+_IN_REGISTERS = r"HGMMA\S*\s+R\d+, R\d+, gdesc"  # a product whose left operand is in registers: that of weights and V
 _PLACES = re.compile(r"\[[^\]]*\]")  # in memory
 _MOST_GROUPS = 8  # in flight, of which a part keeps track
 
@@ -35,13 +35,17 @@ class Part:
     reloads: int  # of spilled registers, and stores of these, in the same loops
 
 
-def parts(code: list[Instruction]) -> Iterator[Part]:
-    """The parts of a kernel in which warps have a number of registers of their own, in the order of the code."""
+def parts(code: list[Instruction], sums: int = 0) -> Iterator[Part]:
+    """The parts of a kernel in which warps have a number of registers of their own, in the order of the code.
+
+    sums: where weights may lie in shared memory, the columns of the sums that products of them add to; else 0.
+    """
+    weights = re.compile(rf"{_IN_REGISTERS}|HGMMA\.64x{sums}x\S*\s" if sums else _IN_REGISTERS)
     for start, instruction in enumerate(code):
         if instruction.op == "USETMAXREG":
             inside = _reached(code, start)
-            loops = set().union(*_loops(code, _graph(code, inside), inside))
-            covered = _covered(code, start)
+            loops = set().union(*_loops(code, _graph(code, inside), inside, weights))
+            covered = _covered(code, start, weights)
             exponentials = [i for i in loops if code[i].text.startswith("MUFU.EX2")]
             yield Part(
                 int(instruction.text.split()[-1], 16),
@@ -83,15 +87,15 @@ def _graph(code: list[Instruction], inside: set[int]) -> nx.DiGraph[int]:
     return graph
 
 
-def _loops(code: list[Instruction], graph: nx.DiGraph[int], inside: set[int]) -> Iterator[set[int]]:
+def _loops(code: list[Instruction], graph: nx.DiGraph[int], inside: set[int], weights: re.Pattern[str]) -> Iterator[set[int]]:
     """The innermost loops that hold a product of weights; loops in which barriers are awaited are part of them."""
     for loop in nx.strongly_connected_components(graph.subgraph(inside)):
-        if len(loop) > 1 and any(_WEIGHTS.match(code[i].text) for i in loop):
+        if len(loop) > 1 and any(weights.match(code[i].text) for i in loop):
             entries = {to for to in loop if any(at not in loop for at in graph.predecessors(to))}
-            yield from (list(_loops(code, graph, loop - entries)) if entries else []) or [loop]
+            yield from (list(_loops(code, graph, loop - entries, weights)) if entries else []) or [loop]
 
 
-def _covered(code: list[Instruction], start: int) -> set[int]:
+def _covered(code: list[Instruction], start: int, weights: re.Pattern[str]) -> set[int]:
     """The instructions of a part that are reached with a product of weights in flight alone."""
     bare: set[int] = set()
     seen: set[tuple[int, Groups, str]] = set()
@@ -104,15 +108,15 @@ def _covered(code: list[Instruction], start: int) -> set[int]:
         at, groups, issued = state
         if not any(groups) and issued != "weights":
             bare.add(at)
-        groups, issued = _after(code[at].text, groups, issued)
+        groups, issued = _after(code[at].text, groups, issued, weights)
         left += [(to, groups, issued) for to in _next(code, at, start)]
     return {at for at, _, _ in seen} - bare
 
 
-def _after(text: str, groups: Groups, issued: str) -> tuple[Groups, str]:
+def _after(text: str, groups: Groups, issued: str, weights: re.Pattern[str]) -> tuple[Groups, str]:
     """The products in flight after an instruction; `issued` says what has been issued of the next one."""
     if text.startswith("HGMMA"):
-        issued = "weights" if _WEIGHTS.match(text) else issued or "scores"
+        issued = "weights" if weights.match(text) else issued or "scores"
         if "gsb0" in text:
             return (*groups, issued == "weights")[-_MOST_GROUPS:], ""
     elif waits := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", text):
