@@ -181,7 +181,7 @@ def lowered(name: str) -> Module:
 PAGES: dict[str, object] = {"cache": {"paged": {"page_size": 128}}}
 OTHERS: dict[str, dict[str, object]] = {
     "contiguous": {},
-    "a window, of which partial tiles are in two ranges": {"mask": {"sliding_window": {"left": 100, "right": 0}}, **PAGES},
+    "a window, of which partial tiles are in two ranges": {"mask": {"sliding_window": {"left": 100}}, **PAGES},
     "all tiles are partial": {"mask": {"expr": "kv_idx % 3 != 1"}},
     "all tiles are full but the last": {"mask": "none"},
     "soft caps": {"score": [{"softcap": {"cap": 30}}]},
@@ -203,6 +203,11 @@ def test_other_masks_and_caches(name: str) -> None:
         ({"cache": {"paged": {"page_size": 16}}}, "its cache has pages of 16 rows; expected a multiple of 64"),
         ({"cache": {"paged": {"page_size": "any"}}}, "its cache has pages whose size a call gives; expected a multiple of 64"),
         ({"score": ["alibi"]}, "its modifiers are of positions, and registers spill"),
+        ({"mask": "tree"}, "its mask or modifiers read what is loaded for keys (%tree_mask)"),
+        (
+            {"mask": {"all_of": ["causal", {"chunked": {"size": 50}}]}},
+            "its mask and modifiers take 11 operations for each score, and of more than 10 registers may spill",
+        ),
         ({"head_dim": {"qk": 320, "v": 256}}, "its latents have 256 columns and 64 rotated ones; expected 512 and 64"),
     ],
 )

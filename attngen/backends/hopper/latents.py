@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.choice import FEW, MOST_WORK, is_placed, refused, work
+from attngen.backends.hopper.choice import FEW, LITTLE_WORK, is_placed, refused, work
 from attngen.backends.hopper.facts import DECODE, DEVICE, NAME, ROWS
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import SIDES, Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
@@ -47,8 +47,8 @@ def declined(module: Module) -> str:
         return why
     if is_placed(module.kernel(DECODE)):
         return "its modifiers are of positions, and registers spill"
-    if (ops := work(module.kernel(DECODE))) > MOST_WORK:
-        return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers may spill"
+    if (ops := work(module.kernel(DECODE))) > LITTLE_WORK:
+        return f"its mask and modifiers take {ops} operations for each score, and of more than {LITTLE_WORK} registers may spill"
     return ""
 
 

@@ -161,8 +161,9 @@ class _Side:
         rows = next(f"{last.name}.{field}" for field in starts if self._is_of_rows(field))
         total, (other,) = f"l_all_{self.name}", (name for name in PARITY if name != self.name)
         dropped = {ref for field, ref in starts.items() if field == self.m and not self.keeps_m}
+        queries = {dot.a for dot in self.scores}
         for op in self.ops:
-            if isinstance(op, Load):
+            if isinstance(op, Load) and op.name in queries:
                 yield Take(op.name, _ring(op), op.type)
             elif op is self.loops[0]:
                 yield whole
