@@ -305,7 +305,8 @@ class DividedContext(RelayContext):
         prologue += [] if self.kernel.stays or not block.role.rows else self._own_rows(words)
         if work:
             self._place_tiles(work, known, block, words, params)
-        words |= {"COUNTER", "TILES"} if any(isinstance(op, Work) and op.draws for op in block.ops) else set()
+        drawing = {"COUNTER"} if self.kernel.deal else {"COUNTER", "TILES"}  # how many parts of keys there are, programs find out
+        words |= drawing if any(isinstance(op, Work) and op.draws for op in block.ops) else set()
         words |= names_in(nodes) | set(re.findall(r"\w+", " ".join(prologue)))
         entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (Arg, Ring))]
         shared = [
