@@ -267,8 +267,14 @@ class HostContext:
             return {"var": var, "expr": src}
         if op.by == "heads":
             return {"var": var, "expr": f"{src}.unflatten(1, ({self._dim('Hkv')}, {self._dim('group')}))"}
-        fresh = ", fresh=True" * op.fresh
-        return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{fresh})"}
+        options = ", fresh=True" * op.fresh + ", shaped=True" * self._is_described(op)
+        return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{options})"}
+
+    def _is_described(self, op: View) -> bool:
+        """Whether a kernel that packs heads gets columns of this view, which a copy engine then reads in the kernel's divided form."""
+        columns = {o.name for o in self.host.ops() if isinstance(o, View) and o.by in COLUMNS and o.src == op.name}
+        launched = {o.kernel for o in self.host.ops() if isinstance(o, Launch) and columns & {ref for _, ref in o.args}}
+        return any(kernel.name in launched for kernel in self.module.divided)
 
     def _copy(self, op: Copy) -> dict[str, Any]:
         return {"src": variable(op.src), "into": variable(op.into)}

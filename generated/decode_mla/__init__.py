@@ -202,7 +202,7 @@ def _decode(q, k_cache, cache_seqlens, page_table, scale, Nn):
                 torch.float32,
             )
             lse2_parts = runtime.empty(q, (items, Hkv, Gq), (Hkv * Gq, Gq, 1), torch.float32)
-            q_rows, q_rows_strides = runtime.by_group(q, group)
+            q_rows, q_rows_strides = runtime.by_group(q, group, shaped=True)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
             q_latent = q_rows[..., :HEAD_DIM_V]

@@ -32,6 +32,8 @@ def obstacle(module: Module) -> str:
         size = f"pages of {cache.page} rows" if cache.page.isdigit() else "pages whose size a call gives"
         return f"its cache has {size}; expected a multiple of {KEYS}"
     loops = [op for op in kernel.ops() if isinstance(op, Loop)]
+    if kernel.deal is not None and kernel.deal.reads:
+        return "its keys are dealt by data of sequences"
     if any(loop.listed for loop in loops):
         return "its mask lists tiles"
     for op in kernel.block(loops[0].body).ops:

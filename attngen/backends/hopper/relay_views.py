@@ -188,8 +188,7 @@ class RelayContext(PipelineContext):
         return gluon(before), gluon(lines)
 
     def _dealt_by(self) -> str:
-        assert self.kernel.deal is not None
-        return ", ".join(dealt_by(self.kernel.deal))
+        return ", ".join(dealt_by(self.kernel))
 
     # ------------------------------------------------------------------ places and columns
 
@@ -227,7 +226,7 @@ def dealing(module: Module) -> dict[str, Any]:
     assert kernel is not None and kernel.deal is not None
     deal = kernel.deal
     return {
-        "dealt_by": ", ".join(dealt_by(deal)),
+        "dealt_by": ", ".join(dealt_by(kernel)),
         "work": gluon(to_triton(units_of(deal.work), lambda name: (name, ()), ())),
         "each": deal.each,
         "unit": UNIT,
