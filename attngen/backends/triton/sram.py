@@ -90,7 +90,8 @@ def sram_formula(
         if op.type.space == "sram" and not _in_loop(kernel, op):
             stationary.append(tile_bytes(op.type))
         elif op.type.space == "sram":
-            depth = STAGES if (from_shared and _is_operand(kernel, op)) or rewrites else ahead
+            widened = kernel.reads_quantised and not _is_operand(kernel, op)  # in registers, before products take it
+            depth = STAGES if (from_shared and not widened) or rewrites else ahead
             streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
             if tma and not from_shared and kernel.clears(op):  # beside its ring, a copy whose rows past the end are zeros
                 streamed += tile_bytes(op.type) * (2 if kernel.reads_quantised else 1)
