@@ -240,6 +240,13 @@ OF_CACHE |= {"group_v", "k_abs", "k_rope_cache", "of_columns", "columns", "group
 OF_CACHE |= {"acc_scaled", "first_page", "p_scaled", "p_scaled_cast", "pair_qk", "pair_v", "q_abs", "q_size", "q_unit", "s_scale", "s_unit"}
 OF_CACHE |= {"operands", "before", "rows", "base", "weight", "m_next", "acc_next", "l_next", "o_part", "lse2_part"}
 OF_CACHE |= {f"kv_{cls}_{end}{at}" for cls in ("full", "partial") for end in ("from", "to") for at in ("", "_2", "_3", "_4", "_5", "_6")}
+# Names of the divided decoding of latents, where roles have halves of the columns, and every other tile of keys.
+_PIECES = ("left", "right", "rope")
+OF_CACHE |= {f"k_{piece}_{turn}_{of}" for piece in _PIECES for turn in ("even", "odd") for of in ("fills", "full", "phase")}
+OF_CACHE |= {f"{x}_{piece}_{of}" for x in "lq" for piece in _PIECES for of in ("free", "phase")}
+OF_CACHE |= {"acc_next_told", "acc_next_told_flight", "alpha_told", "alpha_told_chains", "alpha_told_sums", "first_work", "k_other"}
+OF_CACHE |= {"l_next_told", "l_other", "left_v", "m_told", "p_told", "page_even", "page_odd", "places", "q_other_near", "rescaled_told"}
+OF_CACHE |= {"right_v", "s_own_flight", "tiles", "v_told"}
 ORDERS = ("q_outer", "kv_outer")  # of loops
 DIRECTIONS = ("forward", "backward")
 
