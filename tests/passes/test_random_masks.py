@@ -35,6 +35,7 @@ from attngen.derive import derive
 from attngen.errors import SpecError
 from attngen.ir.expr import clamp, floordiv, mod, select
 from attngen.ir.graph import Kernel, Read
+from attngen.masks.document import SORTED_SPANS
 from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
 from attngen.spec import Spec, make_spec
@@ -217,7 +218,9 @@ def arguments(chance: random.Random, spec: Spec, of: Sizes) -> dict[str, Any]:
         else:
             values = torch.tensor([chance.randint(-16, 16) / 8 for _ in range(count)], dtype=torch.float32)
         values = values.reshape(shape)
-        found[i.name] = values.sort(-1).values if i.dtype == "i32" and chance.random() < 0.4 else values
+        rises = i.dtype == "i32" and chance.random() < 0.4
+        rises |= any(d.function == SORTED_SPANS and i.name in d.sources for d in spec.derived())  # as the spec promises
+        found[i.name] = values.sort(-1).values if rises else values
     return found
 
 
