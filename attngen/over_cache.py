@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attngen.ir.dtypes import LATENT_GROUP
 from attngen.parts import Sizes
 from attngen.reference import naive_attention, reference_mask, reference_scores
 from attngen.spec import Spec
@@ -16,7 +17,6 @@ from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, r
 
 POISON = 2**30  # the number of a page that there is not
 LARGEST = 448  # number of 8 bits
-GROUP = 128  # columns of a latent that have one factor
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def latent_rows(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
     """Rows of a cache of 8-bit latents, as bytes, and what is kept in them, in fp64. x: keys [B, room, 1, D], of which `width` columns are
     the latent."""
     latents, rotated = x[..., :width], x[..., width:]
-    groups = latents.float().unflatten(-1, (-1, GROUP))
+    groups = latents.float().unflatten(-1, (-1, LATENT_GROUP))
     factors = groups.abs().amax(-1, keepdim=True) * (1 / LARGEST)
     numbers = (groups / factors).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     rounded = (numbers.double() * factors.double()).flatten(-2)
@@ -140,8 +140,8 @@ def latent_rows(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
 
 def latents_of(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """The keys of such rows, [..., D] in `dtype`."""
-    end = width + 4 * (width // GROUP)
-    numbers = rows[..., :width].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, GROUP))
+    end = width + 4 * (width // LATENT_GROUP)
+    numbers = rows[..., :width].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, LATENT_GROUP))
     latents = (numbers * rows[..., width:end].view(torch.float32).unsqueeze(-1)).flatten(-2)
     return torch.cat([latents.to(dtype), rows[..., end:].view(dtype)], -1)
 

@@ -15,12 +15,12 @@ import sympy
 
 from attngen.build.common import KernelBuilder
 from attngen.ir.dtypes import QUANTISED
+from attngen.ir.eight_bits import LARGEST
 from attngen.ir.expr import select, symbol
 from attngen.ir.names import SCALES
 from attngen.ir.ops import HALVES, Access, Gather, Load, Map, Reduce, Type
 from attngen.policy import UNIT
 
-LARGEST = 448  # number of 8 bits
 SMALLEST = sympy.Float(2.0**-126)  # factor, which divides numbers
 
 

@@ -141,7 +141,7 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
         value = tensor.lower()
         if tensor in parts:
             b.load(value, f"{tensor}_NEW", ("b", head, "kv", column))
-        if f"{value}_scale".upper() in made:
+        if SCALES.get(tensor) in made:
             scale_latents(b)
         if cache.dtype and tensor in SCALES:
             column = column.replace("d_", "pair_")

@@ -9,8 +9,9 @@ import numpy as np
 _NAN = 0x7F
 _FRACTION = np.arange(128) % 8 / 8
 _EXPONENT = np.arange(128) // 8
-# Of all numbers from 0 on; the largest is 448.
+# All numbers from 0 on; the largest is 448.
 POSITIVE = np.where(_EXPONENT == 0, 2.0**-6 * _FRACTION, 2.0 ** (_EXPONENT - 7.0) * (1 + _FRACTION))[:_NAN]
+LARGEST = int(POSITIVE[-1])
 NUMBERS = np.concatenate([POSITIVE, [np.nan], -POSITIVE, [np.nan]])  # by their bits
 
 

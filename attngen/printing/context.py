@@ -585,8 +585,7 @@ class KernelContext:
         if casting:
             dtype = "dtype" if op.type.dtype == "T" else f"tl.{ELEMENTS[op.type.dtype].torch}"
             text = f"{text}.to({dtype})" if re.fullmatch(r"\w+", text) else f"({text}).to({dtype})"
-        described = any(isinstance(load, Load) and load.via for load in self.kernel.ops())
-        clears = described and cls == "partial" and self.kernel.clears(op)
+        clears = cls == "partial" and self.kernel.clears(op) and any(isinstance(load, Load) and load.via for load in self.kernel.ops())
         return {"var": self.var(op.name), "expr": text, "cleared": "(kv_idx < Nk)[:, None]" if clears else ""}
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:

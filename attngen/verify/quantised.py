@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.eight_bits import POSITIVE
+from attngen.ir.eight_bits import LARGEST
 from attngen.ir.expr import Expr, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import SCALES
@@ -52,11 +52,11 @@ def _new_scales(kernel: Kernel, values: Values, op: Append) -> Iterator[str]:
     sizes = [s for s in found.free_symbols if isinstance(kernel.op(values.others.get(s, op.value)), Reduce)]
     size = kernel.op(values.others[sizes[0]]) if len(sizes) == 1 else None
     least = [x for x in found.args if x.is_number and x > 0] if isinstance(found, sympy.Max) else []
-    if isinstance(size, Reduce) and least and found == sympy.Max(sizes[0] / int(POSITIVE[-1]), *least) and size.op == "max":
+    if isinstance(size, Reduce) and least and found == sympy.Max(sizes[0] / LARGEST, *least) and size.op == "max":
         new = next((s for s in values.of(size.value).free_symbols if values.elements.get(s) == "K_NEW"), None)
         if new is not None and values.of(size.value) == sympy.Max(new, -new) and size.type.dims[-1:] == ("GROUPS_V",):
             return
-    yield f"%{op.name} stores `{to_text(found)}`; expected the largest size of a group of K_NEW / {int(POSITIVE[-1])}, and more than 0"
+    yield f"%{op.name} stores `{to_text(found)}`; expected the largest size of a group of K_NEW / {LARGEST}, and more than 0"
 
 
 def _stored(kernel: Kernel, values: Values, op: Append, expected: Expr) -> Iterator[str]:
