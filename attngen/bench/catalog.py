@@ -129,6 +129,11 @@ def _served(name: str, page: int | str = "", stored: Any = MappingProxyType({}),
     return make_spec({"name": f"decode_{name}", **shape, "cache": cache, "backward": False, **more})
 
 
+def _documents(order: str) -> dict[str, Any]:
+    """A mask of documents, whose numbers never fall where they are sorted."""
+    return {"all_of": ["causal", {"document": {"sorted": order == "sorted"}}]}
+
+
 def _step(spec: Spec, batch: int, keys: int, queries: int = 1, heads: int = 32, **call: float) -> Cell:
     kv_heads = 8 if spec.heads.sharing == "gqa" else None
     return cell("decode", spec, queries, keys, batch=batch, heads=heads, kv_heads=kv_heads, call=call)
@@ -136,14 +141,16 @@ def _step(spec: Spec, batch: int, keys: int, queries: int = 1, heads: int = 32, 
 
 def decode() -> Grid:
     """Decoding over a cache: 32 query heads over 8, D = 128, bf16; 1k to 128k keys by 1 to 128 sequences; then drafts, pages, sequences of
-    512 to 64k keys, keys of 8 bits, Mistral's window of 1024 keys, gpt-oss's sinks, MLA with 16 and 128 heads."""
+    512 to 64k keys, keys of 8 bits, Mistral's window of 1024 keys, gpt-oss's sinks, documents of 1024 keys, MLA with 16 and 128 heads and
+    in 8 bits."""
     rows, pages = _served("rows"), {size: _served(f"page{size}", size) for size in (16, 64, 256)}
     quantised = {of: _served(f"fp8_{of}", 64, {"dtype": "fp8_e4m3", "scale": of}) for of in ("head", "page")}
     window = _served("window", 16, mask={"sliding_window": {"left": 1023, "right": 0}})
     fixed = {"mask": {"sliding_window": {"left": 127, "right": 0}}, "schedule": {"split": {"keys": 1024}}}
     sinks = _served("sinks", "any", head_dim=64, score="sink", **fixed)
     latents = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 576, "v": 512}, "kv": {"latent": {"rope": 64}}}
-    mla = _served("mla", 64, **latents)
+    mla, mla_fp8 = _served("mla", 64, **latents), _served("fp8_mla", 64, {"dtype": "fp8_e4m3"}, **latents)
+    documents = [_served(f"documents_{order}", 64, mask=_documents(order)) for order in ("sorted", "unsorted")]
     cells = [_step(rows, batch, keys) for batch, contexts in CONTEXTS.items() for keys in contexts]
     cells += [_step(rows, *size, queries) for size in LONG for queries in (4, 16)]
     cells += [_step(spec, *size) for size in LONG for spec in pages.values()]
@@ -153,7 +160,9 @@ def decode() -> Grid:
     cells += [_step(quantised["page"], *LONG[0]), _step(quantised["head"], 64, 64 * K, ragged=LEAST_RAGGED)]
     cells += [_step(window, 8, keys) for keys in (K, 128 * K)]
     cells += [_step(sinks, *LONG[0], heads=64)]
-    cells += [_step(mla, 8, keys, heads=heads) for keys in (8 * K, 64 * K) for heads in (16, 128)]
+    cells += [_step(spec, 8, 128 * K, document=K) for spec in documents]
+    cells += [_step(spec, 8, keys, heads=heads) for spec in (mla, mla_fp8) for keys in (8 * K, 64 * K) for heads in (16, 128)]
+    cells += [_step(mla, *size, heads=128) for size in ((1, 64 * K), (32, 4 * K))]
     return Grid("decode", tuple(cells), ("ours", "flash", "cudnn", "flex", "flashinfer", "naive"))
 
 

@@ -174,9 +174,41 @@ def test_flashinfer_where_it_is_installed(mask: Any, monkeypatch: pytest.MonkeyP
     p = problem(served(16, mask=mask), ragged=20)
     assert relative_error(forward(p, "flashinfer"), of_sequences(p)[0]) < 1e-5
     cannot = PEERS["flashinfer"].cannot
-    assert cannot(CELLS["rows"].cell) == cannot(CELLS["latents"].cell) == "here over pages of keys and values alone"
+    assert cannot(CELLS["rows"].cell) == "here over pages of 16 bits alone"
     assert cannot(CELLS["pages, ragged"].cell) == "one query of a sequence"
     assert cannot(CELLS["pages, sinks"].cell) == "no score modifier but a softcap"
+
+
+class LatentWrapper:
+    """Stands in for FlashInfer's over latents."""
+
+    def __init__(self, workspace: torch.Tensor) -> None:
+        assert workspace.dtype == torch.uint8
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor, **said: Any
+    ) -> None:
+        assert said["num_heads"] == 4 and (said["head_dim_ckv"], said["head_dim_kpe"]) == (32, 16) and said["page_size"] == 16
+        assert qo_indptr.tolist() == [0, 1, 2, 3] and all(x.dtype == torch.int32 for x in (kv_indptr, kv_indices, kv_len_arr))
+        self.indptr, self.indices, self.lengths, self.scale = kv_indptr, kv_indices.long(), kv_len_arr, said["sm_scale"]
+
+    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor) -> torch.Tensor:
+        outs = []
+        for b, n in enumerate(self.lengths):
+            pages = self.indices[self.indptr[b] : self.indptr[b + 1]]
+            v, k = (x[pages].flatten(0, 1)[:n] for x in (ckv_cache, torch.cat([ckv_cache, kpe_cache], -1)))
+            q = torch.cat([q_nope[b], q_pe[b]], -1)[None, :, None]
+            outs.append(
+                naive_attention(q, k[None, None], v[None, None], torch.ones(1, 1, 1, int(n), dtype=torch.bool), self.scale)[0][:, :, 0]
+            )
+        return torch.cat(outs)
+
+
+def test_flashinfer_over_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__spec__="here"))
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(BatchMLAPagedAttentionWrapper=LatentWrapper))
+    p = CELLS["latents"]
+    assert relative_error(forward(p, "flashinfer"), of_sequences(p)[0]) < 1e-5
 
 
 def test_lengths_and_pages() -> None:

@@ -123,7 +123,7 @@ def test_parts_of_a_grid() -> None:
         "causal_mha_d128 bf16 B4 H16 N4096",
     ]
     assert [str(c) for c in only(decode().cells, "ragged,page16")] == ["decode_page16 bf16 B64 H32/8 Nq1 Nk65536 ragged=512"]
-    assert [c.n_kv for c in only(decode().cells, "B1")] == [1024, 4096, 16384, 65536, 131072]
+    assert [c.n_kv for c in only(decode().cells, "B1,decode_rows")] == [1024, 4096, 16384, 65536, 131072]
     with pytest.raises(AttngenError, match="--only: no cell has `d65`; did you mean `d64`?"):
         only(fa3().cells, "D65")
     with pytest.raises(AttngenError, match="--only .* leaves no cell"):

@@ -1,4 +1,4 @@
-"""FlashInfer's decoding over pages, where it is installed."""
+"""FlashInfer's decoding over pages of keys and values, or of latents, where it is installed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def flashinfer_cannot(cell: Cell) -> str:
     mask = cell.spec.mask
     if not importable("flashinfer"):
         return "not installed"
-    if not cell.page or cell.spec.rope:
-        return "here over pages of keys and values alone"
+    if not cell.page or cell.quantised:
+        return "here over pages of 16 bits alone"
     if cell.n_q > 1:
         return "one query of a sequence"
     if not isinstance(mask, NoMask) and not (isinstance(mask, (Causal, SlidingWindow)) and mask.align == "bottom_right"):
@@ -34,19 +34,19 @@ def flashinfer_cannot(cell: Cell) -> str:
 
 
 def flashinfer(problem: Problem) -> Call:
-    """Its wrapper for one query of each sequence, planned before; q is [B, Hq, D], and the cache as `with_kvcache` takes it."""
-    import torch
+    """Its wrapper for one query of each sequence, planned before."""
+    return _of_latents(problem) if problem.cell.spec.rope else _of_heads(problem)
+
+
+def _of_heads(problem: Problem) -> Call:
+    """Over keys and values; q is [B, Hq, D], and the cache as `with_kvcache` takes it."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     c, mask = problem.cell, problem.cell.spec.mask
-    lengths, table = problem.given["cache_seqlens"], problem.given["page_table"]
-    used = (lengths + c.page - 1) // c.page
-    ends = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-    pages = table[torch.arange(table.shape[1], device=problem.device) < used[:, None]]
+    lengths, ends, pages = _pages(problem)
     options: dict[str, Any] = {"window_left": mask.left if isinstance(mask, SlidingWindow) else -1, "q_data_type": problem.dtype}
     options["logits_soft_cap"] = next((part.cap for part in c.spec.score if isinstance(part, Softcap)), None)
-    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=problem.device)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=c.heads >= SHARED * c.kv_heads)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(_workspace(problem), "NHD", use_tensor_cores=c.heads >= SHARED * c.kv_heads)
     last = (lengths - 1) % c.page + 1
     wrapper.plan(ends, pages, last, c.heads, c.kv_heads, c.spec.head_dim.qk, c.page, **options)
 
@@ -55,3 +55,50 @@ def flashinfer(problem: Problem) -> Call:
         return out[:, :, None]
 
     return Call(forward)
+
+
+def _of_latents(problem: Problem) -> Call:
+    """Over latents: q [B, Hq, D_v] and [B, Hq, rope], the cache [pages, page, D_v] and [pages, page, rope], views of ours."""
+    import torch
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore[import-not-found]
+
+    c, dim = problem.cell, problem.cell.spec.head_dim
+    lengths, ends, pages = _pages(problem)
+    wrapper = BatchMLAPagedAttentionWrapper(_workspace(problem))
+    wrapper.plan(
+        qo_indptr=torch.arange(c.batch + 1, dtype=torch.int32, device=problem.device),
+        kv_indptr=ends,
+        kv_indices=pages,
+        kv_len_arr=lengths,
+        num_heads=c.heads,
+        head_dim_ckv=dim.v,
+        head_dim_kpe=c.spec.rope,
+        page_size=c.page,
+        causal=False,  # of one query
+        sm_scale=dim.qk**-0.5,
+        q_data_type=problem.dtype,
+        kv_data_type=problem.dtype,
+    )
+
+    def forward(x: Inputs) -> torch.Tensor:
+        q, k = x.q[:, :, 0], x.k[:, 0]
+        out: torch.Tensor = wrapper.run(q_nope=q[..., : dim.v], q_pe=q[..., dim.v :], ckv_cache=k[..., : dim.v], kpe_cache=k[..., dim.v :])
+        return out[:, :, None]
+
+    return Call(forward)
+
+
+def _pages(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(keys of each sequence, where its pages end in the list of all, that list): int32."""
+    import torch
+
+    lengths, table = problem.given["cache_seqlens"], problem.given["page_table"]
+    used = (lengths + problem.cell.page - 1) // problem.cell.page
+    ends = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+    return lengths, ends, table[torch.arange(table.shape[1], device=problem.device) < used[:, None]]
+
+
+def _workspace(problem: Problem) -> torch.Tensor:
+    import torch
+
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=problem.device)
