@@ -56,6 +56,8 @@ from attngen.ir.ops import (
 from attngen.printing.printer import to_triton
 from attngen.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 
+# Lengths of sequences that are read at once: one for each thread of a warp; where there are more sequences, one for each of four warps.
+LANES, LENGTHS = 32, 128
 NEAR_ROWS = 256  # whose offsets have 32 bits, as calls keep the step from row to row below 2**23 elements
 VARYING = ("Nq", "Nk", "Nlse", "Nc", "Nn", "max_pages", "dropout_threshold")  # numbers that differ from call to call
 _TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
@@ -201,8 +203,7 @@ class KernelContext:
             rest = f"{rest} // {extent}"
         lines += [f"{outer[-1].var} = {rest}"] if outer else []
         if self.kernel.deal and not of_parts:
-            lines.append(f"unit = unit_of_parts(CACHE_SEQLENS, {self._dealt_by()})")
-            lines.append(f"{', '.join(DEALT)} = parts_of(CACHE_SEQLENS, b, unit, {self._dealt_by()})")
+            lines += [f"unit = {self._of_lengths('unit_of_parts')}", f"{', '.join(DEALT)} = {self._of_lengths('parts_of', 'b, unit')}"]
         for axis in ("q", "kv"):
             off = f"{axis}_off"
             if off in used or f"{axis}_idx" in used:
@@ -227,22 +228,32 @@ class KernelContext:
         of_heads = [axis for axis in others if axis.var not in ("part", "b")]
         of_item = "".join(f" // {self.scalar(axis.extent)}" for axis in of_heads)
         item = f"place // q_tiles{of_item}"
-        find = f"b, part, {', '.join(DEALT)} = part_of(CACHE_SEQLENS, {item}, unit, {self._dealt_by()})"
         before = [
             f"q_tiles = {self.scalar(own.extent)}",
-            f"unit = unit_of_parts(CACHE_SEQLENS, {self._dealt_by()})",
-            f"_, all_parts = parts_of(CACHE_SEQLENS, B, unit, {self._dealt_by()})",
+            *self._by_sequences([("unit", "unit_of_parts", ""), ("_, all_parts", "parts_of", "B, unit")]),
         ]
-        lines, rest = [find, f"q_start = (place % q_tiles) * {AXIS_DIM[own.var]}"], "place // q_tiles"
+        lines = self._by_sequences([(f"b, part, {', '.join(DEALT)}", "part_of", f"{item}, unit")])
+        lines, rest = [*lines, f"q_start = (place % q_tiles) * {AXIS_DIM[own.var]}"], "place // q_tiles"
         for head in of_heads:
             extent = self.scalar(head.extent)
             lines.append(f"{head.var} = {rest} % {extent}")
             rest += f" // {extent}"
         return before, lines, " * ".join(["all_parts", "q_tiles", *(self.scalar(axis.extent) for axis in of_heads)])
 
-    def _dealt_by(self) -> str:
-        """The arguments of functions that deal keys, after the lengths and which part or sequence."""
-        return ", ".join(dealt_by(self.kernel))
+    def _by_sequences(self, found: list[tuple[str, str, str]]) -> list[str]:
+        """Lines that find (names, function of lengths, its own arguments): of few sequences, whose lengths fit a warp, and of more.
+
+        Sums of what a warp has need no other warp. Programs of latents have no registers for two forms.
+        """
+        few, many = ([f"{names} = {self._of_lengths(name, own, n)}" for names, name, own in found] for n in (LANES, LENGTHS))
+        if self.module.rope:
+            return many
+        few, many = ([f"    {line}" for line in lines] for lines in (few, many))
+        return [f"if B <= {LANES}:  # lengths of so few sequences fit a warp: sums of them need no other", *few, "else:", *many]
+
+    def _of_lengths(self, name: str, own: str = "", at_once: int = LENGTHS) -> str:
+        """A function of all lengths, of which it reads so many at once; own: its arguments after them."""
+        return f"{name}({', '.join(['CACHE_SEQLENS', *([own] if own else []), *dealt_by(self.kernel), str(at_once)])})"
 
     def _width(self, axis: str) -> str:
         dim = AXIS_DIM[axis]

@@ -236,14 +236,27 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries, DOCUMENT_FIRST, DOCUME
 
 
 @triton.jit
-def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries, DOCUMENT_FIRST, DOCUMENT_END, stride_document_first_b, stride_document_end_b):
+def unit_of_parts(
+    CACHE_SEQLENS,
+    B,
+    items,
+    Nc,
+    Nn,
+    queries,
+    DOCUMENT_FIRST,
+    DOCUMENT_END,
+    stride_document_first_b,
+    stride_document_end_b,
+    AT_ONCE: tl.constexpr,
+):
     # Units of work of a part, at most. At one time items // 16 parts run: a turn. There are as many turns as parts of 64 units would take,
-    # and a part is as short as fills these; a sequence has half a part more than its units make, on average.
+    # and a part is as short as fills these; a sequence has half a part more than its units make, on average. Lengths are read so many
+    # AT_ONCE.
     total, wanted = 0, 0
-    for first in range(0, B, 128):
+    for first in range(0, B, AT_ONCE):
         work = work_of(
             CACHE_SEQLENS,
-            first + tl.arange(0, 128),
+            first + tl.arange(0, AT_ONCE),
             B,
             items,
             Nc,
@@ -282,11 +295,12 @@ def part_of(
     DOCUMENT_END,
     stride_document_first_b,
     stride_document_end_b,
+    AT_ONCE: tl.constexpr,
 ):
     # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before.
     b, before, first_item, end = 0, 0, 0, 2147483647
-    for first in range(0, B, 128):
-        at = first + tl.arange(0, 128)
+    for first in range(0, B, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
         ends = before + tl.cumsum(
             tl.cdiv(
                 work_of(
@@ -328,11 +342,12 @@ def parts_of(
     DOCUMENT_END,
     stride_document_first_b,
     stride_document_end_b,
+    AT_ONCE: tl.constexpr,
 ):
     # How many parts sequence b has, and how many those before it have: where b is B, all of them.
     parts, first_item = 0, 0
-    for first in range(0, B, 128):
-        at = first + tl.arange(0, 128)
+    for first in range(0, B, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
         found = tl.cdiv(
             work_of(
                 CACHE_SEQLENS,
@@ -574,47 +589,25 @@ def decode(
 ):
     # Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    unit = unit_of_parts(
-        CACHE_SEQLENS,
-        B,
-        items,
-        Nc,
-        Nn,
-        queries,
-        DOCUMENT_FIRST,
-        DOCUMENT_END,
-        stride_document_first_b,
-        stride_document_end_b,
-    )
-    (
-        _, all_parts,
-    ) = parts_of(
-        CACHE_SEQLENS,
-        B,
-        unit,
-        B,
-        items,
-        Nc,
-        Nn,
-        queries,
-        DOCUMENT_FIRST,
-        DOCUMENT_END,
-        stride_document_first_b,
-        stride_document_end_b,
-    )
-    q_off = tl.arange(0, BLOCK_Q)
-    kv_off = tl.arange(0, BLOCK_KV)
-    dtype = Q.dtype.element_ty
-    d_qk = tl.arange(0, D_QK)
-    d_v = tl.arange(0, D_V)
-
-    # one part of a sequence's keys after another; what is the same for all is computed again, not kept in registers
-    for place in tl.range(tl.program_id(0), all_parts * q_tiles * Hkv, tl.num_programs(0), num_stages=1, disable_licm=True):
-        (
-            b, part, parts, first_item,
-        ) = part_of(
+    if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
+        unit = unit_of_parts(
             CACHE_SEQLENS,
-            place // q_tiles // Hkv,
+            B,
+            items,
+            Nc,
+            Nn,
+            queries,
+            DOCUMENT_FIRST,
+            DOCUMENT_END,
+            stride_document_first_b,
+            stride_document_end_b,
+            32,
+        )
+        (
+            _, all_parts,
+        ) = parts_of(
+            CACHE_SEQLENS,
+            B,
             unit,
             B,
             items,
@@ -625,7 +618,83 @@ def decode(
             DOCUMENT_END,
             stride_document_first_b,
             stride_document_end_b,
+            32,
         )
+    else:
+        unit = unit_of_parts(
+            CACHE_SEQLENS,
+            B,
+            items,
+            Nc,
+            Nn,
+            queries,
+            DOCUMENT_FIRST,
+            DOCUMENT_END,
+            stride_document_first_b,
+            stride_document_end_b,
+            128,
+        )
+        (
+            _, all_parts,
+        ) = parts_of(
+            CACHE_SEQLENS,
+            B,
+            unit,
+            B,
+            items,
+            Nc,
+            Nn,
+            queries,
+            DOCUMENT_FIRST,
+            DOCUMENT_END,
+            stride_document_first_b,
+            stride_document_end_b,
+            128,
+        )
+    q_off = tl.arange(0, BLOCK_Q)
+    kv_off = tl.arange(0, BLOCK_KV)
+    dtype = Q.dtype.element_ty
+    d_qk = tl.arange(0, D_QK)
+    d_v = tl.arange(0, D_V)
+
+    # one part of a sequence's keys after another; what is the same for all is computed again, not kept in registers
+    for place in tl.range(tl.program_id(0), all_parts * q_tiles * Hkv, tl.num_programs(0), num_stages=1, disable_licm=True):
+        if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
+            (
+                b, part, parts, first_item,
+            ) = part_of(
+                CACHE_SEQLENS,
+                place // q_tiles // Hkv,
+                unit,
+                B,
+                items,
+                Nc,
+                Nn,
+                queries,
+                DOCUMENT_FIRST,
+                DOCUMENT_END,
+                stride_document_first_b,
+                stride_document_end_b,
+                32,
+            )
+        else:
+            (
+                b, part, parts, first_item,
+            ) = part_of(
+                CACHE_SEQLENS,
+                place // q_tiles // Hkv,
+                unit,
+                B,
+                items,
+                Nc,
+                Nn,
+                queries,
+                DOCUMENT_FIRST,
+                DOCUMENT_END,
+                stride_document_first_b,
+                stride_document_end_b,
+                128,
+            )
         q_start = (place % q_tiles) * BLOCK_Q
         hkv = place // q_tiles % Hkv
         q_idx = q_start + q_off
@@ -837,6 +906,7 @@ def combine(
         DOCUMENT_END,
         stride_document_first_b,
         stride_document_end_b,
+        128,
     )
     (
         parts, first_item,
@@ -853,6 +923,7 @@ def combine(
         DOCUMENT_END,
         stride_document_first_b,
         stride_document_end_b,
+        128,
     )
     q_off = tl.arange(0, BLOCK_Q)
     dtype = O.dtype.element_ty

@@ -159,12 +159,13 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
 
 
 @triton.jit
-def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn):
+def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # Units of work of a part, at most. At one time items // 4 parts run: a turn. There are as many turns as parts of 64 units would take,
-    # and a part is as short as fills these; a sequence has half a part more than its units make, on average.
+    # and a part is as short as fills these; a sequence has half a part more than its units make, on average. Lengths are read so many
+    # AT_ONCE.
     total, wanted = 0, 0
-    for first in range(0, B, 128):
-        work = work_of(CACHE_SEQLENS, first + tl.arange(0, 128), B, items, Nc, Nn)
+    for first in range(0, B, AT_ONCE):
+        work = work_of(CACHE_SEQLENS, first + tl.arange(0, AT_ONCE), B, items, Nc, Nn)
         total += tl.sum(work)
         wanted += tl.sum(tl.cdiv(work, 64))
     busy = tl.maximum(1, items // 4)
@@ -180,11 +181,11 @@ def portion(n, i, parts):
 
 
 @triton.jit
-def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn):
+def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before.
     b, before, first_item, end = 0, 0, 0, 2147483647
-    for first in range(0, B, 128):
-        at = first + tl.arange(0, 128)
+    for first in range(0, B, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
         ends = before + tl.cumsum(tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn), unit), 0)
         passed = ends <= item
         b += tl.sum(tl.where(passed & (at < B), 1, 0))
@@ -195,11 +196,11 @@ def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn):
 
 
 @triton.jit
-def parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn):
+def parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # How many parts sequence b has, and how many those before it have: where b is B, all of them.
     parts, first_item = 0, 0
-    for first in range(0, B, 128):
-        at = first + tl.arange(0, 128)
+    for first in range(0, B, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
         found = tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn), unit)
         parts += tl.sum(tl.where(at == b, found, 0))
         first_item += tl.sum(tl.where(at < b, found, 0))
@@ -474,8 +475,8 @@ def decode(
 ):
     # Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn)
-    _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn)
+    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 128)
+    _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, 128)
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = Q.dtype.element_ty
@@ -486,7 +487,7 @@ def decode(
 
     # one part of a sequence's keys after another; what is the same for all is computed again, not kept in registers
     for place in tl.range(tl.program_id(0), all_parts * q_tiles, tl.num_programs(0), num_stages=1, disable_licm=True):
-        b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles, unit, B, items, Nc, Nn)
+        b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles, unit, B, items, Nc, Nn, 128)
         q_start = (place % q_tiles) * BLOCK_Q
         q_idx = q_start + q_off
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b
@@ -656,8 +657,8 @@ def combine(
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
     b = pid // q_tiles
-    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn)
-    parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn)
+    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 128)
+    parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 128)
     q_off = tl.arange(0, BLOCK_Q)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off

@@ -499,16 +499,12 @@ def decode_left(
     work_slot, work_phase = 0, 0
     queries = anew(queries)
     Nq = anew(Nq)
-    stride_o_parts_i = anew(stride_o_parts_i)
-    stride_o_parts_n = anew(stride_o_parts_n)
     stride_lse2_parts_i = anew(stride_lse2_parts_i)
     mbarrier.wait(work_full.index(work_slot), work_phase)
     q_start = told(work_ring.index(9 * work_slot))
     while q_start >= 0:
         queries = anew(queries)
         Nq = anew(Nq)
-        stride_o_parts_i = anew(stride_o_parts_i)
-        stride_o_parts_n = anew(stride_o_parts_n)
         stride_lse2_parts_i = anew(stride_lse2_parts_i)
         Nk = told(work_ring.index(9 * work_slot + 4))
         kv_full_from = told(work_ring.index(9 * work_slot + 5))
@@ -672,15 +668,11 @@ def decode_right(
     work_slot, work_phase = 0, 0
     queries = anew(queries)
     Nq = anew(Nq)
-    stride_o_parts_i = anew(stride_o_parts_i)
-    stride_o_parts_n = anew(stride_o_parts_n)
     mbarrier.wait(work_full.index(work_slot), work_phase)
     q_start = told(work_ring.index(9 * work_slot))
     while q_start >= 0:
         queries = anew(queries)
         Nq = anew(Nq)
-        stride_o_parts_i = anew(stride_o_parts_i)
-        stride_o_parts_n = anew(stride_o_parts_n)
         Nk = told(work_ring.index(9 * work_slot + 4))
         kv_full_from = told(work_ring.index(9 * work_slot + 5))
         kv_full_to = told(work_ring.index(9 * work_slot + 6))

@@ -155,7 +155,7 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries):
 
 
 @triton.jit
-def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries):
+def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
     # Units of work of a part, at most. What a sequence gets does not depend on the others.
     return 16
 
@@ -167,11 +167,11 @@ def portion(n, i, parts):
 
 
 @triton.jit
-def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries):
+def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
     # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before.
     b, before, first_item, end = 0, 0, 0, 2147483647
-    for first in range(0, B, 128):
-        at = first + tl.arange(0, 128)
+    for first in range(0, B, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
         ends = before + tl.cumsum(tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries), unit), 0)
         passed = ends <= item
         b += tl.sum(tl.where(passed & (at < B), 1, 0))
@@ -182,11 +182,11 @@ def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, queries):
 
 
 @triton.jit
-def parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries):
+def parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, AT_ONCE: tl.constexpr):
     # How many parts sequence b has, and how many those before it have: where b is B, all of them.
     parts, first_item = 0, 0
-    for first in range(0, B, 128):
-        at = first + tl.arange(0, 128)
+    for first in range(0, B, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
         found = tl.cdiv(work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries), unit)
         parts += tl.sum(tl.where(at == b, found, 0))
         first_item += tl.sum(tl.where(at < b, found, 0))
@@ -383,8 +383,12 @@ def decode(
 ):
     # Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
-    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries)
-    _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries)
+    if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
+        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries, 32)
+        _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries, 32)
+    else:
+        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries, 128)
+        _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, queries, 128)
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     dtype = Q.dtype.element_ty
@@ -393,7 +397,10 @@ def decode(
 
     # one part of a sequence's keys after another; what is the same for all is computed again, not kept in registers
     for place in tl.range(tl.program_id(0), all_parts * q_tiles * Hkv, tl.num_programs(0), num_stages=1, disable_licm=True):
-        b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries)
+        if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
+            b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries, 32)
+        else:
+            b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, queries, 128)
         q_start = (place % q_tiles) * BLOCK_Q
         hkv = place // q_tiles % Hkv
         q_idx = q_start + q_off
@@ -523,8 +530,8 @@ def combine(
     q_start = (pid % q_tiles) * BLOCK_Q
     hkv = pid // q_tiles % Hkv
     b = pid // q_tiles // Hkv
-    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries)
-    parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries)
+    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, queries, 128)
+    parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, queries, 128)
     q_off = tl.arange(0, BLOCK_Q)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off

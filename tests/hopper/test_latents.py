@@ -117,6 +117,13 @@ def test_the_softmax_of_odd_tiles_is_drawn_beside_a_product() -> None:
     assert all(any(p.start < s.end and s.start < p.end for p in products) for s in softmax)
 
 
+def test_strides_of_stored_tiles_are_in_sight() -> None:
+    """The compiler stores two numbers at once where it knows that these strides are multiples of 16. Other numbers of a call are hidden."""
+    text = render(target("decode_mla"))["hopper.py"]
+    assert "stride_lse2_parts_i = anew(" in text and "stride_page_table_b = anew(" in text
+    assert "* stride_o_parts_n + left_v" in text and "* stride_o_parts_n + right_v" in text and "stride_o_parts_n = anew(" not in text
+
+
 def test_a_certificate_asks_for_both_roles_and_half_of_the_exponentials() -> None:
     """Those of odd tiles stand under a product, those of even ones do not; of rows, each thread computes as many as four columns."""
     module = target("decode_mla")

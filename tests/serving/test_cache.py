@@ -30,8 +30,9 @@ def test_calls_agree_with_naive_attention(name: str, case: CacheCase, dtype: str
     assert result.ok, str(result)
 
 
-def test_more_sequences_than_are_dealt_at_a_time() -> None:
-    lengths = tuple((i * 37) % 90 for i in range(140))
+@pytest.mark.parametrize("sequences", [32, 33, 140])
+def test_lengths_are_read_32_or_128_at_a_time(sequences: int) -> None:
+    lengths = tuple((i * 37) % 90 for i in range(sequences))
     result = run_cache_case(built("decode_gqa"), spec("decode_gqa"), CacheCase(2, 1, 1, lengths, 1, 90), "fp16", DEVICE)
     assert result.ok, str(result)
 

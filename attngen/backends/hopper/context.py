@@ -29,6 +29,7 @@ from attngen.backends.hopper.views import DividedView, RingView, RoleView
 from attngen.backends.hopper.widths import part_of, piece_of, pieces
 from attngen.ir.expr import select, symbol
 from attngen.ir.graph import MIRRORED, Module
+from attngen.ir.names import stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -45,6 +46,7 @@ from attngen.ir.ops import (
     Mask,
     Merge,
     Op,
+    Store,
     Type,
     Yield,
 )
@@ -332,7 +334,8 @@ class DividedContext(RelayContext):
     def _place_tiles(self, work: Node, known: list[Node], block: Block, words: set[str], params: list[str]) -> None:
         """What comes before the body of a `work`: what all roles know of its tile, and which rows are the copy's own.
 
-        The call's integers are taken anew for each tile: what is computed of them before the loop would keep registers in products.
+        The call's integers are taken anew for each tile: what is computed of them before the loop would keep registers in products. Strides
+        of tiles that threads store are not, as that hides their alignment.
         """
         body = list(work.body)
         wanted = read = names_in([node for node in body if node.kind != "recall"])
@@ -348,13 +351,21 @@ class DividedContext(RelayContext):
         work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
         used = names_in([*of_tile, *body]) | set(re.findall(r"\w+", " ".join([*work.text["place"], *work.text["parts"]])))
         whole = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
-        work.text["anew"] = [name for name in params if name in used and (name in whole or name.startswith("stride_"))]
+        seen = self._strides_of_tiles(block)
+        work.text["anew"] = [name for name in params if name in used and (name in whole or name.startswith("stride_")) and name not in seen]
         work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*rows, *start]}), *body]
         for node in body[at : at + 1]:
             later = names_in(body[at + 1 :])
             node.text["rows"] = [line for line in rows if line.split()[0] in later]
             if self.kernel.deal:
                 node.text["again"] = [i for i, name in numbers[:axes] if i == 0 or name in later]
+
+    def _strides_of_tiles(self, block: Block) -> set[str]:
+        """The strides of tensors to which the threads of a role store tiles: that they are multiples of 16 is what makes stores wide."""
+        stores = [op for op in self.kernel.within(block.name) if isinstance(op, Store) and not isinstance(op, Add)]
+        bases = {op.name: op.src.tensor for op in self.kernel.ops() if isinstance(op, Base)}
+        tensors = {bases.get(op.dst.tensor, op.dst.tensor) for op in stores if len(self.kernel.type_of(op.value).dims) == 2}
+        return {name for arg in self.kernel.args if arg.name in tensors for name in stride_names(arg.name, arg.type.dims)}
 
     def _positions(self, words: set[str]) -> list[str]:
         """Layouts, and the positions of rows and of keys in their tiles."""

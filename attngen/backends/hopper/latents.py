@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.choice import FEW, LITTLE_WORK, is_placed, refused, work
+from attngen.backends.hopper.choice import LITTLE_WORK, is_placed, refused, work
 from attngen.backends.hopper.facts import DECODE, DEVICE, NAME, ROWS
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import SIDES, Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
@@ -60,5 +60,5 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
 
 
 def least_rows(module: Module, row: Row) -> int:
-    """The rows of a call, of which the portable kernel has smaller tiles."""
-    return FEW
+    """The rows of a call, beyond which the divided kernel is faster: it is with any number (docs/perf-log.md, section 33)."""
+    return 0
