@@ -848,6 +848,8 @@ def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
 
 
 _COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
+_OF_GRAPHS: dict[int, Iterator[torch.Tensor]] = {}  # of each device: those that no graph has yet
+CAPTURED = 2**14  # launches that graphs capture, on a device: they get their counters at once. Later ones set theirs to 0, with a kernel.
 
 
 def counter_of(device: int) -> torch.Tensor:
@@ -856,12 +858,17 @@ def counter_of(device: int) -> torch.Tensor:
     Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may run beside others.
     """
     if torch.cuda.is_current_stream_capturing():
+        for found in _OF_GRAPHS.get(device, ()):
+            return found
         return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
     key = device, current_stream(device)
-    found = _COUNTERS.get(key)
-    if found is None:
-        found = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
-    return found
+    if key not in _COUNTERS:
+        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+        if device not in _OF_GRAPHS:
+            rows = torch.zeros(CAPTURED, 4, dtype=torch.int32, device=f"cuda:{device}")  # of 16 bytes, as kernels want them aligned
+            torch.cuda.synchronize(device)  # graphs may run on any stream
+            _OF_GRAPHS[device] = map(rows.__getitem__, range(CAPTURED))
+    return _COUNTERS[key]
 
 
 # -------------------- Descriptors, by which a copy engine reads and writes tiles of tensors.

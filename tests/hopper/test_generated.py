@@ -165,6 +165,26 @@ def test_another_triton_takes_portable_kernels_with_one_sentence(asked: Any) -> 
         assert asked("3.10.0") is None
 
 
+def test_launches_that_a_graph_captures_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is 0 already, while there is some: no kernel of the graph sets it. Other launches of a stream share theirs."""
+    zeros, capturing = torch.zeros, [True]
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(runtime, "current_stream", lambda device: 7)
+    for name, value in (("_COUNTERS", {}), ("_OF_GRAPHS", {}), ("CAPTURED", 3)):
+        monkeypatch.setattr(runtime, name, value)
+    first = runtime.counter_of(0)  # before any other launch
+    capturing[0] = False
+    shared = runtime.counter_of(0)
+    assert runtime.counter_of(0) is shared
+    capturing[0] = True
+    captured = [runtime.counter_of(0) for _ in range(5)]  # two more than there is memory for
+    places = [x.data_ptr() for x in (first, shared, *captured)]
+    assert len(set(places)) == 7 and all(place % 16 == 0 for place in places)
+    assert len({x.untyped_storage().data_ptr() for x in captured}) == 3 and not any(x.any() for x in captured)
+
+
 def test_few_rows_take_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row without options says up to how many; the module's own rows are cut there."""
     kernels, hopper = types.ModuleType("made.kernels"), types.ModuleType("made.hopper")
