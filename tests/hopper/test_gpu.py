@@ -85,14 +85,20 @@ def test_graphs_and_two_streams(name: str, module: ModuleType) -> None:
     spec, case = asking(name), Case(2, *heads_for(asking(name)), 1000, 1000)
     q, k, v, inputs = make_inputs(spec, case, torch_dtype(spec.dtype[0]), "cuda", 1)
     expected = module.attention(q, k, v, **inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = module.attention(q, k, v, **inputs)
-    captured.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(captured, expected)
+    graphs, captured = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured.append(module.attention(q, k, v, **inputs))
     streams, results = [torch.cuda.Stream() for _ in range(2)], []
-    torch.cuda.synchronize()
+    for _ in range(20):
+        for out in captured:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in captured)
     for _ in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
