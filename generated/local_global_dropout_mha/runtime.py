@@ -11,6 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
@@ -848,12 +849,14 @@ def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
 
 
 _COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
-_OF_GRAPHS: dict[int, Iterator[torch.Tensor]] = {}  # of each device: those that no graph has yet
-CAPTURED = 2**14  # launches that graphs capture, on a device: they get their counters at once. Later ones set theirs to 0, with a kernel.
+_OF_GRAPHS: dict[int, Iterator[torch.Tensor]] = {}  # of each device: those that no graph has yet. Graphs need this module while they run.
+# Launches of this module that graphs capture, on a device, whose counters are 0 already. Later ones, and those before any other launch,
+# set theirs to 0 with a kernel of the graph.
+CAPTURED = 2**14
 
 
 def counter_of(device: int) -> torch.Tensor:
-    """Two numbers by which the programs of a launch share its tiles: they are 0 before the launch and after it.
+    """Numbers by which the programs of a launch share its tiles: the first two are 0 before the launch and after it.
 
     Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may run beside others.
     """
@@ -863,12 +866,25 @@ def counter_of(device: int) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
     key = device, current_stream(device)
     if key not in _COUNTERS:
-        _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
-        if device not in _OF_GRAPHS:
-            rows = torch.zeros(CAPTURED, 4, dtype=torch.int32, device=f"cuda:{device}")  # of 16 bytes, as kernels want them aligned
-            torch.cuda.synchronize(device)  # graphs may run on any stream
-            _OF_GRAPHS[device] = map(rows.__getitem__, range(CAPTURED))
+        _COUNTERS[key], *rows = _zeros(device, *((CAPTURED,) if device not in _OF_GRAPHS else ()))
+        for of_graphs in rows:
+            _OF_GRAPHS.setdefault(device, map(of_graphs.__getitem__, range(CAPTURED)))
     return _COUNTERS[key]
+
+
+def _zeros(device: int, *rows: int) -> list[torch.Tensor]:
+    """A row of four zeros, and tensors of so many of them: of 16 bytes, as kernels want counters aligned.
+
+    A thread of its own makes them: while torch.compile prepares a graph, what its thread allocates is the graph's.
+    """
+
+    def made() -> list[torch.Tensor]:
+        found = [torch.zeros(*shape, 4, dtype=torch.int32, device=f"cuda:{device}") for shape in ((), *((n,) for n in rows))]
+        torch.cuda.current_stream(device).synchronize()  # graphs and launches run on any stream
+        return found
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
 
 
 # -------------------- Descriptors, by which a copy engine reads and writes tiles of tensors.

@@ -170,14 +170,14 @@ def test_launches_that_a_graph_captures_have_counters_of_their_own(monkeypatch: 
     zeros, capturing = torch.zeros, [True]
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(runtime, "current_stream", lambda device: 7)
     for name, value in (("_COUNTERS", {}), ("_OF_GRAPHS", {}), ("CAPTURED", 3)):
         monkeypatch.setattr(runtime, name, value)
     first = runtime.counter_of(0)  # before any other launch
     capturing[0] = False
     shared = runtime.counter_of(0)
-    assert runtime.counter_of(0) is shared
+    assert runtime.counter_of(0) is shared and len(shared) == 4
     capturing[0] = True
     captured = [runtime.counter_of(0) for _ in range(5)]  # two more than there is memory for
     places = [x.data_ptr() for x in (first, shared, *captured)]
