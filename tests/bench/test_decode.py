@@ -30,6 +30,7 @@ from tests.helpers import ROOT
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "matmul_tflops": 786.4, "copy_tb_s": 4.0}
 DOCUMENTS = {order: {"all_of": ["causal", {"document": {"sorted": order == "sorted"}}]} for order in ("sorted", "any order")}
 WINDOW = {"sliding_window": {"left": 31, "right": 0}}
+FP8 = {"paged": {"page_size": 32}, "dtype": "fp8_e4m3"}
 LATENT = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 48, "v": 32}, "kv": {"latent": {"rope": 16}}}
 
 
@@ -174,7 +175,10 @@ def test_flashinfer_where_it_is_installed(mask: Any, monkeypatch: pytest.MonkeyP
     p = problem(served(16, mask=mask), ragged=20)
     assert relative_error(forward(p, "flashinfer"), of_sequences(p)[0]) < 1e-5
     cannot = PEERS["flashinfer"].cannot
-    assert cannot(CELLS["rows"].cell) == "here over pages of 16 bits alone"
+    fp8 = problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": FP8}))
+    assert (cannot(CELLS["rows"].cell), cannot(fp8.cell)) == ("here over pages alone", "no keys of 8 bits")
+    for more in ({"mask": WINDOW}, {"score": {"softcap": 5.0}}):
+        assert cannot(problem(served(16, **LATENT, **more)).cell) == "over latents no window and no score modifier"
     assert cannot(CELLS["pages, ragged"].cell) == "one query of a sequence"
     assert cannot(CELLS["pages, sinks"].cell) == "no score modifier but a softcap"
 

@@ -24,10 +24,12 @@ def flashinfer_cannot(cell: Cell) -> str:
     mask = cell.spec.mask
     if not importable("flashinfer"):
         return "not installed"
-    if not cell.page or cell.quantised:
-        return "here over pages of 16 bits alone"
+    if not cell.page:
+        return "here over pages alone"
     if cell.n_q > 1:
         return "one query of a sequence"
+    if cell.spec.rope and (cell.spec.score or not isinstance(mask, (Causal, NoMask))):
+        return "over latents no window and no score modifier"
     if not isinstance(mask, NoMask) and not (isinstance(mask, (Causal, SlidingWindow)) and mask.align == "bottom_right"):
         return "no mask but causal, window and none"
     return "no score modifier but a softcap" if any(not isinstance(part, Softcap) for part in cell.spec.score) else ""
