@@ -56,7 +56,8 @@ from attngen.ir.ops import (
 from attngen.printing.printer import to_triton
 from attngen.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 
-# Lengths of sequences that are read at once: one for each thread of a warp; where there are more sequences, one for each of four warps.
+# Lengths of sequences that are read at once: one for each thread of a warp; where there are more sequences, one for each thread of four
+# warps.
 LANES, LENGTHS = 32, 128
 NEAR_ROWS = 256  # whose offsets have 32 bits, as calls keep the step from row to row below 2**23 elements
 VARYING = ("Nq", "Nk", "Nlse", "Nc", "Nn", "max_pages", "dropout_threshold")  # numbers that differ from call to call
@@ -243,7 +244,7 @@ class KernelContext:
     def _by_sequences(self, found: list[tuple[str, str, str]]) -> list[str]:
         """Lines that find (names, function of lengths, its own arguments): of few sequences, whose lengths fit a warp, and of more.
 
-        Sums of what a warp has need no other warp. Programs of latents have no registers for two forms.
+        Sums of what a warp has need no other warp. Programs of latents have one form: with two, those of 64 rows spill.
         """
         few, many = ([f"{names} = {self._of_lengths(name, own, n)}" for names, name, own in found] for n in (LANES, LENGTHS))
         if self.module.rope:

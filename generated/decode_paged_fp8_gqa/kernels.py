@@ -195,8 +195,8 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
 @triton.jit
 def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # Units of work of a part, at most. At one time items // 16 parts run: a turn. There are as many turns as parts of 64 units would take,
-    # and a part is as short as fills these; a sequence has half a part more than its units make, on average. Lengths are read so many
-    # AT_ONCE.
+    # and a part is as short as fills these; a sequence has half a part more than its units make, on average. AT_ONCE lengths are read at a
+    # time.
     total, wanted = 0, 0
     for first in range(0, B, AT_ONCE):
         work = work_of(CACHE_SEQLENS, first + tl.arange(0, AT_ONCE), B, items, Nc, Nn)

@@ -124,6 +124,12 @@ def test_strides_of_stored_tiles_are_in_sight() -> None:
     assert "* stride_o_parts_n + left_v" in text and "* stride_o_parts_n + right_v" in text and "stride_o_parts_n = anew(" not in text
 
 
+def test_all_calls_run_it() -> None:
+    """A portable row stays for other versions of Triton, and none of the divided kernel's says from how many rows on."""
+    (row,) = target("decode_mla").rows("decode", "hopper")
+    assert (row.min_rows, row.max_rows) == (0, None)
+
+
 def test_a_certificate_asks_for_both_roles_and_half_of_the_exponentials() -> None:
     """Those of odd tiles stand under a product, those of even ones do not; of rows, each thread computes as many as four columns."""
     module = target("decode_mla")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attngen.errors import BuildError
-from attngen.over_cache import CacheCase, cache_cases, make_call, run_cache_case
+from attngen.over_cache import POISON, CacheCase, cache_cases, make_call, run_cache_case
 from attngen.passes.pipeline import lower
 from attngen.spec import Spec, make_spec
 from tests.helpers import CUDA, SPECS, built, module_of, spec
@@ -133,6 +133,26 @@ def test_bits_do_not_depend_on_other_sequences() -> None:
         alone = {name: x[b : b + 1] if name != "sink" else x for name, x in call.arguments.items() if name not in ("k", "v")}
         alone["cache_seqlens"] = alone["cache_seqlens"] + 1  # the key has been appended
         assert torch.equal(module.attention.with_kvcache(call.q[b : b + 1], *call.caches, **alone), together[b : b + 1])
+
+
+@pytest.mark.parametrize("n_q", [1, 4, 60])
+def test_pages_before_a_window_are_not_read(n_q: int, tmp_path: Path) -> None:
+    """Nor their numbers in the table: tiles that all queries' windows leave out are nobody's, and the bits stay."""
+    window = {"sliding_window": {"left": 63, "right": 0}}
+    shape: dict[str, Any] = {"heads": {"sharing": "gqa"}, "head_dim": 32, "mask": window, "backward": False}
+    made = make_spec({"name": "served", **shape, "cache": {"paged": {"page_size": 16}}})
+    module = module_of(made, tmp_path / "served")
+    call = make_call(made, CacheCase(4, 2, n_q, (1000, 700), 0, 1008, 16), torch.float16, DEVICE)
+    outs = []
+    for poisoned in (False, True):
+        for b, keys in enumerate((1000, 700) if poisoned else ()):
+            unseen = (keys - n_q - 63) // 128 * 128 // 16  # pages of tiles of up to 128 keys
+            table = call.arguments["page_table"][b]
+            for cache in call.caches:
+                cache[table[:unseen].long()] = math.nan
+            table[:unseen] = POISON
+        outs.append(module.attention.with_kvcache(call.q, *call.caches, **call.arguments))
+    assert outs[1].isfinite().all() and torch.equal(*outs)
 
 
 def test_calls_after_a_valid_one_are_checked_too() -> None:

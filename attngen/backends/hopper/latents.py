@@ -60,5 +60,8 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
 
 
 def least_rows(module: Module, row: Row) -> int:
-    """The rows of a call, beyond which the divided kernel is faster: it is with any number (docs/perf-log.md, section 33)."""
+    """The rows of a call, beyond which the divided kernel is faster: any number, but for 1 us where there is least to read.
+
+    docs/perf-log.md, section 33, has the times.
+    """
     return 0
