@@ -155,6 +155,7 @@ def test_generated_code_compiles_and_depends_on_torch_and_triton_alone(path):
     standard = {
         "__future__",
         "collections",
+        "concurrent",
         "contextlib",
         "functools",
         "importlib",
