@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import Bool, Expr, symbol
+from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module
 from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
@@ -53,6 +53,7 @@ from attngen.ir.ops import (
     Zip,
     dimension,
 )
+from attngen.printing.deals import dealt_by
 from attngen.printing.printer import to_triton
 from attngen.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 
@@ -225,21 +226,24 @@ class KernelContext:
     def _place_of_part(self) -> tuple[list[str], list[str], str]:
         """Lines that find how many parts of keys there are; those by which each turn of a program starts, which has one of them; and how
         many turns all programs have together. Heads run faster than parts."""
-        own, *others = self.kernel.grid
-        of_heads = [axis for axis in others if axis.var not in ("part", "b")]
-        of_item = "".join(f" // {self.scalar(axis.extent)}" for axis in of_heads)
-        item = f"place // q_tiles{of_item}"
+        item, of_place, extents = self._split_place("place")
         before = [
-            f"q_tiles = {self.scalar(own.extent)}",
+            f"q_tiles = {self.scalar(self.kernel.grid[0].extent)}",
             *self._by_sequences([("unit", "unit_of_parts", ""), ("_, all_parts", "parts_of", "B, unit")]),
         ]
         lines = self._by_sequences([(f"b, part, {', '.join(DEALT)}", "part_of", f"{item}, unit")])
-        lines, rest = [*lines, f"q_start = (place % q_tiles) * {AXIS_DIM[own.var]}"], "place // q_tiles"
-        for head in of_heads:
-            extent = self.scalar(head.extent)
-            lines.append(f"{head.var} = {rest} % {extent}")
-            rest += f" // {extent}"
-        return before, lines, " * ".join(["all_parts", "q_tiles", *(self.scalar(axis.extent) for axis in of_heads)])
+        return before, [*lines, *of_place], " * ".join(["all_parts", *extents])
+
+    def _split_place(self, place: str) -> tuple[str, list[str], list[str]]:
+        """(the number of the part that a place is of, lines that find its queries and heads, how many places each part has, as factors)."""
+        own, *others = self.kernel.grid
+        lines, item, extents = [f"q_start = ({place} % q_tiles) * {AXIS_DIM[own.var]}"], f"{place} // q_tiles", ["q_tiles"]
+        for head in others:
+            if head.var not in ("part", "b"):
+                extents.append(self.scalar(head.extent))
+                lines.append(f"{head.var} = {item} % {extents[-1]}")
+                item += f" // {extents[-1]}"
+        return item, lines, extents
 
     def _by_sequences(self, found: list[tuple[str, str, str]]) -> list[str]:
         """Lines that find (names, function of lengths, its own arguments): of few sequences, whose lengths fit a warp, and of more.
@@ -641,28 +645,6 @@ class KernelContext:
     def _yield(self, op: Yield, cls: str) -> dict[str, Any]:
         pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
-
-
-def dealt_by(kernel: Kernel) -> list[str]:
-    """What says how keys are dealt: sizes of the call, then those by which work is counted, and tensors of which it reads elements."""
-    assert kernel.deal is not None
-    reads = dict(kernel.deal.reads)
-    named = {str(s) for e in (kernel.deal.work, *(e for at in reads.values() for e in at.index)) for s in e.free_symbols}
-    tensors = [arg for arg in kernel.args if arg.name in {at.tensor for at in reads.values()}]
-    strides = [stride for arg in tensors for stride in stride_names(arg.name, arg.type.dims)]
-    return ["B", "items", "Nc", "Nn", *sorted(named - {"Nk", "b"} - reads.keys()), *(arg.name for arg in tensors), *strides]
-
-
-def elements_of_sequences(kernel: Kernel) -> list[tuple[str, str]]:
-    """(name, address) of each element by which work is counted, of the sequences `at`."""
-    assert kernel.deal is not None
-    found = []
-    for name, at in kernel.deal.reads:
-        strides = stride_names(at.tensor, kernel.type_of(at.tensor).dims)
-        *steps, last = ["at" if e == symbol("b") else to_triton(e, lambda n: (n, ())) for e in at.index]
-        terms = [f"tl.cast({step}, tl.int64) * {stride}" for step, stride in zip(steps, strides)]
-        found.append((name, " + ".join([at.tensor, *terms, *([last] if last != "0" else [])])))
-    return found
 
 
 def transposed(op: Keep | Dropout) -> bool:

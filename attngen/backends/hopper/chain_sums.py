@@ -27,8 +27,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.backends.hopper.forward import with_forwards
-from attngen.backends.hopper.latents import is_of_latents
+from attngen.backends.hopper.forward import with_forwards, with_latents
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Init, Map, Op, Reduce, Type, Yield
@@ -44,8 +43,7 @@ class ChainSums(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        module = with_forwards(module, _chained)
-        return replace(module, divided=tuple(_chained(kernel) if is_of_latents(kernel) else kernel for kernel in module.divided))
+        return with_latents(with_forwards(module, _chained), _chained)
 
 
 def _chained(kernel: Kernel) -> Kernel:

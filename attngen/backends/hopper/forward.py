@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from attngen.backends.hopper.facts import APART, FORWARD, FUSED
+from attngen.backends.hopper.facts import APART, DECODE, FORWARD, FUSED
 from attngen.ir.graph import Kernel, Module
 
 Change = Callable[[Kernel], Kernel]
@@ -19,6 +19,11 @@ def with_forwards(module: Module, change: Change) -> Module:
 def with_backward(module: Module, change: Change) -> Module:
     """The module with its divided backward in one pass changed, if it has one."""
     return _with(module, (FUSED,), change)
+
+
+def with_latents(module: Module, change: Change) -> Module:
+    """The module with its divided decoding of latents changed, if it has one."""
+    return _with(module, (DECODE,), change)
 
 
 def with_apart(module: Module, change: Change) -> Module:

@@ -9,13 +9,15 @@ from attngen.backends.hopper.context import DividedContext
 from attngen.backends.hopper.facts import DECODE, FIRST_BARRIER, FORWARD, ROWS
 from attngen.backends.hopper.gradients import is_signed
 from attngen.backends.hopper.latents import is_of_latents
-from attngen.backends.hopper.relay_views import HALF, dealing
+from attngen.backends.hopper.pipeline_views import gluon
+from attngen.backends.hopper.relay_views import HALF
 from attngen.backends.hopper.views import DividedView
 from attngen.backends.hopper.widths import is_power_of_two
 from attngen.bounds.sizes import tile_width
 from attngen.ir.graph import Module
 from attngen.ir.ops import Add, Count, Reduce
 from attngen.ir.roles import CHAINS, HALVES, Chains, Clear, Halve, Hold, Near, Pipeline, Ramp, Read, Tell
+from attngen.printing.deals import dealing
 
 TEMPLATE = "hopper/kernels.py.jinja"
 
@@ -58,7 +60,7 @@ def context(module: Module) -> dict[str, Any]:
         "nears": Near in kinds,
         "relays": latents,
         "clears": Clear in kinds,
-        "deals": dealing(module) if latents else {},
+        "deals": gluon(dealing(module)) if latents else {},
         "holds_tiles": PAIR in held,
         "holds": bool([dims for dims in held if dims != PAIR]),
         "sums_beside": any(isinstance(op, Reduce) and op.over in (CHAINS, *HALVES.values()) for op in ops),

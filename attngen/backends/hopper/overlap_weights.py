@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.backends.hopper.latents import is_of_latents
+from attngen.backends.hopper.forward import with_latents
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Op
 from attngen.ir.roles import Await, Give, Pipeline, Share
@@ -30,7 +30,7 @@ class OverlapWeights(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_overlapped(kernel) if is_of_latents(kernel) else kernel for kernel in module.divided))
+        return with_latents(module, _overlapped)
 
 
 def _overlapped(kernel: Kernel) -> Kernel:

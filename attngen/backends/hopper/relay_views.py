@@ -9,13 +9,10 @@ from attngen.backends.hopper.choice import clearing
 from attngen.backends.hopper.facts import NAMED_BARRIERS, THREADS
 from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.pipeline_views import PipelineContext, gluon
-from attngen.ir.deal import units_of
-from attngen.ir.graph import DEALT, Module
+from attngen.ir.graph import DEALT
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, SIDES, Block, Op
 from attngen.ir.roles import Clear, Fill, Give, Pipeline, Ranges, Read, Ring, Share, Take
-from attngen.policy import LEAST_UNITS, UNIT
-from attngen.printing.context import dealt_by
-from attngen.printing.printer import to_triton
+from attngen.printing.deals import dealt_by
 from attngen.printing.views import Node, names_in
 
 HALF = "HALF_V"  # the constant that says how many columns half of those of a latent are
@@ -169,26 +166,16 @@ class RelayContext(PipelineContext):
 
     def _lines_of_parts(self) -> tuple[list[str], list[str]]:
         """What the producer finds out before all parts, and of the part with the number `pid`; heads run faster than parts."""
-        own, *others = self.kernel.grid
-        heads = [axis for axis in others if axis.var not in ("part", "b")]
-        given, times = self._dealt_by(), "".join(f" * {self.scalar(axis.extent)}" for axis in heads)
-        item = "pid // q_tiles" + "".join(f" // {self.scalar(axis.extent)}" for axis in heads)
+        item, of_place, extents = self._split_place("pid")
+        given = ", ".join(dealt_by(self.kernel))
         before = [
-            f"q_tiles = {self.scalar(own.extent)}",
+            f"q_tiles = {self.scalar(self.kernel.grid[0].extent)}",
             f"first_work = work_of(CACHE_SEQLENS, gl.arange(0, 128, layout=lengths_layout()), {given})",
             f"unit = unit_of_parts(CACHE_SEQLENS, first_work, {given})",
-            f"places = parts_in_all(CACHE_SEQLENS, first_work, unit, {given}) * q_tiles{times}",
+            " * ".join([f"places = parts_in_all(CACHE_SEQLENS, first_work, unit, {given})", *extents]),
         ]
         lines = [f"b, part, {', '.join(DEALT)} = part_of(CACHE_SEQLENS, first_work, {item}, unit, {given})"]
-        lines.append(f"q_start = (pid % q_tiles) * {AXIS_DIM[own.var]}")
-        rest = "pid // q_tiles"
-        for axis in heads:
-            lines.append(f"{axis.var} = {rest} % {self.scalar(axis.extent)}")
-            rest += f" // {self.scalar(axis.extent)}"
-        return gluon(before), gluon(lines)
-
-    def _dealt_by(self) -> str:
-        return ", ".join(dealt_by(self.kernel))
+        return gluon(before), gluon([*lines, *of_place])
 
     # ------------------------------------------------------------------ places and columns
 
@@ -218,21 +205,6 @@ class RelayContext(PipelineContext):
             return op is not self._cleared_with(op)[0]
         take = self.kernel.op(op.value) if isinstance(op, Give) else None
         return isinstance(take, Take) and self.rings[take.ring].relay
-
-
-def dealing(module: Module) -> dict[str, Any]:
-    """How the functions that deal the keys of a cache are printed."""
-    kernel = module.dealing
-    assert kernel is not None and kernel.deal is not None
-    deal = kernel.deal
-    return {
-        "dealt_by": ", ".join(dealt_by(kernel)),
-        "work": gluon(to_triton(units_of(deal.work), lambda name: (name, ()), ())),
-        "each": deal.each,
-        "unit": UNIT,
-        "waves": deal.waves,
-        "least_units": LEAST_UNITS,
-    }
 
 
 def side_of(dims: tuple[str, ...]) -> str:

@@ -37,7 +37,8 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
-from attngen.backends.hopper.latents import OTHER, is_of_latents
+from attngen.backends.hopper.forward import with_latents
+from attngen.backends.hopper.latents import OTHER
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import SIDES, Arg, Block, Dot, Gather, Load, Loop, Map, Mask, Op, Reduce, SoftmaxStep, Type, Yield
@@ -55,7 +56,7 @@ class ShareWeights(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_shared(kernel) if is_of_latents(kernel) else kernel for kernel in module.divided))
+        return with_latents(module, _shared)
 
 
 def _shared(kernel: Kernel) -> Kernel:

@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends.hopper.facts import LATENT_REGISTERS, ROWS
-from attngen.backends.hopper.latents import OTHER, is_of_latents
+from attngen.backends.hopper.forward import with_latents
+from attngen.backends.hopper.latents import OTHER
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import SIDES, Access, Block, Dot, Load, Loop, Op, Role, Store, Type, Yield
@@ -43,7 +44,7 @@ class SplitColumns(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return replace(module, divided=tuple(_split(kernel) if is_of_latents(kernel) else kernel for kernel in module.divided))
+        return with_latents(module, _split)
 
 
 def _split(kernel: Kernel) -> Kernel:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import sympy
-
 from attngen.backends.base import Printed
 from attngen.bounds.launches import launch_options
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
-from attngen.ir.deal import units_of
-from attngen.ir.expr import symbol
 from attngen.ir.graph import Module, Unfit
 from attngen.ir.ops import PADDED, Load, Scan
-from attngen.policy import LEAST_UNITS, UNIT
-from attngen.printing.context import KernelContext, dealt_by, elements_of_sequences
-from attngen.printing.printer import to_triton
+from attngen.printing.context import KernelContext
+from attngen.printing.deals import dealing
 from attngen.printing.views import KernelView
 
 
@@ -57,30 +52,15 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
-        **_dealing(module),
+        "deals": dealing(module),
+        "page": _page(module),
     }
 
 
-def _dealing(module: Module) -> dict[str, Any]:
-    """How the functions that deal the keys of a cache are printed."""
-    kernel = module.dealing
-    if kernel is None or kernel.deal is None:
-        return {}
-    deal = kernel.deal
-    whole = {symbol(name): sympy.Symbol(name, integer=True) for name, _ in deal.reads}
-    work = to_triton(units_of(deal.work).xreplace(whole), lambda name: (name, ()), ())
+def _page(module: Module) -> str:
+    """How many rows a page has, where descriptors read from pages; else empty text."""
     described = any(isinstance(op, Load) and op.pages and op.via for kernel in module.kernels for op in kernel.ops())
-    page = module.cache.page if module.cache and described else ""
-    return {
-        "page": page,
-        "dealt_by": ", ".join(dealt_by(kernel)),
-        "elements": elements_of_sequences(kernel),
-        "work": work,
-        "each": deal.each,
-        "unit": UNIT,
-        "waves": deal.waves,
-        "least_units": LEAST_UNITS,
-    }
+    return module.cache.page if module.cache and described else ""
 
 
 def _interpreted(module: Module, elem_bytes: int) -> str:
