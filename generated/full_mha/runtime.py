@@ -866,20 +866,20 @@ def counter_of(device: int) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
     key = device, current_stream(device)
     if key not in _COUNTERS:
-        _COUNTERS[key], *rows = _zeros(device, *((CAPTURED,) if device not in _OF_GRAPHS else ()))
-        for of_graphs in rows:
-            _OF_GRAPHS.setdefault(device, map(of_graphs.__getitem__, range(CAPTURED)))
+        if device not in _OF_GRAPHS:
+            _OF_GRAPHS.setdefault(device, map(_zeros(device, CAPTURED).__getitem__, range(CAPTURED)))
+        _COUNTERS[key] = _zeros(device, 1)[0]
     return _COUNTERS[key]
 
 
-def _zeros(device: int, *rows: int) -> list[torch.Tensor]:
-    """A row of four zeros, and tensors of so many of them: of 16 bytes, as kernels want counters aligned.
+def _zeros(device: int, rows: int) -> torch.Tensor:
+    """Rows of four zeros, of 16 bytes, as kernels want counters aligned.
 
     A thread of its own makes them: while torch.compile prepares a graph, what its thread allocates is the graph's.
     """
 
-    def made() -> list[torch.Tensor]:
-        found = [torch.zeros(*shape, 4, dtype=torch.int32, device=f"cuda:{device}") for shape in ((), *((n,) for n in rows))]
+    def made() -> torch.Tensor:
+        found = torch.zeros(rows, 4, dtype=torch.int32, device=f"cuda:{device}")
         torch.cuda.current_stream(device).synchronize()  # graphs and launches run on any stream
         return found
 
