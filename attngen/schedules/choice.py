@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from attngen.backends.base import Divider, Division
 from attngen.ir.graph import Module, Row
-from attngen.policy import NOISE, RANGES, SHORT_ROWS
+from attngen.policy import NOISE, SHORT_ROWS
+from attngen.schedules.classes import ranges
 from attngen.schedules.table import Table, schedule_of
 from attngen.spec.model import Schedule
 
@@ -58,7 +59,9 @@ def _automatic(divider: Divider, division: Division, table: Table | None, module
         return f"the portable kernel was measured to be as fast (attngen/schedules, {table.device if table else ''})"
     if best is None and declined:
         return declined
-    below = {most: _faster(divider, division, table, module, most) for most, _ in reversed(RANGES) if most and most > SHORT_ROWS}
+    kernel = module.kernel(division.kernel)
+    measured = (most for most, _ in reversed(ranges(kernel)) if most and (kernel.deal or most > SHORT_ROWS))
+    below = {most: _faster(divider, division, table, module, most) for most in measured}
 
     def bounded(row: Row) -> Row:
         """It, for the rows from which on it is faster than the portable kernel."""

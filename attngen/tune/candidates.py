@@ -84,9 +84,11 @@ def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
 def divided(module: Module, kernel: Kernel, chosen: Row) -> tuple[Row, ...]:
     """Rows of a kernel that backends divide, for the device class and element size of a portable row. `module` is as after the pass dce.
 
-    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device: few rows have none.
+    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device: few rows have none, unless
+    keys are dealt among programs: then few rows are all there are.
     """
-    on_device = (divider for divider in DIVIDERS.values() if divider.device == chosen.device and chosen.max_rows is None)
+    measured = chosen.max_rows is None or kernel.deal is not None
+    on_device = (divider for divider in DIVIDERS.values() if divider.device == chosen.device and measured)
     able = (division for divider in on_device for division in divider.divisions if division.kernel == kernel.name)
     return tuple(row for division in able for row in division.candidates(module) if row.elem_bytes == chosen.elem_bytes)
 

@@ -27,6 +27,7 @@ from attngen.policy import RANGES, SHORT_ROWS
 from attngen.schedules.classes import key
 from attngen.schedules.table import Divided, Entry, Table, read_table, schedule_of
 from attngen.spec import Spec, load_spec, make_spec
+from attngen.spec.model import Schedule
 from attngen.tune import measure, run, summary
 from attngen.tune.measure import Bench
 from attngen.tune.tuner import Cell, Outcome, Plan, compete, home, plan
@@ -60,6 +61,7 @@ def divided(name: str = "causal_mqa") -> list[str]:
         ("butterfly_gqa", "64x64x2 64x64x3"),  # tiles divide blocks
         ("mla_dims", "64x64x2 64x64x3 64x128x2 128x64x2 128x64x3 128x128x2 192x64x2 192x64x3"),
         ("causal_fp32", ""),
+        ("decode_mla", "64x64x2 64x64x2"),  # of few and of more rows that share a latent
     ],
 )
 def test_rows_that_compete(name: str, expected: str) -> None:
@@ -327,6 +329,29 @@ def test_the_spec_comes_before_the_table() -> None:
     (tiled,) = rows_of(EVERYWHERE, backend="hopper", block_q=64)
     (tuned,) = rows_of(EVERYWHERE, backend="hopper")
     assert [(r.block_q, r.min_rows, r.measured) for r in (asked, tiled, tuned)] == [(128, 0, False), (64, 0, False), (192, 0, True)]
+
+
+@pytest.mark.parametrize(
+    ("faster", "above"),
+    [
+        ({}, 0),
+        ({16: True, None: True}, 0),
+        ({16: False, None: True}, 16),
+        ({16: True, None: False}, None),
+        ({None: True}, 0),
+    ],
+)
+def test_the_decoding_of_latents_is_divided_where_that_was_measured_to_be_faster(faster: dict[int | None, bool], above: int | None) -> None:
+    """By the rows that share a latent; where nothing was measured, for any number."""
+    early = lower(spec("decode_mla").model_copy(update={"schedule": Schedule(backend="triton")}), "describe-loads")
+    small = {"block_q": 16, "block_kv": 64, "num_warps": 4, "num_stages": 2, "tma": False}
+    mine = {"block_q": 64, "block_kv": 64, "num_warps": 4, "num_stages": 2, "tma": True}
+    entries = {
+        key(early, early.kernel("decode"), 2, limit): Entry(small, 1.0, small, 1.0, "3.6.0", (Divided("hopper", mine, 0.5),) if won else ())
+        for limit, won in faster.items()
+    }
+    made = lower(spec("decode_mla"), tables={"sm90": Table("H200", "a GPU", "2", "3.6.0", entries)})
+    assert [row.min_rows for _, row in made.stand_ins("decode")] == ([] if above is None else [above])
 
 
 def test_a_kernel_that_cannot_be_divided_leaves_the_table_alone() -> None:

@@ -45,7 +45,7 @@ DIVISIONS = (
         row=latents.row,
         long=lambda module: None,
         least=latents.least_rows,
-        candidates=lambda module: (),
+        candidates=latents.candidates,
         declined=latents.declined,
     ),
     _backward(FUSED, gradients.obstacle, gradients.row, gradients.declined),

@@ -59,6 +59,11 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     return Row(DEVICE, 2, None, ROWS, KEYS, 4, SLOTS, tma=True, backend=NAME)
 
 
+def candidates(module: Module) -> tuple[Row, ...]:
+    """Rows that are worth measuring: its own, which is the only one that fits."""
+    return () if obstacle(module) else (row(module),)
+
+
 def least_rows(module: Module, row: Row) -> int:
     """The rows of a call, beyond which the divided kernel is faster: any number, but for 1 us where there is least to read.
 
