@@ -124,6 +124,44 @@ def test_queries_may_have_any_layout(name: str) -> None:
             assert torch.equal(attend(q, *call.caches, **call.arguments), whole), f"{n_q} queries, strides {q.stride()}"
 
 
+FAR = 2**32  # bytes: no number of 32 bits counts as many, or as many pairs of them with a sign
+WAYS = [(name, way) for name in CACHED for way in (("pages",) if getattr(spec(name).cache, "page", "") else ("sequences", "rows"))]
+
+
+def _far(x: torch.Tensor, way: str) -> torch.Tensor:
+    """A copy of a cache that has pages more than FAR bytes before its own; or its third sequence, or row 256, as far behind the first."""
+    shape, step, numbers = tuple(x.shape), x[0].numel(), x.shape[2:].numel()
+    rows = numbers
+    if way == "pages":
+        shape = (FAR // (step * x.element_size()) + 1 + len(x), *shape[1:])
+    elif way == "sequences":
+        step = FAR // 2 // x.element_size()
+    else:
+        step, rows = numbers, FAR // 256 // x.element_size()
+    size = (shape[0] - 1) * step + (shape[1] - 1) * rows + numbers
+    far = torch.empty(size, dtype=x.dtype, device=x.device).as_strided(shape, (step, rows, *x.stride()[2:]))  # most of it nobody touches
+    far[-len(x) :] = x
+    return far
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_caches_of_more_bytes_than_32_bits_count(name: str, way: str) -> None:
+    """A call that appends to such a cache and reads it gives the bits that it gives over a small one."""
+    made, attend = spec(name), built(name).attention.with_kvcache
+    page = 64 if way == "pages" else 0
+    page = 16 if made.cache and made.cache.page == "16" else page
+    heads = (4, 1) if made.rope else (4, 2)
+    for n_q in (1, 129 if made.rope else 40):  # of few queries keys are dealt among programs, more take the other kernel
+        call = make_call(made, CacheCase(*heads, n_q, (5, 0, 262 - n_q), n_q, 320, page), torch.float16, DEVICE)
+        caches = [_far(x, way) for x in call.caches]
+        assert all(x.untyped_storage().nbytes() > FAR for x in caches)
+        arguments = dict(call.arguments)
+        if way == "pages":
+            table = arguments["page_table"]
+            arguments["page_table"] = torch.where(table < POISON, table + len(caches[0]) - len(call.caches[0]), table)
+        assert torch.equal(attend(call.q, *caches, **arguments), attend(call.q, *call.caches, **call.arguments)), n_q
+
+
 def test_bits_do_not_depend_on_other_sequences() -> None:
     """With parts of a fixed length, each sequence gets alone what it gets among others."""
     made, module = spec("decode_sinks_paged_gqa"), built("decode_sinks_paged_gqa")
