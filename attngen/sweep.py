@@ -25,10 +25,11 @@ import triton
 
 from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
+from attngen.over_cache import CacheCase, cache_cases, make_call, run_cache_case
 from attngen.policy import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
-from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
+from attngen.testing import KEYS, Case, Result, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
@@ -83,11 +84,12 @@ def run_job(job: Job, device: str, seed: int) -> Table:
     """Every case of one spec in one dtype."""
     spec, module = load_spec(job.spec), load_module(job.folder)
     lines = []
-    for case in cases(spec, processors(torch.device(device)) if device == "cuda" else 0):
-        large = case.batch * case.q_heads * case.n_q * case.n_kv >= TURNS
-        with _turns[0] if large and _turns else nullcontext():
+    work: list[Case | CacheCase] = [*cases(spec, processors(torch.device(device)) if device == "cuda" else 0)]
+    work += cache_cases(spec, device == "cuda") if spec.cache else []
+    for case in work:
+        with _turns[0] if _scores(case) >= TURNS and _turns else nullcontext():
             try:
-                result = run_case(module, spec, case, job.dtype, device, seed)
+                result = result_of(module, spec, case, job.dtype, device, seed)
                 same = repeats(module, spec, case, job.dtype, device, seed)
             finally:
                 if device == "cuda":
@@ -98,6 +100,18 @@ def run_job(job: Job, device: str, seed: int) -> Table:
         lines.append((f"| {case} | {errors} | {worst} | {row} | {'yes' if same else 'NO'} |", ok))
         print(f"{spec.name} {job.dtype} {case}: {worst}, row {row}{'' if ok else '  FAILED'}", file=sys.stderr, flush=True)
     return Table(f"{spec.name}, {job.dtype}", tuple(lines))
+
+
+def _scores(case: Case | CacheCase) -> int:
+    """The scores of a case: its oracle keeps them all."""
+    return case.q_heads * case.n_q * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
+
+
+def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:
+    """The errors of a case, of a call over a cache or without one."""
+    if isinstance(case, CacheCase):
+        return run_cache_case(module, spec, case, dtype, device, seed)
+    return run_case(module, spec, case, dtype, device, seed)
 
 
 def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:
@@ -127,13 +141,23 @@ def crowded(spec: Spec, processors: int) -> Case:
     return Case(math.ceil(keys * processors / (heads[0] * rows)), *heads, rows, rows)
 
 
-def repeats(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int) -> bool:
+def repeats(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> bool:
     """Whether two runs give the same bits, forward and, where there is one, backward."""
     return all(torch.equal(a, b) for a, b in zip(*runs(module, spec, case, dtype, device, seed, 2)))
 
 
-def runs(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, seed: int, times: int) -> Iterator[list[torch.Tensor]]:
-    """The results of one call again and again, and where there is a backward, the gradients of q, k and v."""
+def runs(
+    module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int, times: int
+) -> Iterator[list[torch.Tensor]]:
+    """The results of one call again and again, and where there is a backward, the gradients of q, k and v.
+
+    Calls over a cache append the same keys to the same places each time.
+    """
+    if isinstance(case, CacheCase):
+        call = make_call(spec, case, torch_dtype(dtype), device, seed)
+        for _ in range(times):
+            yield list(module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True))
+        return
     q, k, v, inputs = make_inputs(spec, case, torch_dtype(dtype), device, seed)
     grads = make_gradients(spec, case, torch_dtype(dtype), device, seed)
     for _ in range(times):

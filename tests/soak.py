@@ -19,21 +19,23 @@ from types import ModuleType
 import torch
 
 from attngen.errors import AttngenError
+from attngen.over_cache import CacheCase, cache_cases
 from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
 from attngen.sweep import crowded, runs
 from attngen.testing import Case, heads_for, load_module
 
 
-def cases(spec: Spec, processors: int) -> Iterator[Case]:
-    """A row, a ragged call, and one that is large enough for a backward in one pass."""
+def cases(spec: Spec, processors: int) -> Iterator[Case | CacheCase]:
+    """Calls over a cache, where there is one; a row, a ragged call, and one that is large enough for a backward in one pass."""
+    yield from cache_cases(spec, True) if spec.cache else ()
     heads = heads_for(spec)
     yield Case(2, *heads, 1, 1000)
     yield Case(2, *heads, 127, 129)
     yield crowded(spec, processors)
 
 
-def differing(module: ModuleType, spec: Spec, case: Case, dtype: str, device: str, repeats: int, beside: bool = False) -> int:
+def differing(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, repeats: int, beside: bool = False) -> int:
     """How many of so many further runs, forward and backward, give other bits than the first. beside: other work runs at the same time."""
     first: list[torch.Tensor] = []
     wrong = torch.zeros((), dtype=torch.int64, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from attngen import cli, sweep
+from attngen.over_cache import cache_cases
 from attngen.policy import FUSED_KEYS
 from attngen.spec import make_spec
 from attngen.sweep import Job, Table, cases, failures, page, run_job
@@ -110,6 +112,33 @@ def test_other_bits_in_a_second_run_fail(tmp_path: Path, monkeypatch: pytest.Mon
     ((line, ok),) = table.lines
     assert line.endswith("| NO |") and not ok and failures([table]) == [f"small, fp16: {line}"]
     assert "1 cases, 1 above the bar." in page([table], device)
+
+
+def test_calls_over_a_cache_are_on_the_page_and_fail_if_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Out and LSE of each, and whether a second call gives the same bits."""
+    text = {"name": "small", "head_dim": 16, "mask": "causal", "dtype": "fp16", "cache": "contiguous", "backward": False}
+    made = make_spec(text)
+    (tmp_path / "small.yaml").write_text(json.dumps(text))
+    module = module_of(made, tmp_path / "small")
+    few = cache_cases(made, False)[:2]
+    monkeypatch.setattr(sweep, "load_module", lambda folder: module)
+    monkeypatch.setattr(sweep, "cases", lambda spec, device: [])
+    monkeypatch.setattr(sweep, "cache_cases", lambda spec, cuda: few)
+    job = Job(tmp_path / "small.yaml", tmp_path / "small", "fp16")
+    table = run_job(job, device, 0)
+    assert [(line.startswith(f"| {case} | "), line.endswith(" | yes |"), ok) for case, (line, ok) in zip(few, table.lines)] == [
+        (True,) * 3
+    ] * 2
+    right, calls = module.attention.with_kvcache, [0]
+
+    def shaky(*args: Any, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*args, **given)
+        calls[0] += 1
+        return out * (1.1 if calls[0] > 3 else 1 + 2.0**-10 * (calls[0] % 2)), lse
+
+    monkeypatch.setattr(module.attention, "with_kvcache", shaky)
+    first, second = run_job(job, device, 0).lines
+    assert first[0].endswith("| NO |") and not first[1] and second[0].endswith("| yes |") and not second[1]
 
 
 def test_which_cases_there_are() -> None:
