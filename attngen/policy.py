@@ -50,7 +50,7 @@ RESIDENT_QUANTISED = 3
 # Of a latent, a program's tile takes all shared memory, and its output is four times as long: fewer parts, of which each has more keys.
 RESIDENT_LATENT, WAVES_LATENT = 1, 4
 FEW_LATENT = 512  # rows of queries of all heads, of which keys of a latent are dealt among programs: 4 of each of 128 heads
-PARTS_AHEAD = 8  # parts that are in flight while they are joined: each is small, and most of its time is a latency
+PARTS_AT_ONCE = 8  # parts that are loaded together when they are joined: each is small, and most of its time is a latency
 
 # ---------------------------------------------------------------- lists of blocks that data gives
 

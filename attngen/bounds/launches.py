@@ -52,11 +52,11 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
 
     Where divided programs share a multiprocessor, the registers at launch are among them. So they are where programs take part after
     part: no more are launched than a multiprocessor has room for, and ptxas is not to let values spill to make room for others, but for
-    as many more as there are of few rows.
+    as many more as there are of few rows. Where parts are joined, all loads of a turn are then in flight before one is waited for.
     """
     limit, device = {}, CLASSES[row.device]
     if kernel.resident > 1:
         limit = {"maxnreg": launch_registers(kernel, row)}
-    elif kernel.deal and kernel.dots and device.backend == "cuda":
+    elif kernel.deal and not kernel.backend and device.backend == "cuda":
         limit = {"maxnreg": most_registers(kernel, row)}
     return {"num_warps": row.num_warps, **limit}

@@ -11,6 +11,7 @@ from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import DTYPE_BYTES, SIDES, Load, Type, dimension
+from attngen.policy import PARTS_AT_ONCE
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -52,6 +53,7 @@ def sizes(module: Module, row: Row) -> dict[str, int]:
     return {
         "BLOCK_Q": row.block_q,
         "BLOCK_KV": row.block_kv,
+        "BLOCK_PARTS": PARTS_AT_ONCE,
         **{name: tile_width(width) for name, width in module.widths.items()},
         "stages": row.num_stages,
         "elem": row.elem_bytes,

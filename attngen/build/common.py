@@ -19,6 +19,7 @@ from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SCALARS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
+    ROW_AXES,
     Access,
     Add,
     Arg,
@@ -157,8 +158,8 @@ class KernelBuilder:
         dims = tuple(AXIS_DIM[a] for a in access.axes())
         if set(access.axes()) == {"q", "kv"}:  # in the order of the scores' dimensions
             dims = self.score_dims
-        always = (self.own_axis, *(("q", "kv") if block == "entry" else ()))
-        check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ("q", "kv"))
+        always = (self.own_axis, "joined", *(("q", "kv") if block == "entry" else ()))
+        check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ROW_AXES)
         return self.add(Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block)
 
     def store(self, tensor: str, index: tuple[Any, ...], value: str, block: str = "entry") -> None:

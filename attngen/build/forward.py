@@ -137,9 +137,9 @@ def _store_part(b: KernelBuilder, own: Any, end: dict[str, str]) -> None:
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
     b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
     b.map("o_part", acc * symbol("inv_l") / _factor(b), acc=end["acc"], inv_l="inv_l")
-    b.store("O_PARTS", (item(), own, "q", "d_v"), "o_part")
+    b.store("O_PARTS", (own, item(), "q", "d_v"), "o_part")
     b.map("lse2_part", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
-    b.store("LSE2_PARTS", (item(), own, "q"), "lse2_part")
+    b.store("LSE2_PARTS", (own, item(), "q"), "lse2_part")
 
 
 def _factor(b: KernelBuilder) -> int:

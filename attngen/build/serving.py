@@ -24,13 +24,13 @@ from attngen.build.quantised import load_scales, quantise, scale_latents
 from attngen.build.semantics import listed_blocks
 from attngen.build.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
-from attngen.ir.deal import item, least_items
+from attngen.ir.deal import joined_items, least_items
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
 from attngen.ir.graph import Cache, Deal, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
 from attngen.ir.names import OF_CACHE, SCALES
-from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Load, Map, Type, Uses, Yield
+from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Load, Map, Reduce, Type, Uses, Yield
 from attngen.policy import FEW_LATENT, FEW_QUERIES, RESIDENT_LATENT, RESIDENT_QUANTISED, UNIT, WAVES_LATENT
 from attngen.spec import Spec
 
@@ -165,19 +165,22 @@ def _combine(spec: Spec, deal: Deal) -> Kernel:
         "acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"),
     }
     b.reads()
-    b.loop("parts_of_keys", "part", symbol("parts"), "join", cls="all", **starts)
+    b.loop("parts_of_keys", "joined", cdiv(symbol("parts"), symbol("BLOCK_PARTS")), "join", cls="all", **starts)
 
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
     b.carried("join", **starts)
-    b.load("lse2_part", "LSE2_PARTS", (item(), own, "q"), "join", other=-sympy.oo)
-    b.load("o_part", "O_PARTS", (item(), own, "q", "d_v"), "join")
-    b.map("m_next", sympy.Max(m, symbol("lse2_part")), "join", m="m", lse2_part="lse2_part")
+    b.load("lse2_parts", "LSE2_PARTS", (own, joined_items(), "q"), "join", other=-sympy.oo)
+    b.load("o_parts", "O_PARTS", (own, joined_items(), "q", "d_v"), "join")
+    b.add(Reduce("greatest", "lse2_parts", "max", "BLOCK_PARTS", Type("f32", ("BLOCK_Q",))), "join")
+    b.map("m_next", sympy.Max(m, symbol("greatest")), "join", m="m", greatest="greatest")
     b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "join", m_next="m_next")
     b.map("alpha", exp2(m - symbol("base")), "join", m="m", base="base")
-    b.map("weight", exp2(symbol("lse2_part") - symbol("base")), "join", lse2_part="lse2_part", base="base")
-    b.map("l_next", l * symbol("alpha") + symbol("weight"), "join", l="l", alpha="alpha", weight="weight")
-    weighed = acc * symbol("alpha") + symbol("o_part") * symbol("weight")
-    b.map("acc_next", weighed, "join", acc="acc", alpha="alpha", o_part="o_part", weight="weight")
+    b.map("weights", exp2(symbol("lse2_parts") - symbol("base")), "join", lse2_parts="lse2_parts", base="base")
+    b.reduce_sum("l_parts", "weights", "BLOCK_PARTS", "join")
+    b.map("l_next", l * symbol("alpha") + symbol("l_parts"), "join", l="l", alpha="alpha", l_parts="l_parts")
+    b.map("weighed", symbol("o_parts") * symbol("weights"), "join", o_parts="o_parts", weights="weights")
+    b.reduce_sum("o_sum", "weighed", "BLOCK_PARTS", "join")
+    b.map("acc_next", acc * symbol("alpha") + symbol("o_sum"), "join", acc="acc", alpha="alpha", o_sum="o_sum")
     b.add(Yield("yield_join", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "join")
 
     store_results(b, own, sink, {name: f"parts_of_keys.{name}" for name in starts})
@@ -267,8 +270,8 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, deal: Deal) -> Host:
     least = least_items(deal.each)
     room = sympy.Max(1, least) if deal.each else sympy.Max(deal.waves * busy, least)
     b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")
-    b.alloc("O_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq", "D_V"), "hbm"))
-    b.alloc("LSE2_PARTS", "few_queries", Type("f32", ("items", "Hkv", "Gq"), "hbm"))
+    b.alloc("O_PARTS", "few_queries", Type("f32", ("Hkv", "items", "Gq", "D_V"), "hbm"))
+    b.alloc("LSE2_PARTS", "few_queries", Type("f32", ("Hkv", "items", "Gq"), "hbm"))
     view_rows(b, "few_queries")
     queries = split_columns(b, "few_queries", "Q_rows", "Q") if spec.rope else (("Q", "Q_rows"),)
     b.launch("decode", "few_queries", (*queries, *cached), Nq=symbol("Gq"), queries=symbol("Nq"))

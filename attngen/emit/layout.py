@@ -50,8 +50,11 @@ def unpack(names: list[str], value: str) -> str:
 
 
 def broken(text: str, most: int) -> str:
-    """Text broken at the widest of its outermost brackets, one item a line; items that are still too long are broken in the same way."""
-    pairs = brackets(without_texts(text))
+    """Text broken at the widest of its outermost brackets, one item a line; items that are still too long are broken in the same way.
+
+    Brackets of an index are left as they are.
+    """
+    pairs = [pair for pair in brackets(without_texts(text)) if not re.search(r"[\w)\]]\[$", text[: pair[0] + 1])]
     if len(text) <= most or not pairs:
         return text
     start, end = max(pairs, key=lambda pair: pair[1] - pair[0])

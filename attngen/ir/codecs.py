@@ -130,7 +130,7 @@ _CODECS: dict[str, Codec] = {
     "of": (lambda v: ", ".join(f"%{r}" for r in v), _parse_refs),
     "sizes": (lambda v: ", ".join(f"{k}={to_text(e)}" for k, e in v), _parse_sizes),
     "at": (", ".join, _parse_places),
-    **dict.fromkeys(("least", "columns", "ahead"), (str, _parse_count)),
+    **dict.fromkeys(("least", "columns"), (str, _parse_count)),
     "ranges": _RANGES,
     "heads": _RANGES,
     "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in split(t, ";"))),

@@ -15,6 +15,11 @@ def item() -> Expr:
     return symbol("first_item") + symbol("part")
 
 
+def joined_items() -> Expr:
+    """The numbers of some parts of a sequence that a turn joins, among those of all sequences."""
+    return symbol("first_item") + symbol("joined")
+
+
 def units_of(work: Expr) -> Expr:
     """Units of work of a sequence, of which its kernel says `work`: one at least if it has a key, and no more than it has tiles."""
     keys = symbol("Nk")

@@ -25,7 +25,7 @@ from attngen.errors import AttngenError
 from attngen.ir.deal import deal, units_of
 from attngen.ir.dtypes import ELEMENTS, QUANTISED
 from attngen.ir.eight_bits import numbers, pairs
-from attngen.ir.expr import Expr, symbol_names
+from attngen.ir.expr import Expr, symbol, symbol_names
 from attngen.ir.graph import MIRRORED, Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
 from attngen.ir.numeric import compiled
@@ -36,6 +36,7 @@ from attngen.ir.ops import (
     KIND,
     MEMBER,
     PADDED,
+    ROW_AXES,
     Access,
     Add,
     Append,
@@ -68,9 +69,11 @@ from attngen.ir.ops import (
     Uses,
     Yield,
     Zip,
+    axis_of,
     unpadded,
 )
 from attngen.ir.philox import keep_scores
+from attngen.policy import PARTS_AT_ONCE
 
 Values = dict[str, Any]  # by name: the op's value, a number of the call, a size, a position
 Program = Generator[None, None, Values]
@@ -112,7 +115,7 @@ def execute_kernel(
             raise AttngenError(f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]")
     launch = (made or Launch)(module, kernel, dtypes)
     padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in module.widths.items()}
-    start = {**CONSTANTS, **module.widths, **padded, **tensors, **scalars, **tiles}
+    start = {**CONSTANTS, "BLOCK_PARTS": PARTS_AT_ONCE, **module.widths, **padded, **tensors, **scalars, **tiles}
     if kernel.deal:
         places = _dealt(kernel, start)
     else:
@@ -176,11 +179,6 @@ def spread(x: Any, dims: tuple[str, ...], over: tuple[str, ...]) -> Any:
     return x[tuple(slice(None) if d in dims else None for d in over)]
 
 
-def _letter(e: Expr) -> str:
-    """The axis whose current tile an index stands for; none for a number."""
-    return e.name if e.is_Symbol and e.name in AXIS_DIM else ""
-
-
 def applies(when: str, cls: str) -> bool:
     """Whether what an op says holds in a block that a loop of this class runs."""
     return when == "always" or (when == "partial" and cls in ("partial", "unknown"))
@@ -199,7 +197,7 @@ class Launch:
     def dims(self) -> dict[str, tuple[str, ...]]:
         """The dimensions of every value by its reference; of the results of loops, of what these start from; of positions."""
         found = {f"{op.name}.{f}".rstrip("."): t.dims for op in self.kernel.ops() for f, t in op.results().items()}
-        found |= {"q_idx": (AXIS_DIM["q"],), "kv_idx": (AXIS_DIM["kv"],)}
+        found |= {f"{axis}_idx": (AXIS_DIM[axis],) for axis in ROW_AXES}
         return found | {f"{loop.name}.{f}": self.kernel.type_of(start).dims for loop in self.kernel.loops for f, start in loop.carry}
 
     # ------------------------------------------------------------------ control
@@ -342,7 +340,7 @@ class Launch:
         places: list[Any] = []
         parts = {}
         for at, (e, length) in enumerate(zip(access.index, values[access.tensor].shape)):
-            axis = _letter(e)
+            axis = axis_of(e)
             if not axis:
                 number = int(self.expression(e, values))
                 self.must_be_inside(op, access, at, number, number + 1, length)
@@ -352,9 +350,10 @@ class Launch:
             start = values.get(f"{axis}_start", 0)
             end = start + values[dim]
             end = max(start, min(end, values[AXIS_EXTENT[axis]])) if axis in inside else end
+            further = int(self.expression(e - symbol(axis), values))
             if start < end:
-                self.must_be_inside(op, access, at, start, end, length)
-            places.append(slice(start, end))
+                self.must_be_inside(op, access, at, further + start, further + end, length)
+            places.append(slice(further + start, further + end))
             parts[dim] = slice(0, end - start)
         return tuple(places), tuple(parts[d] for d in dims)
 
@@ -367,7 +366,7 @@ class Launch:
 
     def _axes(self, access: Access, dims: tuple[str, ...]) -> tuple[str, ...]:
         """The dimensions of the tile in the order of the access, which a transposed tile of scores has the other way round."""
-        return tuple(d for e in access.index for d in dims if _letter(e) and unpadded(d) == AXIS_DIM[_letter(e)])
+        return tuple(d for e in access.index for d in dims if axis_of(e) and unpadded(d) == AXIS_DIM[axis_of(e)])
 
     def _base(self, op: Base, values: Values, cls: str) -> Any:
         """A view of the rows of one (batch, head), through which stores reach the tensor."""
@@ -389,7 +388,7 @@ class Launch:
         if inside.any():
             self.must_be_inside(op, op.src, 0, int(pages[inside].min()), int(pages[inside].max()) + 1, len(tensor))
         tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
-        first = values.get(f"{_letter(column)}_start", 0)
+        first = values.get(f"{axis_of(column)}_start", 0)
         read = tensor[pages[inside], int(self.expression(head, values)), rows[inside] % tensor.shape[2], first : first + tile.shape[1]]
         tile[inside, : read.shape[1]] = read
         return tile
@@ -506,7 +505,7 @@ class Launch:
     def _count(self, op: Count, values: Values, cls: str) -> int:
         *place, axis = op.src.index
         row = values[op.src.tensor][tuple(int(self.expression(e, values)) for e in place)]
-        return int((row[:: values[AXIS_DIM[_letter(axis)]]] <= self.expression(op.most, values)).sum())
+        return int((row[:: values[AXIS_DIM[axis_of(axis)]]] <= self.expression(op.most, values)).sum())
 
     def _position(self, op: Position, values: Values, cls: str) -> int:
         ranks, ratio = values[op.src], self.tiles_in_a_block(self.kernel.ranked_axis(op), values)

@@ -87,9 +87,12 @@ INTEGERS = {
     "kv_idx": Name("number of a key", ("k", ""), 0, _LONGEST, uses="everywhere", word="kv_idx"),
     "q_start": Name("first query of a program's tile", ("q", "0"), 0, _LONGEST, uses="everywhere"),
     "kv_start": Name("first key of a program's tile", ("k", "0"), 0, _LONGEST, uses="everywhere"),
+    "joined_idx": Name("number of a part of a sequence's keys", ("p", ""), 0, None, uses="everywhere"),
+    "joined_start": Name("first part that a turn joins", ("p", "0"), 0, None, uses="everywhere"),
     # Tiles, and what closed forms of their memory name.
     "BLOCK_Q": Name("queries of a tile", ("B", "r"), 1, _WIDEST_TILE, uses="everywhere"),
     "BLOCK_KV": Name("keys of a tile", ("B", "c"), 1, _WIDEST_TILE, uses="everywhere"),
+    "BLOCK_PARTS": Name("parts that a turn joins", ("B", "p"), 1, uses="everywhere"),
     "D_QK": Name("columns of a head of q and k; on chip, the next power of two", ("d", "qk"), 1, uses="everywhere"),
     "D_V": Name("columns of a head of v; on chip, the next power of two", ("d", "v"), 1, uses="everywhere"),
     "D_ROPE": Name("columns of a head of q and k that the latent lacks", ("d", "rope"), 1, uses="everywhere"),
@@ -139,8 +142,8 @@ SHAPES = {
     "K_ROPE_NEW": ("B", "Hkv", "Nn", "D_ROPE"),
     "K_SCALE": ("Hkv",),
     "V_SCALE": ("Hkv",),
-    "O_PARTS": ("items", "Hkv", "Nq", "D_V"),
-    "LSE2_PARTS": ("items", "Hkv", "Nq"),
+    "O_PARTS": ("Hkv", "items", "Nq", "D_V"),
+    "LSE2_PARTS": ("Hkv", "items", "Nq"),
 }
 CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache of keys and values
 PAIRS = "split_pairs"  # of programs that share the query heads of a group

@@ -31,8 +31,9 @@ DTYPE_BYTES = {
 COLUMN_DIM = {"d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE", "pair_qk": "PAIRS_QK", "pair_v": "PAIRS_V", "group_v": "GROUPS_V"}
 GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}  # columns -> their groups, each of as many columns that lie side by side
 SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}  # index letter -> dimension of the left or the right half of D_V's columns
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", **COLUMN_DIM, **SIDES}  # index letter -> tile dimension
-AXIS_EXTENT = {"q": "Nq", "kv": "Nk", **COLUMN_DIM}  # index letter -> whole axis
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "joined": "BLOCK_PARTS", **COLUMN_DIM, **SIDES}  # index letter -> tile dimension
+AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "joined": "parts", **COLUMN_DIM}  # index letter -> whole axis
+ROW_AXES = ("q", "kv", "joined")  # whose tiles may pass the end
 MEMBER = "g"  # the number of a query head among those that share a K/V head
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
 PADDED = {dim: f"{dim}_PAD" for dim in COLUMN_DIM.values()}  # dimension -> its name in tiles that are padded to a power of two
@@ -49,6 +50,11 @@ def dimension(dim: str) -> Expr:
     if blocks := re.fullmatch(BLOCKS, dim):
         return cdiv(symbol(blocks[1]), sympy.Integer(int(blocks[2])))
     return sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
+
+
+def axis_of(index: Expr) -> str:
+    """The axis for whose current tile an index stands; empty text for a number."""
+    return next((str(term) for term in sympy.Add.make_args(index) if term.is_Symbol and str(term) in AXIS_DIM), "")
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,16 @@ class Type:
 
 @dataclass(frozen=True)
 class Access:
-    """A place in a tensor, as in `%K[b, h // group, kv, d_qk]`. A bare axis letter stands for the current tile of that axis."""
+    """A place in a tensor, as in `%K[b, h // group, kv, d_qk]`. An axis letter stands for the current tile of that axis.
+
+    A number may be added to it, as in `first_item + joined`: then the tile starts so much further.
+    """
 
     tensor: str
     index: tuple[Expr, ...]
 
     def axes(self) -> tuple[str, ...]:
-        return tuple(i.name for i in self.index if i.is_Symbol and i.name in AXIS_DIM)
+        return tuple(axis for axis in map(axis_of, self.index) if axis)
 
 
 Uses = tuple[tuple[str, str], ...]  # (symbol in the expression, value that it stands for)
@@ -255,7 +264,6 @@ class Loop(Op):
     tiles: set by classify-tiles: visible start, full start, full end, visible end.
     listed: a row of a list of blocks. Ranges are then positions in it (see Position). Each tile's number is read one turn ahead.
     recompute: values that do not change from turn to turn are computed again in each turn, not kept in registers.
-    ahead: of a loop without products, so many turns have their loads in flight; 0 where the schedule says it.
     heads: the loop runs once for each of these query heads of a group, one after another; `g` is the number of the head in its group.
     by_tile: the other way round: it comes to each tile once, for all of these heads, one after another.
     """
@@ -268,7 +276,6 @@ class Loop(Op):
     tiles: tuple[Expr, ...] = ()
     listed: str | None = field(default=None, metadata=OPERAND)
     recompute: bool = False
-    ahead: int = 0
     heads: tuple[tuple[Expr, Expr], ...] = ()
     by_tile: bool = False
 

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import Bool, Expr
+from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module
 from attngen.ir.names import SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
@@ -22,6 +22,7 @@ from attngen.ir.ops import (
     GROUPED,
     KIND,
     PADDED,
+    ROW_AXES,
     Access,
     Add,
     Append,
@@ -51,6 +52,7 @@ from attngen.ir.ops import (
     Unzip,
     Yield,
     Zip,
+    axis_of,
     dimension,
 )
 from attngen.printing.deals import dealt_by
@@ -174,7 +176,7 @@ class KernelContext:
         """Which tile, head and sequence this program has. Where programs take one part of the keys after another: also the lines by which
         each turn starts, and how many turns all programs have."""
         lines, rest, outer = ["pid = tl.program_id(0)"], "pid", list(self.kernel.grid)
-        of_parts = self.kernel.deal is not None and any(axis.var == "part" for axis in outer)
+        of_parts = self._takes_parts
         turn: list[str] = []
         turns = ""
         if of_parts:
@@ -205,8 +207,8 @@ class KernelContext:
             rest = f"{rest} // {extent}"
         lines += [f"{outer[-1].var} = {rest}"] if outer else []
         if self.kernel.deal and not of_parts:
-            lines += [f"unit = {self._of_lengths('unit_of_parts')}", f"{', '.join(DEALT)} = {self._of_lengths('parts_of', 'b, unit')}"]
-        for axis in ("q", "kv"):
+            lines += self._by_sequences([("unit", "unit_of_parts", ""), (", ".join(DEALT), "parts_of", "b, unit")])
+        for axis in ROW_AXES:
             off = f"{axis}_off"
             if off in used or f"{axis}_idx" in used:
                 lines.append(f"{off} = tl.arange(0, {AXIS_DIM[axis]})")
@@ -222,6 +224,11 @@ class KernelContext:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
         return lines, turn, turns
+
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether its programs take one part of the keys after another."""
+        return any(axis.var == "part" for axis in self.kernel.grid)
 
     def _place_of_part(self) -> tuple[list[str], list[str], str]:
         """Lines that find how many parts of keys there are; those by which each turn of a program starts, which has one of them; and how
@@ -248,10 +255,10 @@ class KernelContext:
     def _by_sequences(self, found: list[tuple[str, str, str]]) -> list[str]:
         """Lines that find (names, function of lengths, its own arguments): of few sequences, whose lengths fit a warp, and of more.
 
-        Sums of what a warp has need no other warp. Programs of latents have one form: with two, those of 64 rows spill.
+        Sums of what a warp has need no other warp. Programs that multiply latents have one form: with two, those of 64 rows spill.
         """
         few, many = ([f"{names} = {self._of_lengths(name, own, n)}" for names, name, own in found] for n in (LANES, LENGTHS))
-        if self.module.rope:
+        if self.module.rope and self.kernel.dots:
             return many
         few, many = ([f"    {line}" for line in lines] for lines in (few, many))
         return [f"if B <= {LANES}:  # lengths of so few sequences fit a warp: sums of them need no other", *few, "else:", *many]
@@ -328,8 +335,8 @@ class KernelContext:
             steps.append(f"{op.var}_start = {tile} * {AXIS_DIM[op.var]}")
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
-        options = ", disable_licm=True" * op.recompute + f", num_stages={op.ahead}" * bool(op.ahead)
-        kind = op.var if op.var in ("split", "part") else "own" if over_tiles and op.cls == "all" else op.cls
+        options = ", disable_licm=True" * op.recompute
+        kind = op.var if op.var in ("split", "joined") else "own" if over_tiles and op.cls == "all" else op.cls
         comment = self.kernel.block(op.body).about or LOOP_COMMENTS[kind]
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
 
@@ -418,18 +425,21 @@ class KernelContext:
         scalars, tiles = [access.tensor], []
         dims = _as_tile(access, tile)
         for index, stride in zip(access.index, strides):
-            axis = str(index)
+            axis = axis_of(index)
             times = f" * {stride}" if stride else ""
-            if axis not in AXIS_DIM:
+            if index == 0:
+                continue
+            if not axis:
                 scalars.append(f"{self.scalar(index)}{times}")
                 continue
             spread = "" if len(dims) == 1 else "[" + ", ".join(":" if d == AXIS_DIM[axis] else "None" for d in dims) + "]"
-            if axis == self.kernel.own_axis and times and spread and self.kernel.deal:
+            if axis == self.kernel.own_axis and times and spread and self._takes_parts:
                 # in one product for each turn: offsets that are the same in all turns would be kept in registers
                 row = self._row_of_tensor(axis, tile)
                 tiles.append(f"{row if row.isidentifier() else f'({row})'}.to(tl.int64){spread}{times}")
-            elif axis in ("q", "kv"):
-                scalars.append(f"tl.cast({axis}_start, tl.int64){times}" if times else f"{axis}_start")
+            elif axis in ROW_AXES:
+                start = self.scalar(index.subs(symbol(axis), symbol(f"{axis}_start")))
+                scalars.append(f"tl.cast({start}, tl.int64){times}" if times else start)
                 tiles.append(f"{self._row_of_tile(axis, tile)}{spread}{times}")
             else:
                 tiles.append(f"{axis}{spread}")
@@ -441,7 +451,7 @@ class KernelContext:
         conditions = []
         for axis, when in checks:
             if _applies(when, cls):
-                index = self._row_of_tensor(axis, tile) if axis in ("q", "kv") else axis
+                index = self._row_of_tensor(axis, tile) if axis in ROW_AXES else axis
                 text = f"{index} < {AXIS_EXTENT[axis]}"
                 if len(dims) > 1:
                     text = f"({text})[{', '.join(':' if d == AXIS_DIM[axis] else 'None' for d in dims)}]"
@@ -541,7 +551,7 @@ class KernelContext:
     def _spread(self, symbols: Any, uses: dict[str, str], tile: tuple[str, ...]) -> str | None:
         """How a row or column of numbers is spread over a tile: None for a number, empty where nothing is needed."""
         names = {str(s) for s in symbols}
-        present = {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in names}
+        present = {AXIS_DIM[a] for a in ROW_AXES if f"{a}_idx" in names}
         present |= {d for n in names & uses.keys() for d in self.kernel.type_of(uses[n]).dims}
         if not present:
             return None

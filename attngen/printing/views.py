@@ -12,7 +12,7 @@ LOOP_COMMENTS = {
     "partial": "tiles that the mask or the ends of the tensors cut",
     "all": "query heads that share this key head",
     "split": "parts of this key head's gradients",
-    "part": "parts of this sequence's keys",
+    "joined": "parts of this sequence's keys",
     "own": "key tiles, each on chip while query tiles pass by",
 }
 

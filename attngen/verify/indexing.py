@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import last_row
-from attngen.ir.deal import item
+from attngen.ir.deal import item, joined_items
 from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
 from attngen.ir.graph import DEALT, MIRRORED, GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
@@ -20,6 +20,7 @@ from attngen.ir.ops import (
     COLUMN_DIM,
     MEMBER,
     PADDED,
+    ROW_AXES,
     Add,
     Append,
     Arg,
@@ -47,7 +48,7 @@ from attngen.verify.types import POSITIONS, dimensions
 CONSTANTS = {"LOG2E", "LN2"}
 # names in the printed kernel that are not values of the IR
 RESERVED = (
-    POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
+    POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
 )
 RESERVED |= {*PADDED.values(), *COLUMN_DIM, "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "q_next", "turn"}
@@ -70,6 +71,7 @@ RESERVED |= {
     "tile_at",
     "keep_mask",
 }
+TILES = {AXIS_DIM[axis] for axis in ROW_AXES}
 
 
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -78,7 +80,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in heads}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
-    letters |= {"items": item(), "Nc": symbol("kv")}
+    letters |= {"items": joined_items() if any(loop.var == "joined" for loop in kernel.loops) else item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     for axis in sharing_axes(kernel.grid):
         letters[PAIRS] = floordiv(symbol(axis.var), sympy.Integer(2))
@@ -211,9 +213,9 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
     divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
     scalars |= {*DEALT} if kernel.deal else set()
     for a in kernel.grid:
-        yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B", "BLOCK_Q", "BLOCK_KV"})
+        yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B"} | TILES)
     for op in kernel.ops():
-        known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | {"BLOCK_Q", "BLOCK_KV"}
+        known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | TILES
         known |= {MIRRORED for a in kernel.grid if a.mirrored}
         axes = set() if kernel.walks else {own}
         known |= {f"{axis}_start" for axis in axes}
@@ -263,7 +265,7 @@ def bounds_checked(module: Module, kernel: Kernel) -> Iterator[str]:
             if not isinstance(op, (Load, Store)):
                 continue
             access = op.dst if isinstance(op, Store) else op.src
-            for axis in {"q", "kv"} & set(access.axes()):
+            for axis in set(ROW_AXES) & set(access.axes()):
                 when = dict(op.check).get(axis)
                 if when != "always" and not (when == "partial" and looped.get(block.name) == axis):
                     yield f"%{op.name} in @{block.name} does not check {axis}" + (" in full tiles too" if when else "")

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.deal import item
+from attngen.ir.deal import item, joined_items
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import Expr, exp2, log2, select, symbol, to_text
+from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import normal, same
 from attngen.verify.meaning import LOG2E, Header, Values, scale_of
 
 LN2 = symbol("LN2")
 ONE = sympy.Integer(1)
+PARTS = AXIS_DIM["joined"]
 NONE = -sympy.oo  # the LSE of a row that sees no key
 
 
@@ -35,8 +36,7 @@ def joins(module: Module, kernel: Kernel) -> Iterator[str]:
 def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
     """LSE2 = scale * m + log2(l), and the sums of weights times values over l."""
     for name, op in stored.items():
-        place = kernel.accessed(op)[1][0]
-        if place != item():
+        if (place := _items(kernel, op)) != item():
             yield f"%{op.value} is stored in %{name} at `{to_text(place)}`; expected {to_text(item())}, the part's number"
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
@@ -50,20 +50,30 @@ def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: di
 
 
 def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
-    """In each turn the maximum, and sums that are rescaled to it, take one part more."""
+    """In each turn the maximum, and sums that are rescaled to it, take some parts more."""
     loads = {kernel.accessed(op)[0].name: op for op in kernel.block(loop.body).ops if isinstance(op, Load)}
-    wrong = [op for op in loads.values() if kernel.accessed(op)[1][0] != item()]
-    if wrong or loads.keys() != {"O_PARTS", "LSE2_PARTS"} or loop.var != "part":
-        yield f"%{loop.name} loads {', '.join(sorted(loads))}; expected part {to_text(item())} of O_PARTS and LSE2_PARTS in each turn"
+    wrong = [op for op in loads.values() if _items(kernel, op) != joined_items()]
+    all_parts = ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT["joined"]), symbol(PARTS))),)
+    if wrong or loads.keys() != {"O_PARTS", "LSE2_PARTS"} or (loop.var, loop.ranges) != ("joined", all_parts):
+        wanted = f"parts {to_text(joined_items())} of O_PARTS and LSE2_PARTS in each turn, and turns for all parts"
+        yield f"%{loop.name} loads {', '.join(sorted(loads))}; expected {wanted}"
         return
+    if loads["LSE2_PARTS"].other != NONE:
+        yield f"%{loads['LSE2_PARTS'].name} is {to_text(loads['LSE2_PARTS'].other)} past the last part; expected -inf, which weighs nothing"
     m, l, acc = map(values.of, ("m", "l", "acc"))  # noqa: E741
     part, lse2 = (values.of(loads[name].name) for name in ("O_PARTS", "LSE2_PARTS"))
-    greatest = sympy.Max(m, lse2)
+
+    def over_parts(how: str, of: Expr) -> Expr:
+        """What a turn has of its parts: the value of the one reduction of this expression over them."""
+        found = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == (how, PARTS)]
+        return next((values.of(op.name) for op in found if same(normal(values.of(op.value)), normal(of))), symbol(f"{how}_of_parts"))
+
+    greatest = sympy.Max(m, over_parts("max", lse2))
     base = select(greatest > NONE, greatest, 0)
     before, weight = exp2(m - base), exp2(lse2 - base)
     last = kernel.block(loop.body).ops[-1]
     given = dict(last.values) if isinstance(last, Yield) else {}
-    expected = {"m": greatest, "l": l * before + weight, "acc": acc * before + part * weight}
+    expected = {"m": greatest, "l": l * before + over_parts("sum", weight), "acc": acc * before + over_parts("sum", part * weight)}
     for field, e in expected.items():
         yield from _is(values, given[field], e)
     starts = {field: kernel.op(ref) for field, ref in loop.carry}
@@ -85,6 +95,12 @@ def _whole(header: Header, values: Values, last: Loop, stored: dict[str, Store])
     weights = l * shrunk + exp2(sink - greatest)
     yield from _divided(values, last, stored["O"].value, shrunk / weights)
     yield from _is(values, stored["LSE"].value, LN2 * (greatest + log2(weights)))
+
+
+def _items(kernel: Kernel, op: Load | Store) -> Expr:
+    """Which parts of all sequences an op accesses."""
+    tensor, index = kernel.accessed(op)
+    return dict(zip(kernel.type_of(tensor.name).dims, index)).get("items", NONE)
 
 
 def _is(values: Values, ref: str, expected: Expr) -> Iterator[str]:

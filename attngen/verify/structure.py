@@ -207,6 +207,7 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{loop.name} has no range; expected one at least, as in ranges(0 .. 1)"
         walks = kernel.walks and loop.var == kernel.own_axis
         walks |= kernel.prepares and loop.var in AXIS_EXTENT  # it has no scores: its loops run over all tiles of either axis
+        walks |= loop.var == "joined"  # a program joins all parts of its sequence
         over_tiles = loop.var in AXIS_EXTENT and not walks
         if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
             expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
@@ -241,7 +242,7 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
 def deals(module: Module, kernel: Kernel) -> Iterator[str]:
     """Programs have parts of keys if these are dealt, by lengths that the kernel has; then they are numbered by parts and sequences."""
     axes = {axis.var for axis in kernel.grid}
-    of_parts = "part" in axes or any(loop.var == "part" for loop in kernel.loops)
+    of_parts = "part" in axes or any(loop.var == "joined" for loop in kernel.loops)
     if (kernel.deal is not None) != of_parts:
         how = "nothing says how" if of_parts else "it says how"
         yield f"{how} keys are dealt; expected that of kernels with parts of them, and no others"

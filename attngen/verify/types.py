@@ -344,7 +344,7 @@ def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[
         dims = kernel.type_of(ref).dims
         if isinstance(op, Map) and GROUPED.get(whole[-1] if whole else "") in dims:  # one for each group of columns
             dims = (*dims[:-1], whole[-1])
-        if not set(dims) <= set(whole) or (len(dims) == 2 and dims != whole):
+        if not set(dims) <= set(whole) or (len(dims) > 1 and dims != tuple(d for d in whole if d in dims)):
             yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(whole)}]"
 
 

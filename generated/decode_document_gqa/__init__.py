@@ -257,11 +257,11 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
             items = max(2 * B, 16 * max(1, ((2 * processors) // Hkv)))
             o_parts = runtime.empty(
                 q,
-                (items, Hkv, Gq, HEAD_DIM_V),
-                (Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
+                (Hkv, items, Gq, HEAD_DIM_V),
+                (items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
                 torch.float32,
             )
-            lse2_parts = runtime.empty(q, (items, Hkv, Gq), (Hkv * Gq, Gq, 1), torch.float32)
+            lse2_parts = runtime.empty(q, (Hkv, items, Gq), (items * Gq, Gq, 1), torch.float32)
             q_rows, q_rows_strides = runtime.by_group(q, group)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
@@ -274,7 +274,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
                 (scale, Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
                     *q_rows_strides[:3], *k_cache_strides, *v_cache_strides, page_table.stride(0), Nq, Nq,
-                    Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, Gq,
+                    items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, items * Gq, Gq,
                 ),
             )
             COMBINE(
@@ -282,7 +282,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
                 (o_parts, lse2_parts, cache_seqlens, document_first, document_end, o_rows, lse_rows),
                 (Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
-                    Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, Gq, Nq, Nq, *o_rows_strides[:3],
+                    items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, items * Gq, Gq, Nq, Nq, *o_rows_strides[:3],
                     Hkv * Gq, Gq,
                 ),
             )
@@ -329,7 +329,7 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_document_gqa_fc68afa7104e", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_document_gqa_453a416d3374", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -195,11 +195,11 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
             items = max(2 * B, 4 * max(1, (processors // max(1, Hkv * ((Gq + 63) // 64)))))
             o_parts = runtime.empty(
                 q,
-                (items, Hkv, Gq, HEAD_DIM_V),
-                (Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
+                (Hkv, items, Gq, HEAD_DIM_V),
+                (items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
                 torch.float32,
             )
-            lse2_parts = runtime.empty(q, (items, Hkv, Gq), (Hkv * Gq, Gq, 1), torch.float32)
+            lse2_parts = runtime.empty(q, (Hkv, items, Gq), (items * Gq, Gq, 1), torch.float32)
             q_rows, q_rows_strides = runtime.by_group(q, group)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
@@ -212,14 +212,14 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
                 (
                     q_rows_strides[0], q_rows_strides[2], q_rows_strides[0], q_rows_strides[2], k_cache.stride(0),
                     k_cache.stride(2), k_rope_cache.stride(0), k_rope_cache.stride(2), page_table.stride(0),
-                    k_scale.stride(0), k_scale.stride(2), Hkv * Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq,
+                    k_scale.stride(0), k_scale.stride(2), Gq * HEAD_DIM_V, HEAD_DIM_V, Gq,
                 ),
             )
             COMBINE(
                 q, Gq, B,
                 (o_parts, lse2_parts, cache_seqlens, o_rows, lse_rows),
                 (Nq, B, items, Nc, Nn, Gq),
-                (Hkv * Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, o_rows_strides[0], o_rows_strides[2], Hkv * Gq),
+                (Gq * HEAD_DIM_V, HEAD_DIM_V, Gq, o_rows_strides[0], o_rows_strides[2], Hkv * Gq),
             )
             runtime.copy_back(o_rows, out)
         else:
@@ -240,7 +240,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_fp8_mla_139c2a83a188", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_fp8_mla_5a2733fbc99d", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

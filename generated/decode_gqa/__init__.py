@@ -181,11 +181,11 @@ def _decode(q, k_cache, v_cache, cache_seqlens, scale, Nn):
             items = max(2 * B, 16 * max(1, ((2 * processors) // Hkv)))
             o_parts = runtime.empty(
                 q,
-                (items, Hkv, Gq, HEAD_DIM_V),
-                (Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
+                (Hkv, items, Gq, HEAD_DIM_V),
+                (items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
                 torch.float32,
             )
-            lse2_parts = runtime.empty(q, (items, Hkv, Gq), (Hkv * Gq, Gq, 1), torch.float32)
+            lse2_parts = runtime.empty(q, (Hkv, items, Gq), (items * Gq, Gq, 1), torch.float32)
             q_rows, q_rows_strides = runtime.by_group(q, group)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
@@ -194,8 +194,8 @@ def _decode(q, k_cache, v_cache, cache_seqlens, scale, Nn):
                 (q_rows, k_cache, v_cache, cache_seqlens, o_parts, lse2_parts),
                 (scale, Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
-                    *q_rows_strides[:3], *k_cache_strides, *v_cache_strides, Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V,
-                    HEAD_DIM_V, Hkv * Gq, Gq,
+                    *q_rows_strides[:3], *k_cache_strides, *v_cache_strides, items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V,
+                    HEAD_DIM_V, items * Gq, Gq,
                 ),
             )
             COMBINE(
@@ -203,7 +203,8 @@ def _decode(q, k_cache, v_cache, cache_seqlens, scale, Nn):
                 (o_parts, lse2_parts, cache_seqlens, o_rows, lse_rows),
                 (Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
-                    Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, Gq, *o_rows_strides[:3], Hkv * Gq, Gq,
+                    items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, items * Gq, Gq, *o_rows_strides[:3], Hkv * Gq,
+                    Gq,
                 ),
             )
             runtime.copy_back(o_rows, out)
@@ -219,7 +220,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_gqa_5d24cfee4cf0", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_gqa_083b7553d6e9", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

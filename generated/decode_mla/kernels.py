@@ -11,6 +11,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 D_V = tl.constexpr(512)
 D_ROPE = tl.constexpr(64)
+BLOCK_PARTS = tl.constexpr(8)
 
 # HIP architecture or CUDA compute capability -> device class
 DEVICE_CLASSES = {
@@ -85,19 +86,19 @@ SCHEDULES = {
     },
     "combine": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
         ),
         ("gfx942", 2): (
             (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1}),
+            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
         ),
     },
     "prefill": {
@@ -570,9 +571,14 @@ def combine(
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
     b = pid // q_tiles
-    unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 128)
-    parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 128)
+    if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
+        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 32)
+        parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 32)
+    else:
+        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 128)
+        parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 128)
     q_off = tl.arange(0, BLOCK_Q)
+    joined_off = tl.arange(0, BLOCK_PARTS)
     dtype = O.dtype.element_ty
     q_idx = q_start + q_off
     d_v = tl.arange(0, D_V)
@@ -583,30 +589,39 @@ def combine(
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     # parts of this sequence's keys
-    for part in tl.range(0, parts, num_stages=8):
-        LSE2_PARTS_head = LSE2_PARTS + tl.cast(first_item + part, tl.int64) * stride_lse2_parts_i
-        O_PARTS_head = O_PARTS + tl.cast(first_item + part, tl.int64) * stride_o_parts_i
-        lse2_part = tl.load(
-            LSE2_PARTS_head + q_start + q_off,
-            mask=q_idx < Nq,
+    for joined_tile in tl.range(0, tl.cdiv(parts, BLOCK_PARTS)):
+        joined_start = joined_tile * BLOCK_PARTS
+        joined_idx = joined_start + joined_off
+        lse2_parts = tl.load(
+            LSE2_PARTS + tl.cast(first_item + joined_start, tl.int64) * stride_lse2_parts_i + q_start + (
+                joined_off[:, None] * stride_lse2_parts_i + q_off[None, :]
+            ),
+            mask=(joined_idx < parts)[:, None] & (q_idx < Nq)[None, :],
             other=float("-inf"),
         )
-        o_part = tl.load(
-            O_PARTS_head + (q_idx.to(tl.int64)[:, None] * stride_o_parts_n + d_v[None, :]),
-            mask=(q_idx < Nq)[:, None],
+        o_parts = tl.load(
+            O_PARTS
+            + tl.cast(first_item + joined_start, tl.int64) * stride_o_parts_i
+            + tl.cast(q_start, tl.int64) * stride_o_parts_n
+            + (joined_off[:, None, None] * stride_o_parts_i + q_off[None, :, None] * stride_o_parts_n + d_v[None, None, :]),
+            mask=(joined_idx < parts)[:, None, None] & (q_idx < Nq)[None, :, None],
             other=0.0,
         )
-        m_next = tl.maximum(lse2_part, m)
+        greatest = tl.max(lse2_parts, 0)
+        m_next = tl.maximum(greatest, m)
         base = tl.where(m_next > float("-inf"), m_next, 0)
         alpha = tl.exp2(m - base)
-        weight = tl.exp2(lse2_part - base)
-        l = weight + alpha * l
-        acc = acc * alpha[:, None] + o_part * weight[:, None]
+        weights = tl.exp2(lse2_parts - base[None, :])
+        l_parts = tl.sum(weights, 0)
+        l = l_parts + alpha * l
+        weighed = o_parts * weights[:, :, None]
+        o_sum = tl.sum(weighed, 0)
+        acc = o_sum + acc * alpha[:, None]
         m = m_next
     inv_l = tl.where(l > 0, 1.0 / l, 0)
     o = (acc * inv_l[:, None]).to(dtype)
     tl.store(
-        O_head + (q_idx.to(tl.int64)[:, None] * stride_o_n + d_v[None, :]),
+        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
         o,
         mask=(q_idx < Nq)[:, None],
     )

@@ -185,11 +185,11 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
             items = max(1, B * ((Nc + 1023) // 1024))
             o_parts = runtime.empty(
                 q,
-                (items, Hkv, Gq, HEAD_DIM_V),
-                (Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
+                (Hkv, items, Gq, HEAD_DIM_V),
+                (items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
                 torch.float32,
             )
-            lse2_parts = runtime.empty(q, (items, Hkv, Gq), (Hkv * Gq, Gq, 1), torch.float32)
+            lse2_parts = runtime.empty(q, (Hkv, items, Gq), (items * Gq, Gq, 1), torch.float32)
             q_rows, q_rows_strides = runtime.by_group(q, group)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
@@ -199,7 +199,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
                 (scale, Hkv, Nq, B, items, Nc, Nn, page_rows, Gq),
                 (
                     *q_rows_strides[:3], *k_cache_strides, *v_cache_strides, page_table.stride(0),
-                    Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, Gq,
+                    items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, items * Gq, Gq,
                 ),
             )
             COMBINE(
@@ -207,7 +207,8 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
                 (o_parts, lse2_parts, cache_seqlens, sink, o_rows, lse_rows),
                 (Hkv, Nq, group, B, items, Nc, Nn, Gq),
                 (
-                    Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, Gq, *o_rows_strides[:3], Hkv * Gq, Gq,
+                    items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, items * Gq, Gq, *o_rows_strides[:3], Hkv * Gq,
+                    Gq,
                 ),
             )
             runtime.copy_back(o_rows, out)
@@ -226,7 +227,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_4532dd5d21a5", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_e3e9587fd6a6", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

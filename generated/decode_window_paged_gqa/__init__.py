@@ -188,11 +188,11 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
             items = max(2 * B, 16 * max(1, ((2 * processors) // Hkv)))
             o_parts = runtime.empty(
                 q,
-                (items, Hkv, Gq, HEAD_DIM_V),
-                (Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
+                (Hkv, items, Gq, HEAD_DIM_V),
+                (items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, 1),
                 torch.float32,
             )
-            lse2_parts = runtime.empty(q, (items, Hkv, Gq), (Hkv * Gq, Gq, 1), torch.float32)
+            lse2_parts = runtime.empty(q, (Hkv, items, Gq), (items * Gq, Gq, 1), torch.float32)
             q_rows, q_rows_strides = runtime.by_group(q, group)
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
@@ -202,7 +202,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
                 (scale, Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
                     *q_rows_strides[:3], *k_cache_strides, *v_cache_strides, page_table.stride(0),
-                    Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, Gq,
+                    items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, items * Gq, Gq,
                 ),
             )
             COMBINE(
@@ -210,7 +210,8 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
                 (o_parts, lse2_parts, cache_seqlens, o_rows, lse_rows),
                 (Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
-                    Hkv * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, Hkv * Gq, Gq, *o_rows_strides[:3], Hkv * Gq, Gq,
+                    items * Gq * HEAD_DIM_V, Gq * HEAD_DIM_V, HEAD_DIM_V, items * Gq, Gq, *o_rows_strides[:3], Hkv * Gq,
+                    Gq,
                 ),
             )
             runtime.copy_back(o_rows, out)
@@ -229,7 +230,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_window_paged_gqa_1557d2bd95a8", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_window_paged_gqa_3876c6daa296", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

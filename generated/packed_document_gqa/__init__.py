@@ -310,5 +310,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("packed_document_gqa_3f49e8e662f1", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_2c7a0cda4371", SIGNATURE, _forward, _backward, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -176,8 +176,6 @@ def fwd(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    DOCUMENT_FIRST_batch = DOCUMENT_FIRST
-    DOCUMENT_END_batch = DOCUMENT_END
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     if not TMA:
@@ -196,12 +194,8 @@ def fwd(
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
-    document_first = tl.load(
-        DOCUMENT_FIRST_batch + q_start + q_off,
-        mask=q_idx < Nq,
-        other=0.0,
-    )
-    document_end = tl.load(DOCUMENT_END_batch + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    document_first = tl.load(DOCUMENT_FIRST + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    document_end = tl.load(DOCUMENT_END + q_start + q_off, mask=q_idx < Nq, other=0.0)
     document_end_least = tl.load(DOCUMENT_END + q_start)
     document_end_greatest = tl.load(DOCUMENT_END + tl.minimum(Nq, q_start + BLOCK_Q) - 1)
     document_first_least = tl.load(DOCUMENT_FIRST + q_start)
@@ -313,8 +307,6 @@ def dq(
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
-    DOCUMENT_FIRST_batch = DOCUMENT_FIRST
-    DOCUMENT_END_batch = DOCUMENT_END
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     if not TMA:
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
@@ -356,12 +348,8 @@ def dq(
     tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
     tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
-    document_first = tl.load(
-        DOCUMENT_FIRST_batch + q_start + q_off,
-        mask=q_idx < Nq,
-        other=0.0,
-    )
-    document_end = tl.load(DOCUMENT_END_batch + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    document_first = tl.load(DOCUMENT_FIRST + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    document_end = tl.load(DOCUMENT_END + q_start + q_off, mask=q_idx < Nq, other=0.0)
     document_end_least = tl.load(DOCUMENT_END + q_start)
     document_end_greatest = tl.load(DOCUMENT_END + tl.minimum(Nq, q_start + BLOCK_Q) - 1)
     document_first_least = tl.load(DOCUMENT_FIRST + q_start)
@@ -504,8 +492,6 @@ def dkdv(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    DOCUMENT_Q_FIRST_batch = DOCUMENT_Q_FIRST
-    DOCUMENT_Q_END_batch = DOCUMENT_Q_END
     dK_head = (
         dK
         + tl.cast(b, tl.int64) * stride_dk_b
@@ -539,12 +525,12 @@ def dkdv(
             other=0.0,
         )
     document_q_first = tl.load(
-        DOCUMENT_Q_FIRST_batch + kv_start + kv_off,
+        DOCUMENT_Q_FIRST + kv_start + kv_off,
         mask=kv_idx < Nk,
         other=0.0,
     )
     document_q_end = tl.load(
-        DOCUMENT_Q_END_batch + kv_start + kv_off,
+        DOCUMENT_Q_END + kv_start + kv_off,
         mask=kv_idx < Nk,
         other=0.0,
     )

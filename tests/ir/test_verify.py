@@ -138,7 +138,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("decode_mla", "dot %p_cast %v over(BLOCK_KV)", "dot %p_cast %k over(BLOCK_KV)", "multiplies weights by %k; expected a tile of %V"),
     ],
     "joins": [
-        ("decode_gqa", "expr(acc*alpha + o_part*weight)", "expr(acc*alpha + o_part)", "%acc_next is"),
+        ("decode_gqa", "expr(acc*alpha + o_sum)", "expr(acc + o_sum)", "%acc_next is"),
     ],
     "quantised": [
         ("decode_paged_fp8_gqa", "expr(acc*v_scale)", "expr(acc)", "expected the factor V_SCALE[hkv] in it, once"),
@@ -231,7 +231,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
     ],
     "indexing": [
-        ("decode_gqa", "base %O_PARTS[first_item + part, hkv]", "base %O_PARTS[part, hkv]", "indexes items of %O_PARTS by `part`"),
+        ("decode_gqa", "base %O_PARTS[hkv, first_item + part]", "base %O_PARTS[hkv, part]", "indexes items of %O_PARTS by `part`"),
         ("causal_gqa", "base %dK[b, hkv, split]", "base %dK[b, hkv, hkv]", "indexes splits of %dK by `hkv`; expected `split`"),
         ("causal_mqa", "base %K[b, 0]", "base %K[b, h]", "%K_head indexes Hkv of %K by `h`; expected `0` (heads mqa)"),
         ("causal_mha", "base %K[b, h]", "base %K[b, h + 1]", "%K_head indexes Hkv of %K by `h + 1`; expected `h` (heads mha)"),

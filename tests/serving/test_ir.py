@@ -176,6 +176,15 @@ def test_registers_are_no_more_than_a_multiprocessor_has() -> None:
     assert given == {4: 255, 8: 255, 16: 128, 32: 64}
 
 
+def test_registers_of_kernels_that_deal_keys() -> None:
+    """As many as they want on NVIDIA's GPUs; roles of a divided kernel trade theirs, and have no such limit."""
+    module = target("decode_mla")
+    of = {r.device: launch_options(module.kernel("combine"), r).get("maxnreg") for r in module.rows("combine")}
+    assert of == {"sm80": 255, "sm90": 255, "sm100": 255, "any": 255, "gfx942": None}
+    ((divided, row),) = module.stand_ins("decode")
+    assert launch_options(divided, row) == {"num_warps": 4}
+
+
 # ---------------------------------------------------------------------------------------------- on NumPy
 
 

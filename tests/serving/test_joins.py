@@ -30,9 +30,13 @@ CHANGES = [
     ("decode_gqa", "decode", "expr(alpha*l + p_sum)", "expr(alpha*l + 2*p_sum)", "%l_next is"),
     ("decode_gqa", "decode", "yield values(m=%soft.m,", "yield values(m=%m,", "as its maximum; expected %soft.m"),
     ("decode_gqa", "combine", "expr(acc*inv_l)", "expr(-acc*inv_l)", "%o is"),
-    ("decode_gqa", "combine", "expr(max(lse2_part, m))", "expr(max(lse2_part, m, 0))", "%m_next is"),
-    ("decode_gqa", "combine", "expr(alpha*l + weight)", "expr(l + weight)", "%l_next is"),
-    ("decode_gqa", "combine", "expr(acc*alpha + o_part*weight)", "expr(acc*alpha + o_part)", "%acc_next is"),
+    ("decode_gqa", "combine", "expr(max(greatest, m))", "expr(max(greatest, m, 0))", "%m_next is"),
+    ("decode_gqa", "combine", "%greatest = reduce max", "%greatest = reduce min", "%m_next is"),
+    ("decode_gqa", "combine", "expr(alpha*l + l_parts)", "expr(l + l_parts)", "%l_next is"),
+    ("decode_gqa", "combine", "%l_parts = reduce sum", "%l_parts = reduce max", "%l_next is"),
+    ("decode_gqa", "combine", "expr(acc*alpha + o_sum)", "expr(acc*alpha + 2*o_sum)", "%acc_next is"),
+    ("decode_gqa", "combine", "expr(o_parts*weights)", "expr(o_parts + weights)", "%acc_next is"),
+    ("decode_gqa", "combine", "other(-inf)", "other(0)", "%lse2_parts is 0 past the last part; expected -inf"),
     ("decode_gqa", "combine", "expr(exp2(-base + m))", "expr(exp2(-base + 2*m))", "%l_next is"),
     ("decode_gqa", "combine", "%l_init = init 0", "%l_init = init 1", "%l_init is where l starts; expected 0"),
     ("decode_gqa", "combine", "LN2*(m + log2(l)), -inf", "m + log2(l), -inf", "%lse is"),
@@ -63,9 +67,21 @@ def test_each_part_has_its_own_place(kernel: str) -> None:
     """Items count the parts of all sequences. Other rules see that too, so this one is asked alone."""
     from attngen.verify.joins import joins
 
+    places = {"decode": ("[hkv, first_item + part]", "[hkv, part]"), "combine": ("_head[first_item + joined, q", "_head[joined, q")}
+    old, new = places[kernel]
     for tensor in ("O_PARTS", "LSE2_PARTS"):
-        module = _changed("decode_gqa", kernel, f"%{tensor}[first_item + part, hkv]", f"%{tensor}[part, hkv]")
-        assert [reason for reason in joins(module, module.kernel(kernel)) if "expected" in reason and "first_item + part" in reason]
+        module = _changed("decode_gqa", kernel, f"%{tensor}{old}", f"%{tensor}{new}")
+        assert [reason for reason in joins(module, module.kernel(kernel)) if "expected" in reason and "first_item + " in reason]
+
+
+def test_turns_join_all_parts() -> None:
+    """Other rules see that too."""
+    from attngen.verify.joins import joins
+
+    module = _changed("decode_gqa", "combine", "ranges(0 .. cdiv(parts, BLOCK_PARTS))", "ranges(1 .. cdiv(parts, BLOCK_PARTS))")
+    assert [reason for reason in joins(module, module.kernel("combine")) if reason.endswith("and turns for all parts")]
+    with pytest.raises(VerifyError, match="%parts_of_keys does not run over all tiles of joined"):
+        verify(module)
 
 
 def test_the_rule_holds_in_every_phase() -> None:

@@ -10,6 +10,7 @@ from attngen.bounds.launches import launch_options
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
 from attngen.ir.ops import PADDED, Load, Scan
+from attngen.policy import PARTS_AT_ONCE
 from attngen.printing.context import KernelContext
 from attngen.printing.deals import dealing
 from attngen.printing.views import KernelView
@@ -30,6 +31,8 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         constants.append((name, size))
         if size & (size - 1):
             constants.append((PADDED[name], 1 << size.bit_length()))
+    if module.cache:
+        constants.append(("BLOCK_PARTS", PARTS_AT_ONCE))
     if module.blocks:
         constants.append(("BLOCK", module.blocks.size))
     sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})

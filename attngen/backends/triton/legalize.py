@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type
+from attngen.ir.ops import Access, Append, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type, axis_of
 from attngen.passes.base import Pass, padded
-from attngen.policy import PARTS_AHEAD, WIDE
+from attngen.policy import WIDE
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ class LegalizeTriton(Pass):
 
 
 def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
-    if not isinstance(op, Loop):
+    if not isinstance(op, Loop) or op.var == "joined":
         return op
-    if op.var == "part":
-        return replace(op, ahead=PARTS_AHEAD)
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     halves = kernel.reads_quantised  # of one accumulator
     wide = (len(accumulators) > 1 and not halves) or any(columns.get(dims[1], 0) > WIDE // (1 + halves) for dims in accumulators)
@@ -92,14 +90,16 @@ def _bases(kernel: Kernel) -> Kernel:
             access = op.dst if isinstance(op, Store) else op.src
             if not access.axes() or isinstance(op, Append) or (isinstance(op, Load) and op.pages):
                 continue  # rows that are anywhere in a cache have no common start
-            scalars = tuple(i for i in access.index if str(i) not in AXIS_DIM)
+            scalars = tuple(i for i in access.index if not axis_of(i))
+            if not any(scalars):
+                continue  # its rows start where the tensor does
             needed = {str(s) for i in scalars for s in i.free_symbols}
             home = block.name
             while home in parents and needed.isdisjoint(parents[home][1]):
                 home = parents[home][0]
-            name = f"{access.tensor}_{'head' if len(scalars) > 1 else 'batch'}"
+            name = f"{access.tensor}_{'batch' if scalars == (symbol('b'),) else 'head'}"
             made.setdefault((home, access.tensor), Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
-            renamed[op.name] = Access(name, tuple(i for i in access.index if str(i) in AXIS_DIM))
+            renamed[op.name] = Access(name, tuple(i for i in access.index if axis_of(i)))
 
     def change(_: str, op: Op) -> list[Op]:
         if op.name not in renamed:

@@ -32,7 +32,6 @@ from attngen.ir.ops import (
     Unzip,
     Zip,
 )
-from attngen.policy import PARTS_AHEAD
 
 BARRIERS = 32  # bytes, of what runs beside the program's warps
 TMA_BARRIERS = 64  # bytes, of the copies in flight
@@ -139,11 +138,11 @@ def _are_pages(kernel: Kernel, op: Gather) -> bool:
     return any(isinstance(user, Load) and user.pages == op.name for user in kernel.ops())
 
 
-def _joined(kernel: Kernel) -> Expr:
-    """Bytes of the parts that are in flight while they are joined, one less than turns are ahead."""
-    bodies = {loop.body for loop in kernel.loops if loop.var == "part"}
-    loads = [op for block in kernel.blocks if block.name in bodies for op in block.ops if isinstance(op, Load)]
-    return (PARTS_AHEAD - 1) * sympy.Add(*(tile_bytes(op.type) for op in loads)) + BARRIERS
+def _joined(kernel: Kernel, row: Row) -> Expr:
+    """Bytes of a kernel that joins parts. Its one warp has these in registers; on AMD's GPUs a sink, which is gathered by rows, goes to the
+    threads of the sums through shared memory, a word for each of 32."""
+    moved = CLASSES[row.device].backend == "hip" and any(isinstance(op, Gather) and op.type.dims == ("BLOCK_Q",) for op in kernel.ops())
+    return sympy.Integer(4 * 32) if moved else sympy.Integer(0)
 
 
 def _made(kernel: Kernel) -> Expr:
@@ -270,7 +269,7 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     if kernel.prepares:
         return _prepared(kernel, row)
     if kernel.deal and not kernel.dots:
-        return _joined(kernel) if CLASSES[row.device].backend == "cuda" else sympy.Integer(0)
+        return _joined(kernel, row)
     if not kernel.dots and any(isinstance(op, Zip) for op in kernel.ops()):  # pairs change layout, one tensor's after the other's
         return _max(*(tile_bytes(op.type) for op in kernel.ops() if isinstance(op, Zip)))
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
