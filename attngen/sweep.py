@@ -34,7 +34,9 @@ from attngen.testing import KEYS, Case, Result, heads_for, load_module, make_gra
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
 MODIFIED = 16384  # rows up to which specs with score modifiers go: their oracle keeps every score, in fp64
-TURNS = 2**26  # scores of a case from which on it takes turns with others: its oracle needs 16 GiB and more, in fp64
+# Scores of a case, and columns of keys that query heads read, each of its own, from which on it takes turns with others: its oracle needs
+# 16 GiB and more, in fp64.
+TURNS, TURNS_OF_COLUMNS = 2**26, 2**31
 _turns: list[Lock] = []  # of this process: what a large case holds
 
 
@@ -87,7 +89,7 @@ def run_job(job: Job, device: str, seed: int) -> Table:
     work: list[Case | CacheCase] = [*cases(spec, processors(torch.device(device)) if device == "cuda" else 0)]
     work += cache_cases(spec, device == "cuda") if spec.cache else []
     for case in work:
-        with _turns[0] if _scores(case) >= TURNS and _turns else nullcontext():
+        with _turns[0] if _is_large(spec, case) and _turns else nullcontext():
             try:
                 result = result_of(module, spec, case, job.dtype, device, seed)
                 same = repeats(module, spec, case, job.dtype, device, seed)
@@ -102,9 +104,10 @@ def run_job(job: Job, device: str, seed: int) -> Table:
     return Table(f"{spec.name}, {job.dtype}", tuple(lines))
 
 
-def _scores(case: Case | CacheCase) -> int:
-    """The scores of a case: its oracle keeps them all."""
-    return case.q_heads * case.n_q * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
+def _is_large(spec: Spec, case: Case | CacheCase) -> bool:
+    """Whether its oracle, which keeps all scores and the keys of each query head, has no room beside that of another case."""
+    keys = case.q_heads * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
+    return case.n_q * keys >= TURNS or spec.head_dim.qk * keys >= TURNS_OF_COLUMNS
 
 
 def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:
@@ -181,7 +184,8 @@ def page(tables: Sequence[Table], device: str) -> str:
         "",
         "Relative errors ||x - truth|| / ||truth|| against fp64: ours / naive attention's in the same dtype. `worst` is the largest of",
         "our errors over naive's, which counts as at least what rounding alone gives; the bar is 2. `worst row` is the same of the single",
-        "row that is furthest off; the bar is 4. `bits`: a second run gives the same bits. Loss on the output and on the LSE.",
+        "row that is furthest off; the bar is 4. `bits`: a second run gives the same bits. Loss on the output and on the LSE. Cases over a",
+        "cache say how many keys sequences have there, and how many the call appends, as in `cache 5,260,0+4`.",
         "",
         f"{sum(len(table.lines) for table in tables)} cases, {len(failures(tables))} above the bar.",
     ]

@@ -34,7 +34,8 @@ def test(
     relative, against fp64. A case passes if none is above twice what naive attention has in the same dtype. Specs that cannot be read are
     named, and the others are tested (not with --report, whose page is of all).
 
-    With --report every layout and, on CUDA, up to 32k queries and keys, in every element type; a second run must give the same bits.
+    With --report every layout, calls over caches and, on CUDA, up to 32k queries and keys, in every element type; a second run must give
+    the same bits.
 
     \b
     attngen test specs/causal_mqa.yaml
