@@ -34,9 +34,8 @@ from attngen.testing import KEYS, Case, Result, heads_for, load_module, make_gra
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
 MODIFIED = 16384  # rows up to which specs with score modifiers go: their oracle keeps every score, in fp64
-# Scores of a case, and columns of keys that query heads read, each of its own, from which on it takes turns with others: its oracle needs
-# 16 GiB and more, in fp64.
-TURNS, TURNS_OF_COLUMNS = 2**26, 2**31
+TURNS = 2**26  # scores of a case from which on it takes turns with others: its oracle needs 16 GiB and more, in fp64
+WIDE_TURNS = 2**31  # elements of keys of which the same is true: the oracle has a copy for each query head
 _turns: list[Lock] = []  # of this process: what a large case holds
 
 
@@ -107,7 +106,7 @@ def run_job(job: Job, device: str, seed: int) -> Table:
 def _is_large(spec: Spec, case: Case | CacheCase) -> bool:
     """Whether its oracle, which keeps all scores and the keys of each query head, has no room beside that of another case."""
     keys = case.q_heads * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
-    return case.n_q * keys >= TURNS or spec.head_dim.qk * keys >= TURNS_OF_COLUMNS
+    return case.n_q * keys >= TURNS or spec.head_dim.qk * keys >= WIDE_TURNS
 
 
 def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:

@@ -3,9 +3,9 @@
     python -m tests.soak --repeats 1000 specs/*.yaml
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.soak --repeats 2 --alone specs/*.yaml
 
-`make soak` runs the first, `make sanitize` the second with each tool. Calls are short and long. The long ones have as many programs as a
-backward in one pass asks for, so every kernel of a module runs that a GPU of this kind takes. The other work is a chain of matrix
-products on a stream of its own.
+`make soak` runs the first, `make sanitize` the second with each tool. Calls are over a cache, where there is one, and short and long. The
+long ones have as many programs as a backward in one pass asks for, so every kernel of a module runs that a GPU of this kind takes. The
+other work is a chain of matrix products on a stream of its own.
 """
 
 from __future__ import annotations

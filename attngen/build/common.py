@@ -165,7 +165,7 @@ class KernelBuilder:
     def store(self, tensor: str, index: tuple[Any, ...], value: str, block: str = "entry") -> None:
         access = _access(tensor, index)
         own = self.own_axis
-        check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ("q", "kv"))
+        check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ROW_AXES)
         self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
     def merge(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
@@ -321,7 +321,7 @@ class KernelBuilder:
         """Dimensions of an expression in these symbols, in the order of the scores."""
         names = {str(s) for s in symbols}
         found = {d for n in names & self.types.keys() for d in self.types[n].dims}
-        found |= {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in names}
+        found |= {AXIS_DIM[a] for a in ROW_AXES if f"{a}_idx" in names}
         return tuple(d for d in self.score_dims if d in found)
 
     def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:

@@ -241,7 +241,8 @@ OF_CACHE |= {f"{name}_{half}" for name in _HALVES for half in ("even", "odd")} |
 }
 OF_CACHE |= {"group_v", "k_abs", "k_rope_cache", "of_columns", "columns", "groups"}
 OF_CACHE |= {"acc_scaled", "first_page", "p_scaled", "p_scaled_cast", "pair_qk", "pair_v", "q_abs", "q_size", "q_unit", "s_scale", "s_unit"}
-OF_CACHE |= {"operands", "before", "rows", "base", "weight", "m_next", "acc_next", "l_next", "o_part", "lse2_part"}
+OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "o_part", "lse2_part"}
+OF_CACHE |= {"greatest", "l_parts", "parts_of_keys", "weighed"}
 OF_CACHE |= {f"kv_{cls}_{end}{at}" for cls in ("full", "partial") for end in ("from", "to") for at in ("", "_2", "_3", "_4", "_5", "_6")}
 # Names of the divided decoding of latents, where roles have halves of the columns, and every other tile of keys.
 _PIECES = ("left", "right", "rope")

@@ -9,6 +9,7 @@ from typing import Any
 
 from attngen.ir.expr import FUNCTIONS, symbol
 from attngen.ir.names import INTEGERS, WRAPPER
+from attngen.ir.ops import ROW_AXES
 from attngen.lang.limits import MAX_EXTREMES
 
 NAME = "[a-z][a-z0-9_]{0,31}"  # of a parameter
@@ -54,7 +55,7 @@ RESERVED: dict[str, frozenset[str]] = {
         ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
     )
     | {"document_q_first_count"}
-    | {f"{axis}_{part}" for axis in ("q", "kv") for part in ("ahead", "at", "off", "stop", "tile", "tiles")}
+    | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
     | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
     | {"piece", "slot", "ticket"},
 }  # fmt: skip

@@ -150,8 +150,8 @@ class KernelContext:
         numbers, sizes = [s for s in scalars if s not in SIZES], [s for s in scalars if s in SIZES]
         tensors = [a for a in args if a.role != "scalar"]
         strides = [s for a in tensors for s in stride_names(a.name, a.type.dims) if s in used]
-        # Statistics are stored row by row, and their strides are lengths: other lengths need no other machine code.
-        stored = [a for a in tensors if a.role == "out" and a.name in STATISTICS]
+        # Statistics are stored row by row, and their strides are lengths: other lengths need no other machine code. So are those of parts.
+        stored = [a for a in tensors if a.name in STATISTICS and (a.role == "out" or "items" in a.type.dims)]
         lengths = [s for a in stored for s in stride_names(a.name, a.type.dims) if s in strides]
         prologue, turn, turns = self._prologue(used)
         words = used | set(re.findall(r"\w+", " ".join([*prologue, *turn])))

@@ -84,8 +84,8 @@ def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
 def divided(module: Module, kernel: Kernel, chosen: Row) -> tuple[Row, ...]:
     """Rows of a kernel that backends divide, for the device class and element size of a portable row. `module` is as after the pass dce.
 
-    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device: few rows have none, unless
-    keys are dealt among programs: then few rows are all there are.
+    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device, so few rows have none.
+    Where keys are dealt among programs, calls only ever have few rows, and all have one.
     """
     measured = chosen.max_rows is None or kernel.deal is not None
     on_device = (divider for divider in DIVIDERS.values() if divider.device == chosen.device and measured)

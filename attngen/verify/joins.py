@@ -26,6 +26,9 @@ def joins(module: Module, kernel: Kernel) -> Iterator[str]:
     if kernel.deal is None or not kernel.loops:
         return
     values, last = Values(kernel), kernel.loops[-1]
+    if not {"m", "l"} <= dict(last.carry).keys():
+        yield f"%{last.name} carries {', '.join(dict(last.carry))}; expected m, l and sums"
+        return
     if {"O_PARTS", "LSE2_PARTS"} <= stored.keys():
         yield from _part(module, kernel, values, last, stored)
     elif {"O", "LSE"} <= stored.keys():
@@ -51,15 +54,17 @@ def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: di
 
 def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     """In each turn the maximum, and sums that are rescaled to it, take some parts more."""
-    loads = {kernel.accessed(op)[0].name: op for op in kernel.block(loop.body).ops if isinstance(op, Load)}
-    wrong = [op for op in loads.values() if _items(kernel, op) != joined_items()]
+    found = [op for op in kernel.block(loop.body).ops if isinstance(op, Load)]
+    loads = {kernel.accessed(op)[0].name: op for op in found}
+    wrong = len(found) != len(loads) or any(_items(kernel, op) != joined_items() for op in found)
     all_parts = ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT["joined"]), symbol(PARTS))),)
     if wrong or loads.keys() != {"O_PARTS", "LSE2_PARTS"} or (loop.var, loop.ranges) != ("joined", all_parts):
         wanted = f"parts {to_text(joined_items())} of O_PARTS and LSE2_PARTS in each turn, and turns for all parts"
         yield f"%{loop.name} loads {', '.join(sorted(loads))}; expected {wanted}"
         return
-    if loads["LSE2_PARTS"].other != NONE:
-        yield f"%{loads['LSE2_PARTS'].name} is {to_text(loads['LSE2_PARTS'].other)} past the last part; expected -inf, which weighs nothing"
+    for name, nothing in (("LSE2_PARTS", NONE), ("O_PARTS", 0)):
+        if loads[name].other != nothing:
+            yield f"%{loads[name].name} is {to_text(loads[name].other)} past the last part; expected {to_text(nothing)}, which adds nothing"
     m, l, acc = map(values.of, ("m", "l", "acc"))  # noqa: E741
     part, lse2 = (values.of(loads[name].name) for name in ("O_PARTS", "LSE2_PARTS"))
 
@@ -73,6 +78,9 @@ def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     before, weight = exp2(m - base), exp2(lse2 - base)
     last = kernel.block(loop.body).ops[-1]
     given = dict(last.values) if isinstance(last, Yield) else {}
+    if given.keys() != {"m", "l", "acc"}:
+        yield f"%{loop.name} carries {', '.join(given)}; expected m, l and acc"
+        return
     expected = {"m": greatest, "l": l * before + over_parts("sum", weight), "acc": acc * before + over_parts("sum", part * weight)}
     for field, e in expected.items():
         yield from _is(values, given[field], e)

@@ -213,6 +213,8 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
             expected = "unknown, full or partial, as it runs over tiles" if over_tiles else expected
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
+        if loop.var == "joined" and loop.listed:
+            yield f"%{loop.name} runs over listed parts; expected all of them"
         if loop.var in {axis.var for axis in kernel.grid}:
             yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one"
         if walks and loop.ranges != ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var]))),):

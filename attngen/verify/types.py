@@ -15,6 +15,7 @@ from attngen.ir.names import INTEGERS
 from attngen.ir.ops import (
     AXIS_DIM,
     GROUPED,
+    ROW_AXES,
     Access,
     Add,
     Append,
@@ -304,7 +305,7 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
         yield f"%{ref} is a pointer"
     of_columns = {GROUPED[d]: d for d in op.type.dims if d in GROUPED}
     dims = {of_columns.get(d, d) for _, ref in op.uses for d in kernel.type_of(ref).dims}
-    dims |= {AXIS_DIM[a] for a in ("q", "kv") if f"{a}_idx" in op.symbols}
+    dims |= {AXIS_DIM[a] for a in ROW_AXES if f"{a}_idx" in op.symbols}
     if dims != set(op.type.dims):
         yield f"the expression is of [{', '.join(sorted(dims))}], the value of [{', '.join(op.type.dims)}]"
     if _is_condition(op.expr) != (value == "b1"):

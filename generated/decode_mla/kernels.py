@@ -560,7 +560,7 @@ def decode(
         tl.store(LSE2_PARTS_head + q_start + q_off, lse2_part, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["B", "items", "Nc", "Nn", "Nq", "stride_lse_b"])
+@triton.jit(do_not_specialize=["B", "items", "Nc", "Nn", "Nq", "stride_lse2_parts_i", "stride_lse_b"])
 def combine(
     O_PARTS, LSE2_PARTS, CACHE_SEQLENS, O, LSE, queries, B, items, Nc, Nn, Nq, stride_o_parts_i,
     stride_o_parts_n, stride_lse2_parts_i, stride_o_b, stride_o_n, stride_lse_b,

@@ -661,7 +661,19 @@ def decode(
         tl.store(LSE2_PARTS_head + q_start + q_off, lse2_part, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["B", "items", "Nc", "Nn", "Nq", "stride_lse_b", "stride_lse_h"])
+@triton.jit(
+    do_not_specialize=[
+        "B",
+        "items",
+        "Nc",
+        "Nn",
+        "Nq",
+        "stride_lse2_parts_h",
+        "stride_lse2_parts_i",
+        "stride_lse_b",
+        "stride_lse_h",
+    ],
+)
 def combine(
     O_PARTS, LSE2_PARTS, CACHE_SEQLENS, O, LSE, Hkv, queries, B, items, Nc, Nn, Nq,
     stride_o_parts_h, stride_o_parts_i, stride_o_parts_n, stride_lse2_parts_h, stride_lse2_parts_i,

@@ -78,7 +78,7 @@ def test_split_columns_gives_each_role_half_of_the_columns() -> None:
     assert "%s_own_right = dot %q_right %k_right over(RIGHT_V) acc(%s_rope_right) : f32[BLOCK_Q, BLOCK_KV] @reg" in step
     assert "%s_right = dot %q_other_right %k_other_right over(LEFT_V) acc(%s_own_right) : f32[BLOCK_Q, BLOCK_KV] @reg" in step
     stores = [op.split()[1] for name in ("left", "right") for op in body("split-columns", name) if op.startswith("store")]
-    assert stores == ["%O_PARTS[first_item", "%LSE2_PARTS[first_item", "%O_PARTS[first_item"]  # sums of rows are stored once
+    assert stores == ["%O_PARTS[0,", "%LSE2_PARTS[0,", "%O_PARTS[0,"]  # sums of rows are stored once
 
 
 def test_share_weights_has_roles_take_turns_with_tiles() -> None:
@@ -158,7 +158,7 @@ def results(module: Module, kernel: Kernel, seed: int, page: int = 64) -> dict[s
             place = (table[b, row // page], 0, row % page) if paged else (b, 0, row)
             latent[place], rope[place] = numbers.standard_normal(512), numbers.standard_normal(64)
     items = max(2 * batch, chance.choice((4, 8, 12)))
-    out = {"O_PARTS": np.full((items, 1, rows, 512), np.nan), "LSE2_PARTS": np.full((items, 1, rows), np.nan)}
+    out = {"O_PARTS": np.full((1, items, rows, 512), np.nan), "LSE2_PARTS": np.full((1, items, rows), np.nan)}
     q = {"Q": numbers.standard_normal((batch, 1, rows, 512)), "Q_ROPE": numbers.standard_normal((batch, 1, rows, 64))}
     tensors = {**q, "K": latent, "K_ROPE": rope, "CACHE_SEQLENS": lengths, **({"PAGE_TABLE": table} if paged else {}), **out}
     scalars = {"scale": 576**-0.5, "queries": queries, "B": batch, "items": items, "Nc": page * most, "Nn": 0, "Nq": rows}

@@ -124,7 +124,7 @@ def test_queries_may_have_any_layout(name: str) -> None:
             assert torch.equal(attend(q, *call.caches, **call.arguments), whole), f"{n_q} queries, strides {q.stride()}"
 
 
-FAR = 2**32  # bytes: no number of 32 bits counts as many, or as many pairs of them with a sign
+FAR = 2**32  # bytes, which are 2**31 numbers of 16 bits: an integer of 32 bits holds neither
 WAYS = [(name, way) for name in CACHED for way in (("pages",) if getattr(spec(name).cache, "page", "") else ("sequences", "rows"))]
 
 

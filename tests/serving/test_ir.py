@@ -157,10 +157,11 @@ def test_bounds_of_parts_have_32_bits() -> None:
 
 @pytest.mark.parametrize("name", CACHED)
 def test_names_of_functions_that_deal_keys_are_reserved(name: str) -> None:
-    """Inputs that a mask's bounds name are arguments of these functions, whose own variables they would replace."""
+    """Inputs that a mask's bounds name are arguments of these functions, and of `combine`, whose own variables they would replace."""
     kernels = render(target(name))["kernels.py"]
-    names = {kernel.name for kernel in target(name).kernels} | {"floor_div", "floor_mod"}
+    names = {kernel.name for kernel in target(name).kernels} - {"combine"} | {"floor_div", "floor_mod"}
     values = {name for kernel in target(name).kernels if kernel.deal for name, _ in kernel.deal.reads}  # of kernels, which no input is
+    values |= {i.name for i in target(name).inputs}
     for function in ast.walk(ast.parse(kernels)):
         if isinstance(function, ast.FunctionDef) and function.name not in names:
             stored = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}

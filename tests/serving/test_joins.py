@@ -37,6 +37,7 @@ CHANGES = [
     ("decode_gqa", "combine", "expr(acc*alpha + o_sum)", "expr(acc*alpha + 2*o_sum)", "%acc_next is"),
     ("decode_gqa", "combine", "expr(o_parts*weights)", "expr(o_parts + weights)", "%acc_next is"),
     ("decode_gqa", "combine", "other(-inf)", "other(0)", "%lse2_parts is 0 past the last part; expected -inf"),
+    ("decode_gqa", "combine", "d_v] check(joined, q)", "d_v] check(joined, q) other(-inf)", "%o_parts is -inf past the last part"),
     ("decode_gqa", "combine", "expr(exp2(-base + m))", "expr(exp2(-base + 2*m))", "%l_next is"),
     ("decode_gqa", "combine", "%l_init = init 0", "%l_init = init 1", "%l_init is where l starts; expected 0"),
     ("decode_gqa", "combine", "LN2*(m + log2(l)), -inf", "m + log2(l), -inf", "%lse is"),
@@ -72,6 +73,25 @@ def test_each_part_has_its_own_place(kernel: str) -> None:
     for tensor in ("O_PARTS", "LSE2_PARTS"):
         module = _changed("decode_gqa", kernel, f"%{tensor}{old}", f"%{tensor}{new}")
         assert [reason for reason in joins(module, module.kernel(kernel)) if "expected" in reason and "first_item + " in reason]
+
+
+def test_a_turn_loads_each_tensor_once() -> None:
+    """Two loads of LSEs might differ in what they have past the last part."""
+    text = print_module(target("decode_gqa"))
+    line = next(line for line in text.splitlines() if "%lse2_parts = load" in line)
+    twice = line.replace("%lse2_parts", "%lse2_more").replace("other(-inf)", "other(0)")
+    with pytest.raises(VerifyError, match="rule `joins`: .* loads LSE2_PARTS, O_PARTS; expected"):
+        verify(parse_module(edit(text, (line, f"{twice}\n{line}"), ("reduce max %lse2_parts", "reduce max %lse2_more"))))
+
+
+def test_the_maximum_is_carried_by_its_name() -> None:
+    text = print_module(target("decode_gqa"))
+    at = text.index("kernel @combine ")
+    end = text.index("\nkernel ", at + 1)
+    renamed = text[at:end].replace("carry(m=", "carry(mx=").replace("%m =", "%mx =").replace("values(m=", "values(mx=")
+    renamed = renamed.replace("=%m,", "=%mx,").replace("=%m)", "=%mx)").replace("parts_of_keys.m,", "parts_of_keys.mx,")
+    with pytest.raises(VerifyError, match="rule `joins`: .*%parts_of_keys carries mx, l, acc; expected m, l and sums"):
+        verify(parse_module(text[:at] + renamed + text[end:]))
 
 
 def test_turns_join_all_parts() -> None:

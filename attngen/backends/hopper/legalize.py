@@ -36,7 +36,7 @@ from attngen.backends.hopper.choice import is_taken_in_turns, output_columns, ov
 from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, SIDES, Access, Add, Base, Block, Load, Map, Merge, Op, Reduce, Store, Type
+from attngen.ir.ops import SIDES, Access, Add, Base, Block, Load, Map, Merge, Op, Reduce, Store, Type, axis_of
 from attngen.ir.roles import CHAINS, Await, Chains, Convert, Defer, Flush, Follow, Give, Hold, Issue, Lift, Put, Raise, Ring, Take, Weigh
 from attngen.passes.base import Pass
 
@@ -176,8 +176,8 @@ def _bases(kernel: Kernel) -> Kernel:
         side = home.removeprefix("consume")
         name = f"{access.tensor}_head{side if is_of_latents(kernel) else ''}"
         homes[name] = home if is_of_latents(kernel) else "consume" if kernel.stays else "consumer"
-        rows = tuple(i for i in access.index if str(i) in AXIS_DIM)
-        made[name] = Base(name, Access(access.tensor, tuple(i for i in access.index if str(i) not in AXIS_DIM)), Type("ptr", (), "reg"))
+        rows = tuple(i for i in access.index if axis_of(i))
+        made[name] = Base(name, Access(access.tensor, tuple(i for i in access.index if not axis_of(i))), Type("ptr", (), "reg"))
         moved[op.name] = replace(op, dst=Access(name, rows)) if isinstance(op, Store) else replace(op, src=Access(name, rows))
 
     def with_bases(block: Block) -> Block:

@@ -50,7 +50,7 @@ class LegalizeTriton(Pass):
 
 
 def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
-    if not isinstance(op, Loop) or op.var == "joined":
+    if not isinstance(op, Loop) or op.var == "joined":  # one row of sums leaves registers for all else
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     halves = kernel.reads_quantised  # of one accumulator

@@ -8,7 +8,7 @@ from attngen.backends.triton.sram import misfit
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import QUANTISED, by_precision
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip, unpadded
+from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip, axis_of, unpadded
 
 
 def described(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -17,7 +17,7 @@ def described(module: Module, kernel: Kernel) -> Iterator[str]:
     by_descriptor = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
     for op in by_descriptor:
         tensor, index = kernel.accessed(op)
-        rows = [str(i) for i in index if str(i) in AXIS_DIM]
+        rows = [axis_of(i) for i in index if axis_of(i)]
         whole = (
             isinstance(tensor, Arg) and tensor.role == "in" and len(index) + bool(op.pages) == 4 and [str(i) for i in index[-2:]] == rows
         )
@@ -71,6 +71,8 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
         most = 1024 // CLASSES[row.device].threads_per_warp
         if row.num_warps > most:
             yield f"{row.device}: num_warps={row.num_warps}; expected at most {most}, which are 1024 threads"
+        if kernel.deal and not kernel.dots and row.num_warps != 1:
+            yield f"{row.device}: num_warps={row.num_warps}; expected 1, which has all parts that a turn joins in its registers"
         if not 1 <= row.num_stages <= 8:
             yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"
         if row.max_rows is not None and row.max_rows < 1:

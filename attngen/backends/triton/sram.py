@@ -40,6 +40,7 @@ WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
+SINK_BYTES = 128  # by which sinks come to the sums of joined parts on gfx942, as its compiler reports
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 _max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
@@ -140,9 +141,9 @@ def _are_pages(kernel: Kernel, op: Gather) -> bool:
 
 def _joined(kernel: Kernel, row: Row) -> Expr:
     """Bytes of a kernel that joins parts. Its one warp has these in registers; on AMD's GPUs a sink, which is gathered by rows, goes to the
-    threads of the sums through shared memory, a word for each of 32."""
+    threads of the sums through shared memory."""
     moved = CLASSES[row.device].backend == "hip" and any(isinstance(op, Gather) and op.type.dims == ("BLOCK_Q",) for op in kernel.ops())
-    return sympy.Integer(4 * 32) if moved else sympy.Integer(0)
+    return sympy.Integer(SINK_BYTES if moved else 0)
 
 
 def _made(kernel: Kernel) -> Expr:
