@@ -13,7 +13,7 @@ from attngen.ir.dtypes import LATENT_GROUP
 from attngen.parts import Sizes
 from attngen.reference import naive_attention, reference_mask, reference_scores
 from attngen.spec import Spec
-from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, rounding_of, torch_dtype
+from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, rounding_of, run_case, torch_dtype
 
 POISON = 2**30  # the number of a page that there is not
 LARGEST = 448  # number of 8 bits
@@ -196,6 +196,13 @@ def run_cache_case(module: ModuleType, spec: Spec, case: CacheCase, dtype: str, 
     shape = Case(len(case.lengths), case.q_heads, case.kv_heads, case.n_q, case.room)
     rounding = rounding_of(truth, stored, [], 0.0)
     return Result(shape, dtype, errors({"out": out, "lse": lse}, truth), errors(naive(of_dtype), truth), rounding)
+
+
+def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:
+    """The errors of a case, of a call over a cache or without one."""
+    if isinstance(case, CacheCase):
+        return run_cache_case(module, spec, case, dtype, device, seed)
+    return run_case(module, spec, case, dtype, device, seed)
 
 
 def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:

@@ -25,11 +25,11 @@ import triton
 
 from attngen.interpreter import lighten
 from attngen.ir.dtypes import ELEMENTS
-from attngen.over_cache import CacheCase, cache_cases, make_call, run_cache_case
+from attngen.over_cache import CacheCase, cache_cases, make_call, result_of
 from attngen.policy import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
-from attngen.testing import KEYS, Case, Result, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
+from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, torch_dtype
 
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
@@ -107,13 +107,6 @@ def _is_large(spec: Spec, case: Case | CacheCase) -> bool:
     """Whether its oracle, which keeps all scores and the keys of each query head, has no room beside that of another case."""
     keys = case.q_heads * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
     return case.n_q * keys >= TURNS or spec.head_dim.qk * keys >= WIDE_TURNS
-
-
-def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:
-    """The errors of a case, of a call over a cache or without one."""
-    if isinstance(case, CacheCase):
-        return run_cache_case(module, spec, case, dtype, device, seed)
-    return run_case(module, spec, case, dtype, device, seed)
 
 
 def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:

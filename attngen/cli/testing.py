@@ -104,22 +104,22 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         import torch
 
         cuda = _interpret_without_cuda()
-        from attngen.over_cache import cache_cases, run_cache_case
-        from attngen.testing import cli_cases, load_module, result_names, run_case
+        from attngen.over_cache import cache_cases, result_of
+        from attngen.testing import cli_cases, load_module, result_names
 
         write_module(render(module), Path(folder) / loaded.name)
         generated = load_module(Path(folder) / loaded.name)
         print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")
         widths = {name: max(8, len(name)) + 1 for name in result_names(loaded)}
         device = "cuda" if cuda else "cpu"
-        work: list[Any] = [(case, dtype, run_case) for case, dtype in cli_cases(loaded, cuda)]
-        dtypes = list(dict.fromkeys(dtype for _, dtype, _ in work))
-        work += [(case, d, run_cache_case) for d in dtypes for case in (cache_cases(loaded, cuda) if loaded.cache else [])]
-        longest = max(26, *(len(str(case)) for case, _, _ in work)) + 2
+        work: list[tuple[Any, str]] = [*cli_cases(loaded, cuda)]
+        dtypes = list(dict.fromkeys(dtype for _, dtype in work))
+        work += [(case, d) for d in dtypes for case in (cache_cases(loaded, cuda) if loaded.cache else [])]
+        longest = max(26, *(len(str(case)) for case, _ in work)) + 2
         print(f"{'case':<{longest}}{'dtype':<7}{''.join(f'{name:<{width}}' for name, width in widths.items())}worst, over naive")
-        for case, dtype, run in work:
+        for case, dtype in work:
             status.update(f"{case} {dtype}")
-            result = run(generated, loaded, case, dtype, device, seed)
+            result = result_of(generated, loaded, case, dtype, device, seed)
             failed += not result.ok
             errors = "".join(f"{result.ours[name]:<{width}.1e}" for name, width in widths.items() if name in result.ours)
             ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"

@@ -350,7 +350,7 @@ class Launch:
             start = values.get(f"{axis}_start", 0)
             end = start + values[dim]
             end = max(start, min(end, values[AXIS_EXTENT[axis]])) if axis in inside else end
-            further = int(self.expression(e - symbol(axis), values))
+            further = 0 if e.is_Symbol else int(self.expression(e - symbol(axis), values))
             if start < end:
                 self.must_be_inside(op, access, at, further + start, further + end, length)
             places.append(slice(further + start, further + end))

@@ -289,6 +289,11 @@ class Kernel:
         return [op for op in self.ops() if isinstance(op, Loop)]
 
     @cached_property
+    def joins_parts(self) -> bool:
+        """Whether it joins what programs made of parts of a sequence's keys."""
+        return any(loop.var == "joined" for loop in self.loops)
+
+    @cached_property
     def dots(self) -> tuple[Dot, ...]:
         """Its matrix products, in the order written."""
         return tuple(op for op in self.ops() if isinstance(op, Dot))

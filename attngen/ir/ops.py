@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import sympy
@@ -52,6 +52,7 @@ def dimension(dim: str) -> Expr:
     return sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
 
 
+@cache
 def axis_of(index: Expr) -> str:
     """The axis for whose current tile an index stands; empty text for a number."""
     return next((str(term) for term in sympy.Add.make_args(index) if term.is_Symbol and str(term) in AXIS_DIM), "")

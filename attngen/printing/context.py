@@ -425,10 +425,10 @@ class KernelContext:
         scalars, tiles = [access.tensor], []
         dims = _as_tile(access, tile)
         for index, stride in zip(access.index, strides):
-            axis = axis_of(index)
-            times = f" * {stride}" if stride else ""
             if index == 0:
                 continue
+            axis = axis_of(index)
+            times = f" * {stride}" if stride else ""
             if not axis:
                 scalars.append(f"{self.scalar(index)}{times}")
                 continue

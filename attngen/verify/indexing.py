@@ -80,7 +80,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in heads}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
-    letters |= {"items": joined_items() if any(loop.var == "joined" for loop in kernel.loops) else item(), "Nc": symbol("kv")}
+    letters |= {"items": joined_items() if kernel.joins_parts else item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     for axis in sharing_axes(kernel.grid):
         letters[PAIRS] = floordiv(symbol(axis.var), sympy.Integer(2))

@@ -54,6 +54,11 @@ def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: di
 
 def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     """In each turn the maximum, and sums that are rescaled to it, take some parts more."""
+    last = kernel.block(loop.body).ops[-1]
+    given = dict(last.values) if isinstance(last, Yield) else {}
+    if not dict(loop.carry).keys() == given.keys() == {"m", "l", "acc"}:
+        yield f"%{loop.name} carries {', '.join(dict(loop.carry))}; expected m, l and acc"
+        return
     found = [op for op in kernel.block(loop.body).ops if isinstance(op, Load)]
     loads = {kernel.accessed(op)[0].name: op for op in found}
     wrong = len(found) != len(loads) or any(_items(kernel, op) != joined_items() for op in found)
@@ -70,17 +75,12 @@ def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
 
     def over_parts(how: str, of: Expr) -> Expr:
         """What a turn has of its parts: the value of the one reduction of this expression over them."""
-        found = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == (how, PARTS)]
-        return next((values.of(op.name) for op in found if same(normal(values.of(op.value)), normal(of))), symbol(f"{how}_of_parts"))
+        made = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == (how, PARTS)]
+        return next((values.of(op.name) for op in made if same(normal(values.of(op.value)), normal(of))), symbol(f"{how}_of_parts"))
 
     greatest = sympy.Max(m, over_parts("max", lse2))
     base = select(greatest > NONE, greatest, 0)
     before, weight = exp2(m - base), exp2(lse2 - base)
-    last = kernel.block(loop.body).ops[-1]
-    given = dict(last.values) if isinstance(last, Yield) else {}
-    if given.keys() != {"m", "l", "acc"}:
-        yield f"%{loop.name} carries {', '.join(given)}; expected m, l and acc"
-        return
     expected = {"m": greatest, "l": l * before + over_parts("sum", weight), "acc": acc * before + over_parts("sum", part * weight)}
     for field, e in expected.items():
         yield from _is(values, given[field], e)

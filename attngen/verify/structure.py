@@ -213,8 +213,8 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
             expected = "unknown, full or partial, as it runs over tiles" if over_tiles else expected
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
-        if loop.var == "joined" and loop.listed:
-            yield f"%{loop.name} runs over listed parts; expected all of them"
+        if loop.cls == "all" and loop.listed:
+            yield f"%{loop.name} runs over a list, and has class `all`; expected no list, as it leaves none out"
         if loop.var in {axis.var for axis in kernel.grid}:
             yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one"
         if walks and loop.ranges != ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var]))),):
@@ -244,7 +244,7 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
 def deals(module: Module, kernel: Kernel) -> Iterator[str]:
     """Programs have parts of keys if these are dealt, by lengths that the kernel has; then they are numbered by parts and sequences."""
     axes = {axis.var for axis in kernel.grid}
-    of_parts = "part" in axes or any(loop.var == "joined" for loop in kernel.loops)
+    of_parts = "part" in axes or kernel.joins_parts
     if (kernel.deal is not None) != of_parts:
         how = "nothing says how" if of_parts else "it says how"
         yield f"{how} keys are dealt; expected that of kernels with parts of them, and no others"

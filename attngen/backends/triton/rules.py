@@ -64,14 +64,14 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
         if (width := module.widths.get(unpadded(dot.over), 16)) < 16:
             yield f"%{dot.name} sums {width} columns; Triton needs 16 at least"
     for row in module.rows(kernel.name):
-        rows = 1 if kernel.deal and not kernel.dots else 16  # parts of one row are joined; products need more
+        rows = 1 if kernel.joins_parts else 16  # parts of one row are joined; products need more
         for what, value, least in (("BLOCK_Q", row.block_q, rows), ("BLOCK_KV", row.block_kv, rows), ("num_warps", row.num_warps, 1)):
             if value < least or value & (value - 1):
                 yield f"{row.device}: {what}={value}; Triton needs a power of two, {least} at least"
         most = 1024 // CLASSES[row.device].threads_per_warp
         if row.num_warps > most:
             yield f"{row.device}: num_warps={row.num_warps}; expected at most {most}, which are 1024 threads"
-        if kernel.deal and not kernel.dots and row.num_warps != 1:
+        if kernel.joins_parts and row.num_warps != 1:
             yield f"{row.device}: num_warps={row.num_warps}; expected 1, which has all parts that a turn joins in its registers"
         if not 1 <= row.num_stages <= 8:
             yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"

@@ -269,7 +269,7 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     """The closed form that holds for a schedule row's device, element size and rows."""
     if kernel.prepares:
         return _prepared(kernel, row)
-    if kernel.deal and not kernel.dots:
+    if kernel.joins_parts:
         return _joined(kernel, row)
     if not kernel.dots and any(isinstance(op, Zip) for op in kernel.ops()):  # pairs change layout, one tensor's after the other's
         return _max(*(tile_bytes(op.type) for op in kernel.ops() if isinstance(op, Zip)))
