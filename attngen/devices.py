@@ -28,6 +28,7 @@ class DeviceClass:
     flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed; of those that it has
     converts: bool = False  # has an instruction that makes fp16 of a pair of 8-bit numbers (e4m3)
     tma: bool = False  # has an engine that copies tiles by descriptors of tensors, made by the host
+    overlaps: bool = False  # programs of a launch may start beside those of the one before, and wait for its end
     reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
@@ -57,7 +58,7 @@ class Device:
 _CUDA = (
     "CUDA C++ Programming Guide 13.0, technical specifications per compute capability; "
     "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block; Tensor Memory Accelerator from 9.0 on; "
-    "PTX ISA 8.1: cvt.rn.f16x2.e4m3x2 from 8.9 on"
+    "PTX ISA 8.1: cvt.rn.f16x2.e4m3x2 from 8.9 on; PTX ISA 7.8: griddepcontrol from 9.0 on"
 )
 
 CLASSES = {
@@ -83,6 +84,7 @@ CLASSES = {
             flops_per_cycle={"16-bit": 4096, "tf32": 2048, "ieee": 256},
             converts=True,
             tma=True,
+            overlaps=True,
             reads_shared=True,
             moves_random=False,
             tuned_on="H200",
@@ -98,6 +100,7 @@ CLASSES = {
             flops_per_cycle={"16-bit": 8192, "tf32": 4096, "ieee": 256},
             converts=True,
             tma=True,
+            overlaps=True,
             reads_shared=True,
             keeps_reused=True,
             source=f"{_CUDA}; NVIDIA Blackwell datasheet, 2024",

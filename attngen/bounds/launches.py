@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sympy
 
+from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool, mod, symbol
-from attngen.ir.graph import Kernel, Row
-from attngen.policy import ALIGNED_KEYS
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.policy import ALIGNED_KEYS, JOINED_EACH
 
 GROUP = 4  # warps that have a number of registers together: those of a copy are filled up to a multiple
 
@@ -47,6 +48,16 @@ def most_registers(kernel: Kernel, row: Row) -> int:
     return min(device.registers_per_thread, each)
 
 
+def joining_warps(module: Module, device: str) -> int:
+    """The most warps of a program that joins the parts of a row, so that each has all parts of the columns that it has."""
+    return max(1, tile_width(module.head_dim_v) // (JOINED_EACH * CLASSES[device].threads_per_warp))
+
+
+def overlaps(kernel: Kernel, row: Row) -> bool:
+    """Whether programs start beside those of the launch before, or let those of the next one start beside theirs."""
+    return CLASSES[row.device].overlaps and (kernel.releases or kernel.waits)
+
+
 def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     """The options of a launch, by Triton's names.
 
@@ -59,4 +70,5 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
         limit = {"maxnreg": launch_registers(kernel, row)}
     elif kernel.deal and not kernel.backend and device.backend == "cuda":
         limit = {"maxnreg": most_registers(kernel, row)}
-    return {"num_warps": row.num_warps, **limit}
+    early = {"launch_pdl": True} if kernel.waits and overlaps(kernel, row) else {}
+    return {"num_warps": row.num_warps, **limit, **early}

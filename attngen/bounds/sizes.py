@@ -10,8 +10,7 @@ from attngen.bounds.tiles import evaluate
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import DTYPE_BYTES, SIDES, Load, Type, dimension
-from attngen.policy import PARTS_AT_ONCE
+from attngen.ir.ops import DTYPE_BYTES, SIDES, TILED, Load, Type, dimension
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -51,9 +50,7 @@ def mode(module: Module, elem_bytes: int) -> str:
 def sizes(module: Module, row: Row) -> dict[str, int]:
     """The values that a schedule row gives to the symbols of formulas."""
     return {
-        "BLOCK_Q": row.block_q,
-        "BLOCK_KV": row.block_kv,
-        "BLOCK_PARTS": PARTS_AT_ONCE,
+        **{dim: getattr(row, field) for dim, field in TILED.items()},
         **{name: tile_width(width) for name, width in module.widths.items()},
         "stages": row.num_stages,
         "elem": row.elem_bytes,

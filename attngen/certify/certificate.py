@@ -177,7 +177,9 @@ def stale(module: Module, kernel: Kernel, row: Row, reading: Reading, files: dic
 
 def percent(predicted: int, reported: int) -> str:
     """By how many percent a prediction is above the reported number, as text; empty if they are equal."""
-    return f"{100 * (predicted / reported - 1):+.1f}%" if predicted != reported else ""
+    if predicted == reported:
+        return ""
+    return f"{100 * (predicted / reported - 1):+.1f}%" if reported else "above 0"
 
 
 def _where(module: Module, kernel: Kernel, row: Row) -> str:

@@ -354,7 +354,9 @@ class HostContext:
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
         if "part" in axes:  # programs take one after another
             axes = {"part": kernel.deal.programs * symbol("processors")} if kernel.deal else axes
-        heads = sympy.Mul(*axes.values())
+        heads, rows = sympy.Mul(*axes.values()), sizes.get(extent, symbol(extent))
+        if kernel.joins_parts:  # of which a program has one, whatever its head
+            heads, rows = sympy.Integer(1), heads * rows
         numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
         strides: list[str] = []
         for a in tensors:
@@ -364,7 +366,7 @@ class HostContext:
         return {
             "handle": op.kernel.upper(),
             "x": variable(given.get(tensors[0].name, tensors[0].name)) if kernel.prepares else self.first,
-            "rows": self._python(sizes.get(extent, symbol(extent))),
+            "rows": self._python(rows),
             "heads": self._python(heads),
             "tensors": [variable(given.get(a.name, a.name)) for a in tensors],
             "numbers": numbers,

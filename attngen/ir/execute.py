@@ -67,13 +67,13 @@ from attngen.ir.ops import (
     Type,
     Unzip,
     Uses,
+    WaitForGrid,
     Yield,
     Zip,
     axis_of,
     unpadded,
 )
 from attngen.ir.philox import keep_scores
-from attngen.policy import PARTS_AT_ONCE
 
 Values = dict[str, Any]  # by name: the op's value, a number of the call, a size, a position
 Program = Generator[None, None, Values]
@@ -115,7 +115,7 @@ def execute_kernel(
             raise AttngenError(f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]")
     launch = (made or Launch)(module, kernel, dtypes)
     padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in module.widths.items()}
-    start = {**CONSTANTS, "BLOCK_PARTS": PARTS_AT_ONCE, **module.widths, **padded, **tensors, **scalars, **tiles}
+    start = {**CONSTANTS, "BLOCK_PARTS": tiles["BLOCK_KV"], **module.widths, **padded, **tensors, **scalars, **tiles}
     if kernel.deal:
         places = _dealt(kernel, start)
     else:
@@ -228,8 +228,8 @@ class Launch:
         """Run some ops of a block."""
         for op in ops:
             match op:
-                case Arg():
-                    pass  # its value is there from the start
+                case Arg() | WaitForGrid():
+                    pass  # its value is there from the start; the launch before has ended
                 case Barrier():
                     yield  # all threads of the program are one here: it only pauses
                 case Loop():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import takewhile
 
 import networkx as nx
 import sympy
@@ -43,6 +44,7 @@ from attngen.ir.ops import (
     Store,
     Type,
     Unzip,
+    WaitForGrid,
     Zip,
 )
 from attngen.ir.roles import Near, Own, Pipeline, Take, Work, bodies_of
@@ -136,6 +138,8 @@ class Kernel:
     resident: of a divided kernel, the programs that share a multiprocessor.
     of: of a divided kernel that has a name of its own, the kernel that it stands in for.
     deal: how the keys of sequences are dealt among programs, whose grid then has the axis `part`, or among those of another kernel.
+    releases: when its programs run, those of the next launch may start beside them, on devices that can (NVIDIA: programmatic dependent
+    launch). They see what it stores once they have waited for its end (WaitForGrid).
 
     Its arguments say what it reads (`in`), writes (`out`) and rewrites (`inout`).
     """
@@ -150,6 +154,7 @@ class Kernel:
     resident: int = 1
     of: str = ""
     deal: Deal | None = None
+    releases: bool = False
 
     @property
     def stands_for(self) -> str:
@@ -287,6 +292,16 @@ class Kernel:
     @cached_property
     def loops(self) -> list[Loop]:
         return [op for op in self.ops() if isinstance(op, Loop)]
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether its programs may start before the launch before has ended, for whose end they wait."""
+        return any(isinstance(op, WaitForGrid) for op in self.ops())
+
+    @property
+    def before_wait(self) -> list[Op]:
+        """The ops of a kernel that waits which its programs may run before the launch before has ended."""
+        return list(takewhile(lambda op: not isinstance(op, WaitForGrid), self.block("entry").ops))
 
     @cached_property
     def joins_parts(self) -> bool:
@@ -629,7 +644,8 @@ class Row:
 
     A line of a backend that divides kernels is for more than `min_rows` rows. Where it is, it goes before the others.
 
-    Rows are those of the axis that the kernel tiles. The cost model chose the line, or it was `measured` as the fastest.
+    Rows are those of the axis that the kernel tiles, and where parts are joined those of all heads and sequences. There `block_kv` counts
+    parts. The cost model chose the line, or it was `measured` as the fastest.
     """
 
     device: str

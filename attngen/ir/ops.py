@@ -33,6 +33,7 @@ GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}  # columns -> their groups,
 SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}  # index letter -> dimension of the left or the right half of D_V's columns
 AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "joined": "BLOCK_PARTS", **COLUMN_DIM, **SIDES}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "joined": "parts", **COLUMN_DIM}  # index letter -> whole axis
+TILED = {"BLOCK_Q": "block_q", "BLOCK_KV": "block_kv", "BLOCK_PARTS": "block_kv"}  # tile dimension -> what of a schedule row it is
 ROW_AXES = ("q", "kv", "joined")  # whose tiles may pass the end
 MEMBER = "g"  # the number of a query head among those that share a K/V head
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
@@ -501,6 +502,11 @@ class Barrier(Op):
 
 
 @dataclass(frozen=True)
+class WaitForGrid(Op):
+    """Wait until all programs of the launch before have ended. Loads after it see what these have stored."""
+
+
+@dataclass(frozen=True)
 class Role:
     """What some warps of a divided kernel do, beside the other roles (see ir/roles.py).
 
@@ -555,5 +561,6 @@ OPS: dict[str, type[Op]] = {
     "merge": Merge,
     "append": Append,
     "barrier": Barrier,
+    "wait_for_grid": WaitForGrid,
 }
 KIND = {cls: kind for kind, cls in OPS.items()}

@@ -94,6 +94,7 @@ _UNNAMED = (
     "merge",
     "append",
     "barrier",
+    "wait_for_grid",
     "launch",
     "copy",
     "fill",
@@ -161,7 +162,8 @@ def print_kernel(kernel: Kernel) -> str:
     backend = f" backend({kernel.backend})" if kernel.backend else ""
     resident = f" resident({kernel.resident})" if kernel.resident > 1 else ""
     of = f" of(@{kernel.of})" if kernel.of else ""
-    header = f"kernel @{kernel.name}{of}{backend}{resident}{own}{' packs' * kernel.packs} grid({', '.join(axes)}){_print_deal(kernel.deal)}"
+    words = " packs" * kernel.packs + " releases" * kernel.releases
+    header = f"kernel @{kernel.name}{of}{backend}{resident}{own}{words} grid({', '.join(axes)}){_print_deal(kernel.deal)}"
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
 
 
@@ -444,8 +446,8 @@ def _parse_role(text: str, where: str) -> _Lines:
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
     divided = r"(?: of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: resident\((?P<resident>[1-9][0-9]{0,2})\))?"
     match = re.fullmatch(
-        rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)? grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*?)\)"
-        r"(?: of\((?P<reads>.*?)\))?"
+        rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)?(?P<releases> releases)?"
+        r" grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*?)\)(?: of\((?P<reads>.*?)\))?"
         r"(?: resident\((?P<alone>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?(?: few\((?P<few>[1-9]\d{0,2})\))?)?",
         text,
     )
@@ -454,7 +456,7 @@ def _parse_kernel(text: str, where: str) -> dict[str, Any]:
     said = {name: word or "" for name, word in match.groupdict().items()}
     deal = _parse_deal(said["deal"], said.pop("reads"), said.pop("alone"), said.pop("waves"), said.pop("few"), where)
     fields = {"grid": _parse_grid(said["grid"], where), "deal": deal}
-    return {**said, **fields, "packs": bool(said["packs"]), "resident": int(said["resident"] or 1)}
+    return {**said, **fields, "packs": bool(said["packs"]), "releases": bool(said["releases"]), "resident": int(said["resident"] or 1)}
 
 
 def _parse_deal(text: str, reads: str, resident: str, waves: str, few: str, where: str) -> Deal | None:

@@ -20,6 +20,7 @@ from attngen.passes.drop_undivided import DropUndivided
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
 from attngen.passes.list_tiles import ListTiles
+from attngen.passes.overlap_launches import OverlapLaunches
 from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.place_barriers import PlaceBarriers
 from attngen.passes.place_memory import PlaceMemory
@@ -50,6 +51,7 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         DealKeys(),
         ListTiles(),
         PlaceBarriers(),
+        OverlapLaunches(),
         Simplify(),
         PlaceMemory(),
         *backend.prepare,

@@ -21,6 +21,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends import backend_of
+from attngen.bounds.launches import joining_warps
 from attngen.bounds.sizes import elem_sizes, lies_in_pages, mode
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.bounds.turns import either_way, first_first
@@ -37,6 +38,7 @@ from attngen.policy import (
     DEALT,
     FEW_ABREAST,
     FEW_QUERIES,
+    JOINED,
     MANY_ROWS,
     MODELLED,
     MOST_THREADS,
@@ -80,6 +82,9 @@ class SelectTiles(Pass):
         for device, elem in product(CLASSES, elem_sizes(module, kernel)):
             if kernel.prepares:
                 yield from [_comparing(device, elem)] if _compares(kernel) else _walking(device, elem)
+                continue
+            if kernel.joins_parts:
+                yield from _joining(module, device, elem)
                 continue
             try:
                 rows = self._modelled(module, kernel, device, elem)
@@ -142,8 +147,6 @@ class SelectTiles(Pass):
         if kernel.tile_page:
             given_kv = tuple(kv for kv in given_kv if kernel.tile_page % kv == 0)
         if not tile_loops(kernel):
-            if kernel.deal:  # a row's parts are joined by a warp
-                return Row(device, elem, limit, 1, 1, 1, 1, backend=module.backend)
             rounds = any("GROUPS_V" in t.dims for op in kernel.ops() for t in op.results().values())
             side = SUMMED if kernel.loops else ROUNDED if rounds else PLAIN
             return Row(device, elem, limit, side, side, 4, 1, backend=module.backend)
@@ -179,6 +182,13 @@ def _walking(device: str, elem: int) -> Iterator[Row]:
     for block in WALKED:
         warps = max(1, min(block // WALKED_EACH, MOST_THREADS) // CLASSES[device].threads_per_warp)
         yield Row(device, elem, None if block == WALKED[-1] else block, block, block, warps, 1)
+
+
+def _joining(module: Module, device: str, elem: int) -> Iterator[Row]:
+    """The rows of a kernel that joins parts: a program has one row of a call, of which a warp has all columns where such rows are many."""
+    for most, parts in JOINED:
+        warps = 1 if most is None else joining_warps(module, device)
+        yield Row(device, elem, most and most // warps, 1, parts, warps, 1, backend=module.backend)
 
 
 def _compares(kernel: Kernel) -> bool:

@@ -23,6 +23,7 @@ from attngen.ir.ops import (
     KIND,
     PADDED,
     ROW_AXES,
+    TILED,
     Access,
     Add,
     Append,
@@ -50,6 +51,7 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Unzip,
+    WaitForGrid,
     Yield,
     Zip,
     axis_of,
@@ -159,9 +161,10 @@ class KernelContext:
             name=kernel.name,
             summary=kernel.about,
             params=[*(a.name for a in tensors), *numbers, *sizes, *strides],
-            tiles=[t for t in ("BLOCK_Q", "BLOCK_KV") if t in words],
+            tiles=[t for t in TILED if t in words],
             dropout=kernel.draws,
             tma=any(isinstance(op, Load) and op.via for op in kernel.ops()),
+            overlaps=kernel.releases or kernel.waits,
             converts=kernel.reads_quantised,
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
             not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.deal and s in ("B", "items"))] + lengths,
@@ -223,6 +226,11 @@ class KernelContext:
         for axis in COLUMN_DIM:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
+        if self.kernel.releases:
+            lines[:0] = [
+                "if OVERLAPS:  # programs of the next launch may start, and wait for the end of this one",
+                "    tl.extra.cuda.gdc_launch_dependents()",
+            ]
         return lines, turn, turns
 
     @property
@@ -636,6 +644,9 @@ class KernelContext:
         return {"var": self.var(op.name), "value": self.var(op.value), "axis": axis}
 
     def _barrier(self, op: Barrier, cls: str) -> dict[str, Any]:
+        return {}
+
+    def _wait_for_grid(self, op: WaitForGrid, cls: str) -> dict[str, Any]:
         return {}
 
     def _unzip(self, op: Unzip, cls: str) -> dict[str, Any]:

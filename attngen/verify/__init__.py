@@ -21,6 +21,7 @@ from attngen.verify.divided import bodies, flights, role_types, roles, scopes, u
 from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.joins import joins
 from attngen.verify.meaning import masks_as_said, scores_as_said
+from attngen.verify.overlaps import waits
 from attngen.verify.protocol import protocol
 from attngen.verify.quantised import quantised
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
@@ -53,6 +54,7 @@ _SCHEDULED: dict[str, Rule] = {
     "cuts": cuts,
     "ends-hidden": ends_hidden,
     "turns": turns,
+    "waits": waits,
     "placed": placed,
 }
 _TARGET: dict[str, Rule] = {

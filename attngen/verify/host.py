@@ -17,6 +17,7 @@ from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, 
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Scatter, Type, Yield, dimension
 from attngen.ir.prove import prove_le
+from attngen.verify.overlaps import overlaps
 
 Rule = Callable[[Module, Host], Iterator[str]]
 POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # that are never 0, whatever a call gives
@@ -383,6 +384,7 @@ RULES: dict[str, Rule] = {
     "host-defined": defined,
     "host-types": types,
     "host-launches": launches,
+    "host-overlaps": overlaps,
     "host-written": written,
     "host-read": read,
 }

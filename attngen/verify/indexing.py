@@ -58,6 +58,7 @@ RESERVED |= {
     "DROPOUT",
     "TMA",
     "CONVERTS",
+    "OVERLAPS",
     "LEARN",
     "floor_div",
     "floor_mod",

@@ -38,6 +38,7 @@ from attngen.ir.ops import (
     Scatter,
     Store,
     Type,
+    WaitForGrid,
     Yield,
     dimension,
 )
@@ -319,7 +320,8 @@ def live(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         parameter = isinstance(op, Arg) and op.role != "carry"
         parameter |= isinstance(op, Loop) and op.body in kernel.storing
-        if not (parameter or isinstance(op, (Barrier, Scatter, Store, Yield)) or kernel.graph.out_degree(op.name) or op.name in named):
+        acts = isinstance(op, (Barrier, Scatter, Store, WaitForGrid, Yield))
+        if not (parameter or acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
 
 

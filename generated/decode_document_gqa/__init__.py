@@ -278,7 +278,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
                 ),
             )
             COMBINE(
-                q, Gq, B * Hkv,
+                q, B * Gq * Hkv, 1,
                 (o_parts, lse2_parts, cache_seqlens, document_first, document_end, o_rows, lse_rows),
                 (Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
@@ -329,7 +329,7 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_document_gqa_453a416d3374", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_document_gqa_ddf26f28b063", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -216,7 +216,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
                 ),
             )
             COMBINE(
-                q, Gq, B,
+                q, B * Gq, 1,
                 (o_parts, lse2_parts, cache_seqlens, o_rows, lse_rows),
                 (Nq, B, items, Nc, Nn, Gq),
                 (Gq * HEAD_DIM_V, HEAD_DIM_V, Gq, o_rows_strides[0], o_rows_strides[2], Hkv * Gq),
@@ -240,7 +240,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_fp8_mla_5a2733fbc99d", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_fp8_mla_3b8a0ad19297", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

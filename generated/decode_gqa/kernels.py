@@ -11,7 +11,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 D_QK = tl.constexpr(128)
 D_V = tl.constexpr(128)
-BLOCK_PARTS = tl.constexpr(8)
 
 # HIP architecture or CUDA compute capability -> device class
 DEVICE_CLASSES = {
@@ -91,41 +90,46 @@ SCHEDULES = {
     },
     "decode": {
         ("sm80", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": False, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": False, "OVERLAPS": False}),
         ),
         ("sm90", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": True}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": True, "OVERLAPS": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": True, "OVERLAPS": True}),
         ),
         ("sm100", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": True}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": True}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 255, "TMA": True, "OVERLAPS": True}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": True, "OVERLAPS": True}),
         ),
         ("gfx942", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False, "OVERLAPS": False}),
         ),
         ("any", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": False}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": False, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 255, "TMA": False, "OVERLAPS": False}),
         ),
     },
     "combine": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
+            (512, {"BLOCK_Q": 1, "BLOCK_PARTS": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 1, "BLOCK_PARTS": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "OVERLAPS": False}),
         ),
         ("sm90", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
+            (512, {"BLOCK_Q": 1, "BLOCK_PARTS": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "launch_pdl": True, "OVERLAPS": True}),
+            (None, {"BLOCK_Q": 1, "BLOCK_PARTS": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "launch_pdl": True, "OVERLAPS": True}),
         ),
         ("sm100", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
+            (512, {"BLOCK_Q": 1, "BLOCK_PARTS": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "launch_pdl": True, "OVERLAPS": True}),
+            (None, {"BLOCK_Q": 1, "BLOCK_PARTS": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "launch_pdl": True, "OVERLAPS": True}),
         ),
         ("gfx942", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1}),
+            (512, {"BLOCK_Q": 1, "BLOCK_PARTS": 16, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 1, "BLOCK_PARTS": 8, "num_warps": 1, "num_stages": 1, "OVERLAPS": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 1, "num_warps": 1, "num_stages": 1, "maxnreg": 255}),
+            (512, {"BLOCK_Q": 1, "BLOCK_PARTS": 16, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "OVERLAPS": False}),
+            (None, {"BLOCK_Q": 1, "BLOCK_PARTS": 8, "num_warps": 1, "num_stages": 1, "maxnreg": 255, "OVERLAPS": False}),
         ),
     },
     "prefill": {
@@ -484,8 +488,11 @@ def decode(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     # Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.
+    if OVERLAPS:  # programs of the next launch may start, and wait for the end of this one
+        tl.extra.cuda.gdc_launch_dependents()
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
         unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 32)
@@ -624,6 +631,8 @@ def combine(
     stride_o_parts_h, stride_o_parts_i, stride_o_parts_n, stride_lse2_parts_h, stride_lse2_parts_i,
     stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
     BLOCK_Q: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     # After decode: the outputs of a sequence's parts, weighed by the sums of their weights.
     pid = tl.program_id(0)
@@ -650,6 +659,8 @@ def combine(
     m = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     l = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
+    if OVERLAPS:  # what the launch before this one stored is there after its end
+        tl.extra.cuda.gdc_wait()
     # parts of this sequence's keys
     for joined_tile in tl.range(0, tl.cdiv(parts, BLOCK_PARTS)):
         joined_start = joined_tile * BLOCK_PARTS

@@ -218,7 +218,7 @@ def _decode(q, k_cache, cache_seqlens, page_table, scale, Nn):
                 ),
             )
             COMBINE(
-                q, Gq, B,
+                q, B * Gq, 1,
                 (o_parts, lse2_parts, cache_seqlens, o_rows, lse_rows),
                 (Nq, B, items, Nc, Nn, Gq),
                 (Gq * HEAD_DIM_V, HEAD_DIM_V, Gq, o_rows_strides[0], o_rows_strides[2], Hkv * Gq),
@@ -241,7 +241,7 @@ def _decode(q, k_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_mla_ff8606622cb5", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_mla_ddd1ab747134", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -177,6 +177,14 @@ def reset(counter):
 
 
 @gluon.jit
+def release():
+    # Programs of the next launch may start, and wait for the end of this one: nothing is left to copy.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def anew(x):
     # x itself, of which the compiler knows nothing: what depends on it is computed here, not before the loop over tiles.
     x = gl.to_tensor(x)
@@ -449,6 +457,7 @@ def decode_producer(
     tell(-1, work_ring.index(9 * work_slot))
     mbarrier.arrive(work_full.index(work_slot), count=1)
     work_slot, work_phase = following(work_slot, work_phase, 2)
+    release()  # the next launch
     reset(COUNTER)
     mbarrier.wait(q_left_free.index(0), q_left_phase)
     mbarrier.wait(q_right_free.index(0), q_right_phase)

@@ -203,7 +203,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
                 ),
             )
             COMBINE(
-                q, Gq, B * Hkv,
+                q, B * Gq * Hkv, 1,
                 (o_parts, lse2_parts, cache_seqlens, sink, o_rows, lse_rows),
                 (Hkv, Nq, group, B, items, Nc, Nn, Gq),
                 (
@@ -227,7 +227,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_e3e9587fd6a6", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_906351168053", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

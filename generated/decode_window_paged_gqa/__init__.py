@@ -206,7 +206,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
                 ),
             )
             COMBINE(
-                q, Gq, B * Hkv,
+                q, B * Gq * Hkv, 1,
                 (o_parts, lse2_parts, cache_seqlens, o_rows, lse_rows),
                 (Hkv, Nq, B, items, Nc, Nn, Gq),
                 (
@@ -230,7 +230,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_window_paged_gqa_3876c6daa296", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_window_paged_gqa_1fd890920a2a", SIGNATURE, _forward, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

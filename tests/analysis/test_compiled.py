@@ -11,7 +11,7 @@ import pytest
 from attngen.backends.base import Reading
 from attngen.backends.triton.compiler import Job, compile_all, job, source_digest, triton_version
 from attngen.backends.triton.sram import random_bytes, sram_bytes
-from attngen.certify.certificate import SHARE, chosen, commit, drawn, keep, reason, record, recorded, stale, violations
+from attngen.certify.certificate import SHARE, chosen, commit, drawn, keep, percent, reason, record, recorded, stale, violations
 from attngen.cli import main
 from attngen.devices import CLASSES
 from attngen.emit.files import write_module
@@ -365,3 +365,7 @@ def test_functions_of_scalars_and_casts_compile(tmp_path):
     wrong = [(*what, found) for what, found in zip(asked, compile_all(jobs, 2)) if not isinstance(found, Reading)]
     assert wrong == []
     assert {(kernel, cls) for _, kernel, cls in asked} == {(k, c) for k in ("fwd", "dq", "dkdv") for c in classes}
+
+
+def test_a_prediction_is_compared_with_what_is_reported() -> None:
+    assert [percent(*pair) for pair in ((64, 64), (0, 0), (105, 100), (128, 0))] == ["", "", "+5.0%", "above 0"]

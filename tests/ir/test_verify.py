@@ -493,7 +493,22 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "there is a line `none` for sm80 at 2 bytes, and another line",
         ),
     ],
+    "waits": [
+        ("decode_gqa", "    wait_for_grid\n", "    wait_for_grid\n    wait_for_grid\n", "it waits for the launch before 2 times"),
+    ],
     "powers-of-two": [
+        (
+            "decode_gqa",
+            "BLOCK_Q=1 BLOCK_KV=16 ",
+            "BLOCK_Q=2 BLOCK_KV=16 ",
+            "BLOCK_Q=2; expected 1, as a program joins the parts of one row",
+        ),
+        (
+            "decode_gqa",
+            "BLOCK_KV=16 num_warps=1 ",
+            "BLOCK_KV=16 num_warps=2 ",
+            "num_warps=2; expected 1 at most, with which each has all parts",
+        ),
         (
             "causal_gqa",
             "num_warps=4 num_stages=1",

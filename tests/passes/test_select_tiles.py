@@ -157,6 +157,18 @@ def test_what_is_seen_to_spill_is_left_out_for_all_masks_or_one(monkeypatch):
         assert (cost(made, kernel, row) == float("inf")) == left_out
 
 
+@pytest.mark.parametrize("name, most, warps", [("decode_gqa", 512, 1), ("decode_sinks_paged_gqa", 512, 1), ("decode_mla", 128, 4)])
+def test_calls_of_few_rows_join_more_parts_at_a_time(name, most, warps):
+    """512 warps, of which each has 128 columns of a row; a program of one warp has the row of a call with more of them."""
+    rows = [row for row in target(name).rows("combine") if row.device == "sm90"]
+    assert [(r.max_rows, r.block_q, r.block_kv, r.num_warps) for r in rows] == [(most, 1, 16, warps), (None, 1, 8, 1)]
+
+
+def test_warps_of_64_threads_have_more_columns():
+    made = [(r.max_rows, r.num_warps) for r in target("decode_mla").rows("combine") if r.device == "gfx942"]
+    assert made == [(256, 2), (None, 1)]
+
+
 def test_a_row_that_does_not_fit_is_refused():
     chosen = SelectTiles().run(module(PLACED, "scheduled"))
     ((name, rows),) = chosen.schedules

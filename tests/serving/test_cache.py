@@ -30,11 +30,23 @@ def test_calls_agree_with_naive_attention(name: str, case: CacheCase, dtype: str
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize("sequences", [32, 33, 140])
+@pytest.mark.parametrize("sequences", [32, 33, 140, 260])
 def test_lengths_are_read_32_or_128_at_a_time(sequences: int) -> None:
+    """Of 260 sequences with two heads, more rows are joined than sixteen parts at a time are chosen for."""
     lengths = tuple((i * 37) % 90 for i in range(sequences))
     result = run_cache_case(built("decode_gqa"), spec("decode_gqa"), CacheCase(2, 1, 1, lengths, 1, 90), "fp16", DEVICE)
     assert result.ok, str(result)
+
+
+def test_parts_are_joined_by_the_schedule_for_all_rows_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, found = built("decode_gqa"), []
+    launch = module.COMBINE
+    monkeypatch.setattr(
+        module, "COMBINE", lambda x, rows, programs, *rest: found.append((rows, programs)) or launch(x, rows, programs, *rest)
+    )
+    q, kv = torch.randn(3, 8, 2, 128, dtype=torch.float16, device=DEVICE), torch.randn(3, 70, 4, 128, dtype=torch.float16, device=DEVICE)
+    module.attention.with_kvcache(q, kv, kv, cache_seqlens=torch.full((3,), 70, dtype=torch.int32, device=DEVICE))
+    assert found == [(3 * 8 * 2, 1)]
 
 
 # Masks and modifiers over a cache: what specs say of them is what they say in training.

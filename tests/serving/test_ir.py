@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,13 @@ def test_registers_of_kernels_that_deal_keys() -> None:
     assert of == {"sm80": 255, "sm90": 255, "sm100": 255, "any": 255, "gfx942": None}
     ((divided, row),) = module.stand_ins("decode")
     assert launch_options(divided, row) == {"num_warps": 4}
+
+
+def test_a_divided_kernel_releases_when_nothing_is_left_to_copy() -> None:
+    (producer,) = re.findall(r"def decode_producer\((?s:.*?)\n\n\n", render(target("decode_mla"))["hopper.py"])
+    before, after = producer.split("    release()")
+    assert "copy_in(" in before and "copy_in(" not in after and after.splitlines()[1] == "    reset(COUNTER)"
+    assert "release()" not in render(target("causal_gqa"))["hopper.py"]
 
 
 # ---------------------------------------------------------------------------------------------- on NumPy

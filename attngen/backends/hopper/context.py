@@ -746,6 +746,7 @@ class DividedContext(RelayContext):
             "parts": before,
             "ring": self._short(op.ring),
             "draws": op.draws,
+            "releases": self.kernel.releases,
             "waits": self.kernel.adds,  # for programs that started before: so tiles are drawn when they are started
             "warps": self._warps(op),
             "place": place,

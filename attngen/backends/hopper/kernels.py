@@ -51,6 +51,7 @@ def context(module: Module) -> dict[str, Any]:
         "rows_beside": Read in kinds and not latents,
         "weighs_halves": Halve in kinds,
         "adds": bool(adds),
+        "releases": any(kernel.releases for kernel in module.divided),
         "looks_ahead": any(not follow_of(kernel, op) for kernel, op in adds),
         "writers": max((role.copies for kernel, op in adds if (role := kernel.role_of(op))), default=0),
         "recomputes": any(isinstance(op, Pipeline) and op.recompute for op in ops),

@@ -6,11 +6,10 @@ import json
 from typing import Any
 
 from attngen.backends.base import Printed
-from attngen.bounds.launches import launch_options
+from attngen.bounds.launches import launch_options, overlaps
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
-from attngen.ir.ops import PADDED, Load, Scan
-from attngen.policy import PARTS_AT_ONCE
+from attngen.ir.ops import PADDED, TILED, Load, Scan
 from attngen.printing.context import KernelContext
 from attngen.printing.deals import dealing
 from attngen.printing.views import KernelView
@@ -31,8 +30,6 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         constants.append((name, size))
         if size & (size - 1):
             constants.append((PADDED[name], 1 << size.bit_length()))
-    if module.cache:
-        constants.append(("BLOCK_PARTS", PARTS_AT_ONCE))
     if module.blocks:
         constants.append(("BLOCK", module.blocks.size))
     sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})
@@ -85,10 +82,10 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
                 continue
             if row.backend != module.backend:
                 continue
-            blocks = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv}
-            config = {t: blocks[t] for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
+            config = {t: getattr(row, TILED[t]) for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
             config |= launch_options(module.kernel(kernel), row) | ({"TMA": row.tma} if views[kernel].tma else {})
             config |= {"CONVERTS": CLASSES[row.device].converts} if views[kernel].converts else {}
+            config |= {"OVERLAPS": overlaps(module.kernel(kernel), row)} if views[kernel].overlaps else {}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
             entry.append((row.max_rows, _config(config)))
         for divided, row in module.stand_ins(kernel):

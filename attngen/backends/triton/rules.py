@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attngen.backends.triton.sram import misfit
+from attngen.bounds.launches import joining_warps
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import QUANTISED, by_precision
 from attngen.ir.graph import Kernel, Module
@@ -71,8 +72,10 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
         most = 1024 // CLASSES[row.device].threads_per_warp
         if row.num_warps > most:
             yield f"{row.device}: num_warps={row.num_warps}; expected at most {most}, which are 1024 threads"
-        if kernel.joins_parts and row.num_warps != 1:
-            yield f"{row.device}: num_warps={row.num_warps}; expected 1, which has all parts that a turn joins in its registers"
+        if kernel.joins_parts and row.block_q != 1:
+            yield f"{row.device}: BLOCK_Q={row.block_q}; expected 1, as a program joins the parts of one row"
+        if kernel.joins_parts and row.num_warps > (abreast := joining_warps(module, row.device)):
+            yield f"{row.device}: num_warps={row.num_warps}; expected {abreast} at most, with which each has all parts of its columns"
         if not 1 <= row.num_stages <= 8:
             yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"
         if row.max_rows is not None and row.max_rows < 1:

@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import sympy
 
-from attngen.bounds.sizes import ELEM, STAGES, elements, mode, sizes, tile_bytes
+from attngen.bounds.sizes import ELEM, STAGES, elements, mode, sizes, tile_bytes, tile_width
 from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
@@ -32,6 +32,7 @@ from attngen.ir.ops import (
     Unzip,
     Zip,
 )
+from attngen.policy import JOINED_EACH
 
 BARRIERS = 32  # bytes, of what runs beside the program's warps
 TMA_BARRIERS = 64  # bytes, of the copies in flight
@@ -40,7 +41,7 @@ WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
-SINK_BYTES = 128  # by which sinks come to the sums of joined parts on gfx942, as its compiler reports
+JOINED_BYTES = 128  # by which LSEs of joined parts come to the threads that have their columns, as compilers report
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 _max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
@@ -139,11 +140,13 @@ def _are_pages(kernel: Kernel, op: Gather) -> bool:
     return any(isinstance(user, Load) and user.pages == op.name for user in kernel.ops())
 
 
-def _joined(kernel: Kernel, row: Row) -> Expr:
-    """Bytes of a kernel that joins parts. Its one warp has these in registers; on AMD's GPUs a sink, which is gathered by rows, goes to the
-    threads of the sums through shared memory."""
-    moved = CLASSES[row.device].backend == "hip" and any(isinstance(op, Gather) and op.type.dims == ("BLOCK_Q",) for op in kernel.ops())
-    return sympy.Integer(SINK_BYTES if moved else 0)
+def _joined(module: Module, row: Row) -> Expr:
+    """Bytes of a kernel that joins parts, which lie in registers: a number that each of several warps has found in the lengths; or LSEs,
+    where a row has columns for less than half a warp, whose threads then have those of several parts."""
+    if row.num_warps > 1:
+        return sympy.Integer(4 * row.num_warps)
+    threads = tile_width(module.head_dim_v) // JOINED_EACH
+    return sympy.Integer(JOINED_BYTES if 2 * threads < CLASSES[row.device].threads_per_warp else 0)
 
 
 def _made(kernel: Kernel) -> Expr:
@@ -270,7 +273,7 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     if kernel.prepares:
         return _prepared(kernel, row)
     if kernel.joins_parts:
-        return _joined(kernel, row)
+        return _joined(module, row)
     if not kernel.dots and any(isinstance(op, Zip) for op in kernel.ops()):  # pairs change layout, one tensor's after the other's
         return _max(*(tile_bytes(op.type) for op in kernel.ops() if isinstance(op, Zip)))
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)

@@ -1,0 +1,67 @@
+"""The rules of launches that overlap: programs that start before the launch before has ended, and wait for its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.host import Alloc, Host, Launch, View
+from attngen.ir.ops import TENSORS, Arg, Base, Loop, Map, Scatter, Store, WaitForGrid
+
+
+def waits(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A kernel waits once, outside of loops and before it stores. It lets no others start early then, as these would wait for it alone."""
+    found = [op for op in kernel.ops() if isinstance(op, WaitForGrid)]
+    if not found:
+        return
+    if len(found) > 1 or found[0] not in kernel.block("entry").ops:
+        yield f"it waits for the launch before {len(found)} times, or in a loop; expected once, in @entry"
+    for op in kernel.before_wait:
+        if isinstance(op, (Loop, Scatter, Store)):
+            yield f"%{op.name} may run before the launch before has ended; expected loops and stores after `wait_for_grid`"
+    if kernel.releases:
+        yield "it both waits for the launch before and lets the next one start early; expected one of the two"
+
+
+def overlaps(module: Module, host: Host) -> Iterator[str]:
+    """Programs that wait are launched right after those of a kernel that lets them start. Before they wait, they read nothing of its.
+
+    All launches before that one have ended then, as it waits for none itself.
+    """
+    kernels = {kernel.name: kernel for kernel in module.kernels}
+    for block in host.blocks:
+        before: Launch | None = None
+        for op in block.ops:
+            if isinstance(op, Launch) and op.kernel in kernels and (kernel := kernels[op.kernel]).waits:
+                if before is None or not kernels[before.kernel].releases:
+                    what = f"it follows @{before.kernel}" if before else "no launch is right before it"
+                    yield f"launch @{op.kernel}: its programs start early, and {what}; expected a kernel that releases"
+                else:
+                    stored = {_root(host, _given(before, a.name)): a.name for a in kernels[before.kernel].args if a.role in TENSORS[1:]}
+                    for name in _read_early(kernel):
+                        if made := stored.get(_root(host, _given(op, name))):
+                            yield f"launch @{op.kernel}: it reads %{name} before it waits for @{before.kernel}, which stores it as %{made}"
+            if isinstance(op, Launch):
+                before = op if op.kernel in kernels else None
+            elif not isinstance(op, (Arg, Map, View)) and not (isinstance(op, Alloc) and op.fill is None):
+                before = None
+
+
+def _read_early(kernel: Kernel) -> list[str]:
+    """The tensors that a kernel reads before it waits: in its ops, and to find the parts of its keys."""
+    found = ["CACHE_SEQLENS", *(at.tensor for _, at in kernel.deal.reads)] if kernel.deal else []
+    for source in (kernel.op(ref) for op in kernel.before_wait if not isinstance(op, Base) for ref in op.operands()):
+        tensor = kernel.op(source.src.tensor) if isinstance(source, Base) else source
+        found += [tensor.name] if isinstance(tensor, Arg) and tensor.role in TENSORS else []
+    return found
+
+
+def _given(op: Launch, name: str) -> str:
+    """The host's value for an argument of a launch."""
+    return dict(op.args).get(name, name)
+
+
+def _root(host: Host, ref: str) -> str:
+    """The tensor of which a value is a view."""
+    op = host.by_name.get(ref)
+    return _root(host, op.src) if isinstance(op, View) else ref

@@ -1,0 +1,90 @@
+"""overlap-launches: programs that join parts of keys start beside those that compute the parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from attngen.bounds.launches import launch_options, overlaps
+from attngen.devices import CLASSES
+from attngen.errors import VerifyError
+from attngen.ir.text import parse_module, print_module
+from attngen.passes.overlap_launches import OverlapLaunches
+from attngen.verify import verify
+from attngen.verify.overlaps import overlaps as verify_launches
+from tests.helpers import SPECS, changes, edit, lowered, spec, target
+
+CACHED = [name for name in SPECS if spec(name).cache]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_decode_releases_and_combine_waits(name: str) -> None:
+    before = lowered(name)["place-barriers"]
+    (old, new), wait = (
+        sorted(c for c in changes(OverlapLaunches(), before) if ("kernel" in c) == of_kernel) for of_kernel in (True, False)
+    )
+    old, new = (old, new) if old[0] == "-" else (new, old)
+    assert wait == ["+ wait_for_grid"]
+    assert old.startswith("- kernel @decode own(q) packs grid(")
+    assert new == old.replace("- kernel", "+ kernel").replace(" packs ", " packs releases ")
+    text = print_module(OverlapLaunches().run(before))
+    assert re.search(r"    wait_for_grid\n    %parts_of_keys = loop joined ", text)
+    assert print_module(parse_module(text)) == text
+
+
+def test_other_modules_stay() -> None:
+    assert changes(OverlapLaunches(), lowered("causal_gqa")["place-barriers"]) == []
+
+
+def test_launches_overlap_on_devices_that_can() -> None:
+    made = target("decode_gqa")
+    for name in ("decode", "combine", "prefill"):
+        for row in made.rows(name):
+            can = CLASSES[row.device].overlaps and name != "prefill"
+            assert overlaps(made.kernel(name), row) == can
+            assert ("launch_pdl" in launch_options(made.kernel(name), row)) == (can and name == "combine")
+    assert {name for name, device in CLASSES.items() if device.overlaps} == {"sm90", "sm100"}
+
+
+WAIT = "    wait_for_grid\n"
+JOIN = re.compile(r"    %parts_of_keys = loop joined .*\n")
+COMBINE = "    launch @combine args("
+
+
+def _late(text: str) -> str:
+    """The wait comes after the loop that reads what others store."""
+    return JOIN.sub(lambda loop: loop[0] + WAIT, text.replace(WAIT, ""))
+
+
+@pytest.mark.parametrize(
+    "rule, change, reason",
+    [
+        ("waits", lambda text: edit(text, (WAIT, WAIT + WAIT)), "it waits for the launch before 2 times, or in a loop; expected once"),
+        ("waits", _late, "%parts_of_keys may run before the launch before has ended; expected loops and stores after"),
+        ("waits", lambda text: edit(text, ("@combine own(q) packs", "@combine own(q) packs releases")), "both waits for the launch before"),
+        ("host-overlaps", lambda text: edit(text, (" packs releases", " packs")), "start early, and it follows @decode; expected a kernel"),
+        (
+            "host-overlaps",
+            lambda text: edit(text, (COMBINE, f"    copy %O_rows into(%O)\n{COMBINE}")),
+            "start early, and no launch is right before it; expected a kernel that releases",
+        ),
+    ],
+)
+def test_what_is_not_safe_is_refused(rule: str, change: Callable[[str], str], reason: str) -> None:
+    with pytest.raises(VerifyError, match=f"rule `{rule}`") as error:
+        verify(parse_module(change(print_module(target("decode_gqa")))))
+    assert reason in error.value.reason
+
+
+def test_nothing_that_the_launch_before_stores_is_read_early() -> None:
+    """Neither by an op before the wait, nor to find out how many parts a sequence has."""
+    early = "    %early = load %LSE2_PARTS_head[first_item, q] check(q) : f32[BLOCK_Q] @reg\n"
+    lengths = "    launch @decode args(CACHE_SEQLENS=%O_PARTS, O_PARTS=%CACHE_SEQLENS, "
+    for old, new, reason in (
+        (WAIT, early + WAIT, "it reads %LSE2_PARTS before it waits for @decode, which stores it as %LSE2_PARTS"),
+        ("    launch @decode args(", lengths, "it reads %CACHE_SEQLENS before it waits for @decode, which stores it as %O_PARTS"),
+    ):
+        made = parse_module(edit(print_module(target("decode_gqa")), (old, new)))
+        assert [*verify_launches(made, made.host("decode"))] == [f"launch @combine: {reason}"]
