@@ -50,8 +50,8 @@ RESIDENT_QUANTISED = 3
 # Of a latent, a program's tile takes all shared memory, and its output is four times as long: fewer parts, of which each has more keys.
 RESIDENT_LATENT, WAVES_LATENT = 1, 4
 FEW_LATENT = 512  # rows of queries of all heads, of which keys of a latent are dealt among programs: 4 of each of 128 heads
-# Parts of a row that a turn joins, where all rows of a call take so many warps at most (the last: any number). Loads of a turn wait for
-# nothing, but with more of them a program's registers leave room for fewer others (the same section).
+# (rows of a whole call, times warps of a row, at most; None: any number; parts of a row that a turn joins). Loads of a turn do not wait for
+# each other, but with more of them a program takes more registers, and leaves room for fewer others (the same section).
 JOINED: tuple[tuple[int | None, int], ...] = ((512, 16), (None, 8))
 JOINED_EACH = 4  # columns of a row that each thread has, where several warps share a row
 

@@ -32,6 +32,7 @@ TYPES = {
     "b1": "i1",
     **dict.fromkeys(QUANTISED.values(), "i16"),
 }  # of the IR, as Triton names them
+FLAGS = {"DROPOUT": True, "LEARN": True}  # constants that a call gives: they are on, as in the heavier kernel
 _EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
 
 

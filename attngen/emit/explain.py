@@ -51,7 +51,8 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
         yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
-        row = row_for(module, kernel, DEVICES["H100"], problem.n_q)
+        of_call = problem.batch * problem.q_heads if kernel.joins_parts else 1  # rows of all heads and sequences
+        row = row_for(module, kernel, DEVICES["H100"], of_call * problem.n_q)
         if tile_loops(kernel):
             yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
             yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import Alloc, Host, Launch, View
-from attngen.ir.ops import TENSORS, Arg, Base, Loop, Map, Scatter, Store, WaitForGrid
+from attngen.ir.host import Alloc, Host, If, Launch, View
+from attngen.ir.ops import TENSORS, Arg, Base, Loop, Map, Scatter, Store, WaitForGrid, Yield
 
 
 def waits(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A kernel waits once, outside of loops and before it stores. It lets no others start early then, as these would wait for it alone."""
+    """A kernel waits once, outside of loops and before it stores. It lets no others start early then, as these would wait for it alone.
+
+    One lets others start early only where some kernel waits.
+    """
     found = [op for op in kernel.ops() if isinstance(op, WaitForGrid)]
+    if kernel.releases and not any(k.waits for k in module.kernels):
+        yield "it lets the next launch start early, and no kernel waits for the launch before; expected `wait_for_grid` in one"
     if not found:
         return
     if len(found) > 1 or found[0] not in kernel.block("entry").ops:
@@ -24,7 +30,8 @@ def waits(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def overlaps(module: Module, host: Host) -> Iterator[str]:
-    """Programs that wait are launched right after those of a kernel that lets them start. Before they wait, they read nothing of its.
+    """Programs that wait are launched after those of a kernel that lets them start, with no other work between them, but for views. Before
+    they wait, they read nothing that it stores.
 
     All launches before that one have ended then, as it waits for none itself.
     """
@@ -37,9 +44,9 @@ def overlaps(module: Module, host: Host) -> Iterator[str]:
                     what = f"it follows @{before.kernel}" if before else "no launch is right before it"
                     yield f"launch @{op.kernel}: its programs start early, and {what}; expected a kernel that releases"
                 else:
-                    stored = {_root(host, _given(before, a.name)): a.name for a in kernels[before.kernel].args if a.role in TENSORS[1:]}
-                    for name in _read_early(kernel):
-                        if made := stored.get(_root(host, _given(op, name))):
+                    stored = [a.name for a in kernels[before.kernel].args if a.role in TENSORS[1:]]
+                    for name, made in product(_read_early(kernel), stored):
+                        if _roots(host, _given(op, name)) & _roots(host, _given(before, made)):
                             yield f"launch @{op.kernel}: it reads %{name} before it waits for @{before.kernel}, which stores it as %{made}"
             if isinstance(op, Launch):
                 before = op if op.kernel in kernels else None
@@ -61,7 +68,13 @@ def _given(op: Launch, name: str) -> str:
     return dict(op.args).get(name, name)
 
 
-def _root(host: Host, ref: str) -> str:
-    """The tensor of which a value is a view."""
-    op = host.by_name.get(ref)
-    return _root(host, op.src) if isinstance(op, View) else ref
+def _roots(host: Host, ref: str) -> set[str]:
+    """The tensors of which a value may be a view: of a result of an `if`, those of both branches."""
+    name, _, field = ref.partition(".")
+    op = host.by_name.get(name)
+    if isinstance(op, View):
+        return _roots(host, op.src)
+    if not isinstance(op, If):
+        return {ref}
+    given = [dict(last.values).get(field) for b in (op.then, op.orelse) if b for last in host.block(b).ops[-1:] if isinstance(last, Yield)]
+    return {root for made in given if made for root in _roots(host, made)}

@@ -457,7 +457,7 @@ def decode_producer(
     tell(-1, work_ring.index(9 * work_slot))
     mbarrier.arrive(work_full.index(work_slot), count=1)
     work_slot, work_phase = following(work_slot, work_phase, 2)
-    release()  # the next launch
+    release()
     reset(COUNTER)
     mbarrier.wait(q_left_free.index(0), q_left_phase)
     mbarrier.wait(q_right_free.index(0), q_right_phase)

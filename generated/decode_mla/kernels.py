@@ -2,6 +2,7 @@
 
 Tensors are [batch, head, row, head dimension], addressed by strides, with the last dimension contiguous. Tiles of
 queries have BLOCK_Q rows, tiles of keys BLOCK_KV. Statistics and accumulators are fp32; softmax works in base 2.
+`combine` joins BLOCK_PARTS parts of a sequence's keys at a time. Its schedule is chosen by the rows of all heads and sequences.
 """
 
 import triton

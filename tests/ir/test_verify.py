@@ -495,13 +495,21 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     ],
     "waits": [
         ("decode_gqa", "    wait_for_grid\n", "    wait_for_grid\n    wait_for_grid\n", "it waits for the launch before 2 times"),
+        ("causal_gqa", "kernel @fwd own(q)", "kernel @fwd own(q) releases", "lets the next launch start early, and no kernel waits"),
     ],
     "powers-of-two": [
         (
             "decode_gqa",
+            "BLOCK_KV=16 num_warps=1 num_stages=1",
+            "BLOCK_KV=16 num_warps=1 num_stages=2",
+            "BLOCK_Q=1 and num_stages=2; expected 1",
+        ),
+        ("decode_gqa", "BLOCK_Q=1 BLOCK_KV=16 ", "BLOCK_Q=1 BLOCK_KV=64 ", "a turn joins 64 parts, 256 numbers of a thread, which has 255"),
+        (
+            "decode_gqa",
             "BLOCK_Q=1 BLOCK_KV=16 ",
             "BLOCK_Q=2 BLOCK_KV=16 ",
-            "BLOCK_Q=2; expected 1, as a program joins the parts of one row",
+            "BLOCK_Q=2 and num_stages=1; expected 1, as a program joins",
         ),
         (
             "decode_gqa",

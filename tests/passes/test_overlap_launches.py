@@ -61,7 +61,6 @@ def _late(text: str) -> str:
 @pytest.mark.parametrize(
     "rule, change, reason",
     [
-        ("waits", lambda text: edit(text, (WAIT, WAIT + WAIT)), "it waits for the launch before 2 times, or in a loop; expected once"),
         ("waits", _late, "%parts_of_keys may run before the launch before has ended; expected loops and stores after"),
         ("waits", lambda text: edit(text, ("@combine own(q) packs", "@combine own(q) packs releases")), "both waits for the launch before"),
         ("host-overlaps", lambda text: edit(text, (" packs releases", " packs")), "start early, and it follows @decode; expected a kernel"),
@@ -88,3 +87,12 @@ def test_nothing_that_the_launch_before_stores_is_read_early() -> None:
     ):
         made = parse_module(edit(print_module(target("decode_gqa")), (old, new)))
         assert [*verify_launches(made, made.host("decode"))] == [f"launch @combine: {reason}"]
+
+
+def test_what_an_if_gives_is_of_its_branches() -> None:
+    given = "    %Either = if then(@same) of(%CACHE_SEQLENS)\n    launch @decode args(CACHE_SEQLENS=%O_PARTS, O_PARTS=%Either.lengths, "
+    branch = "  block @same\n    yield values(lengths=%CACHE_SEQLENS)\n  block @many_queries"
+    before, host = print_module(target("decode_gqa")).split("host @decode")
+    made = parse_module(f"{before}host @decode{edit(host, ('    launch @decode args(', given), ('  block @many_queries', branch))}")
+    reason = "it reads %CACHE_SEQLENS before it waits for @decode, which stores it as %O_PARTS"
+    assert [*verify_launches(made, made.host("decode"))] == [f"launch @combine: {reason}"]

@@ -246,6 +246,15 @@ def test_entries_of_the_table_past_the_last_key_are_not_read() -> None:
     _run(target("decode_paged_gqa"), spec("decode_paged_gqa"), CacheCase(4, 2, 1, (64, 65, 0), 0, 512, 64), {"BLOCK_Q": 16, "BLOCK_KV": 64})
 
 
+def test_parts_are_joined_in_several_turns() -> None:
+    """700 keys are eleven parts of 64, of which a turn joins eight, or four; 65 are two, and of one part the others are empty."""
+    made = make_spec(
+        {"name": "parts", "head_dim": 16, "mask": "causal", "cache": "contiguous", "backward": False, "schedule": {"split": {"keys": 64}}}
+    )
+    for parts in (8, 4):
+        _run(lower(made), made, CacheCase(2, 2, 2, (700, 65, 64, 0), 0, 700), {"BLOCK_Q": 16, "BLOCK_KV": parts})
+
+
 def test_there_is_room_for_all_parts_of_a_fixed_length() -> None:
     """Of sequences that fill the cache, in parts of one unit: what is written outside of a tensor raises."""
     made = make_spec(

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attngen.backends.ahead import TYPES, code_bytes, compile_each, compiled, load, said_by_ptxas, triton_version
+from attngen.backends.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, load, said_by_ptxas, triton_version
 from attngen.backends.base import Reading, short_digest
 from attngen.backends.hopper.choice import multipliers
 from attngen.backends.hopper.facts import COUNTER
@@ -125,7 +125,7 @@ def _source(j: Job) -> Any:
 
     file = load(j.file)
     function, element = getattr(file, j.kernel), {"bf16": gl.bfloat16, "fp16": gl.float16}[j.dtype]
-    types, tiles, widths = dict(j.types), dict(j.tiles), dict(j.widths)
+    types, tiles, widths = dict(j.types), FLAGS | dict(j.tiles), dict(j.widths)
     names = [p.name for p in function.params]
     for at, rows, *columns in file.DESCRIBED[j.kernel]:
         block = [1, 1, tiles.get(rows, rows), *(columns or [widths[names[at]]])]
@@ -135,7 +135,7 @@ def _source(j: Job) -> Any:
     signature, constants, divisible = {}, {}, {}
     for i, p in enumerate(function.params):
         if p.is_constexpr:
-            signature[p.name], constants[p.name] = "constexpr", tiles.get(p.name, True)
+            signature[p.name], constants[p.name] = "constexpr", tiles[p.name]
             continue
         signature[p.name] = types.get(p.name, "i32")
         if signature[p.name].startswith("*") or (p.name.startswith("stride_") and not p.do_not_specialize):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from attngen.backends.ahead import TYPES, code_bytes, compile_each, compiled, load, numbers, said_by_ptxas, triton_version
+from attngen.backends.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, load, numbers, said_by_ptxas, triton_version
 from attngen.backends.base import Reading, short_digest
 from attngen.backends.triton.sram import aligned
 from attngen.bounds.launches import launch_options, overlaps
@@ -65,6 +65,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
         tuple(types),
         (
             *(("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("TMA", row.tma)),
+            *((("BLOCK_PARTS", dims["BLOCK_PARTS"]),) if kernel.joins_parts else ()),
             *((("CONVERTS", device.converts),) if kernel.reads_quantised else ()),
             *((("OVERLAPS", overlaps(kernel, row)),) if kernel.releases or kernel.waits else ()),
         ),
@@ -117,11 +118,11 @@ def _compile(j: Job) -> Reading | str:
     from triton.compiler import ASTSource
 
     function = getattr(load(j.file), j.kernel)
-    types, tiles = dict(j.types), dict(j.tiles)
+    types, tiles = dict(j.types), FLAGS | dict(j.tiles)
     signature, constants, divisible = {}, {}, {}
     for i, p in enumerate(function.params):
         if p.is_constexpr:
-            signature[p.name], constants[(i,)] = "constexpr", tiles.get(p.name, True)  # a flag is on: that is the heavier kernel
+            signature[p.name], constants[(i,)] = "constexpr", tiles[p.name]
             continue
         stride = p.name not in types and not p.do_not_specialize
         signature[p.name] = types.get(p.name, "i32")

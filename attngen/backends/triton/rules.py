@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from attngen.backends.triton.sram import misfit
 from attngen.bounds.launches import joining_warps
+from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import QUANTISED, by_precision
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip, axis_of, unpadded
 
 
@@ -72,14 +73,25 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
         most = 1024 // CLASSES[row.device].threads_per_warp
         if row.num_warps > most:
             yield f"{row.device}: num_warps={row.num_warps}; expected at most {most}, which are 1024 threads"
-        if kernel.joins_parts and row.block_q != 1:
-            yield f"{row.device}: BLOCK_Q={row.block_q}; expected 1, as a program joins the parts of one row"
-        if kernel.joins_parts and row.num_warps > (abreast := joining_warps(module, row.device)):
-            yield f"{row.device}: num_warps={row.num_warps}; expected {abreast} at most, with which each has all parts of its columns"
+        if kernel.joins_parts:
+            yield from _joins_in_registers(module, row)
         if not 1 <= row.num_stages <= 8:
             yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"
         if row.max_rows is not None and row.max_rows < 1:
             yield f"{row.device}: rows<={row.max_rows}; expected 1 or more"
+
+
+def _joins_in_registers(module: Module, row: Row) -> Iterator[str]:
+    """A program joins the parts of one row, and its threads have all parts of their columns that a turn joins in registers."""
+    device, most = CLASSES[row.device], joining_warps(module, row.device)
+    if row.block_q != 1 or row.num_stages != 1:
+        yield f"{row.device}: BLOCK_Q={row.block_q} and num_stages={row.num_stages}; expected 1, as a program joins the parts of one row"
+    if row.num_warps > most:
+        yield f"{row.device}: num_warps={row.num_warps}; expected {most} at most, with which each has all parts of its columns"
+    each = row.block_kv * tile_width(module.head_dim_v) // (row.num_warps * device.threads_per_warp)
+    if each >= device.registers_per_thread:
+        has = f"which has {device.registers_per_thread} registers"
+        yield f"{row.device}: a turn joins {row.block_kv} parts, {each} numbers of a thread, {has}"
 
 
 def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -41,7 +41,6 @@ WARPS = 8  # of programs that reduce tiles to single numbers
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
-JOINED_BYTES = 128  # by which LSEs of joined parts come to the threads that have their columns, as compilers report
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
 _max = cache(sympy.Max)  # sympy takes its time over it, and kernels are alike
@@ -141,12 +140,12 @@ def _are_pages(kernel: Kernel, op: Gather) -> bool:
 
 
 def _joined(module: Module, row: Row) -> Expr:
-    """Bytes of a kernel that joins parts, which lie in registers: a number that each of several warps has found in the lengths; or LSEs,
-    where a row has columns for less than half a warp, whose threads then have those of several parts."""
+    """Bytes of a kernel that joins parts, which lie in registers. Several warps add up lengths, of which each has a number. Where a row has
+    columns for less than half a warp, it changes layout before it is stored."""
     if row.num_warps > 1:
         return sympy.Integer(4 * row.num_warps)
-    threads = tile_width(module.head_dim_v) // JOINED_EACH
-    return sympy.Integer(JOINED_BYTES if 2 * threads < CLASSES[row.device].threads_per_warp else 0)
+    width = tile_width(module.head_dim_v)
+    return width * ELEM if 2 * width < JOINED_EACH * CLASSES[row.device].threads_per_warp else sympy.Integer(0)
 
 
 def _made(kernel: Kernel) -> Expr:
