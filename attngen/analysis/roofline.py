@@ -15,7 +15,7 @@ from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import SHARES
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import Map
+from attngen.ir.ops import Arg, Map
 from attngen.policy import UNIT
 
 
@@ -65,6 +65,16 @@ class Estimate(Roofs):
         return self.flops / self.bytes
 
 
+def scheduled_rows(kernel: Kernel, problem: Problem) -> int:
+    """The rows for which a call chooses a kernel's schedule: of its own axis, with those of all heads that its tiles pack, and where parts
+    are joined of all heads and sequences."""
+    if kernel.joins_parts:
+        return problem.batch * problem.q_heads * problem.n_q
+    if kernel.packs:
+        return problem.q_heads // problem.kv_heads * problem.n_q
+    return problem.n_q if kernel.own_axis == "q" else problem.n_kv
+
+
 def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row | None:
     """The schedule row that the generated code takes on a device, at the smallest element size; None if no tile fits there."""
     return row_of(module, kernel, device.cls, rows)
@@ -101,13 +111,20 @@ def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[s
 def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, int]:
     """The numbers that host programs compute on a device, by name: among how many programs a group of heads is split.
 
-    Of a cache, sequences fill it; pages whose size calls say have UNIT keys.
+    Of a cache, sequences fill it; pages whose size calls say have UNIT keys. All gradients are needed.
     """
-    ops = (op for host in module.hosts for op in host.ops())
+    ops = [op for host in module.hosts for op in host.ops()]
+    needed = {op.name: True for op in ops if isinstance(op, Arg) and op.role == "flag"}
+    alone = (row for kernel in module.divided if kernel.adds for row in module.rows(kernel.name, kernel.backend))
+    fused = any(row.device == device.cls and known["Nk"] > row.min_rows for row in alone)
     page = int(module.cache.page) if module.cache and module.cache.page.isdigit() else UNIT
     of_cache = {"Nc": known["Nk"], "Nn": 0, "page_rows": page, "max_pages": -(-known["Nk"] // page)}
-    found = {**of_cache, **known, "processors": device.sms, "Gq": known["group"] * known["Nq"]}
-    return {op.name: int(compiled(op.expr)(found)) for op in ops if isinstance(op, Map) and not op.type.dims}
+    found = {**of_cache, **known, **needed, "fused": fused, "processors": device.sms, "Gq": known["group"] * known["Nq"]}
+    made: dict[str, int] = {}
+    for op in ops:
+        if isinstance(op, Map) and not op.type.dims:
+            made[op.name] = int(compiled(op.expr)(found | made))
+    return made
 
 
 def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
@@ -127,8 +144,7 @@ def peak(module: Module, row: Row, device: Device) -> float:
 
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
     """The roofline estimate of one kernel on one device; None if no tile fits there."""
-    rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
-    row = row_for(module, kernel, device, rows)
+    row = row_for(module, kernel, device, scheduled_rows(kernel, problem))
     if row is None:
         return None
     known = values(module, kernel, row, problem)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from attngen.analysis.io import Traffic, dram_bytes, l2_bytes, left_in_cache, standard_bytes
-from attngen.analysis.roofline import Problem, chip, row_for, values
+from attngen.analysis.roofline import Problem, chip, row_for, scheduled_rows, values
 from attngen.bench.counters import Bytes, Launch, find_ncu, profile
 from attngen.bench.profile_plot import plot
 from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line, rows
@@ -83,7 +83,7 @@ def variants(spec: Spec, tiles: Sequence[int]) -> Iterator[tuple[str, int | None
 
 def predicted(module: Module, kernel: Kernel, device: Device, problem: Problem) -> tuple[str, Bytes] | None:
     """The tile that a kernel takes on a device, and the bytes that the model says it moves; None if no tile fits there."""
-    row = row_for(module, kernel, device, problem.n_q if kernel.own_axis == "q" else problem.n_kv)
+    row = row_for(module, kernel, device, scheduled_rows(kernel, problem))
     if row is None:
         return None
     numbers = {**values(module, kernel, row, problem), **chip(module, kernel, row, device)}

@@ -14,7 +14,7 @@ from rich.text import Text
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.memory import scratch
-from attngen.analysis.roofline import Problem, estimate, row_for, standard_total
+from attngen.analysis.roofline import Problem, estimate, row_for, scheduled_rows, standard_total
 from attngen.analysis.serving import call_flops, decoding, joined_bytes, read_bytes
 from attngen.backends import backend_of
 from attngen.bounds.ranges import inexact
@@ -51,8 +51,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
         yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
-        of_call = problem.batch * problem.q_heads if kernel.joins_parts else 1  # rows of all heads and sequences
-        row = row_for(module, kernel, DEVICES["H100"], of_call * problem.n_q)
+        row = row_for(module, kernel, DEVICES["H100"], scheduled_rows(kernel, problem))
         if tile_loops(kernel):
             yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
             yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
