@@ -53,9 +53,17 @@ def joining_warps(module: Module, device: str) -> int:
     return max(1, tile_width(module.head_dim_v) // (JOINED_EACH * CLASSES[device].threads_per_warp))
 
 
-def overlaps(kernel: Kernel, row: Row) -> bool:
-    """Whether programs start beside those of the launch before, or let those of the next one start beside theirs."""
-    return CLASSES[row.device].overlaps and (kernel.releases or kernel.waits)
+def constants(kernel: Kernel, row: Row) -> dict[str, int]:
+    """The constants that a schedule row gives to a printed portable kernel, by their names: sizes of tiles, and flags."""
+    device = CLASSES[row.device]
+    return {
+        "BLOCK_Q": row.block_q,
+        "BLOCK_KV": row.block_kv,
+        "TMA": row.tma,
+        **({"BLOCK_PARTS": row.block_kv} if kernel.joins_parts else {}),
+        **({"CONVERTS": device.converts} if kernel.reads_quantised else {}),
+        **({"OVERLAPS": device.overlaps} if kernel.overlaps else {}),
+    }
 
 
 def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
@@ -70,5 +78,5 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
         limit = {"maxnreg": launch_registers(kernel, row)}
     elif kernel.deal and not kernel.backend and device.backend == "cuda":
         limit = {"maxnreg": most_registers(kernel, row)}
-    early = {"launch_pdl": True} if kernel.waits and overlaps(kernel, row) else {}
+    early = {"launch_pdl": True} if kernel.waits and device.overlaps else {}
     return {"num_warps": row.num_warps, **limit, **early}

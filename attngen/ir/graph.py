@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import takewhile
 
 import networkx as nx
 import sympy
@@ -299,9 +298,9 @@ class Kernel:
         return any(isinstance(op, WaitForGrid) for op in self.ops())
 
     @property
-    def before_wait(self) -> list[Op]:
-        """The ops of a kernel that waits which its programs may run before the launch before has ended."""
-        return list(takewhile(lambda op: not isinstance(op, WaitForGrid), self.block("entry").ops))
+    def overlaps(self) -> bool:
+        """Whether its programs may run beside those of the launch before, or of the next one."""
+        return self.releases or self.waits
 
     @cached_property
     def joins_parts(self) -> bool:

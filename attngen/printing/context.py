@@ -157,15 +157,18 @@ class KernelContext:
         lengths = [s for a in stored for s in stride_names(a.name, a.type.dims) if s in strides]
         prologue, turn, turns = self._prologue(used)
         words = used | set(re.findall(r"\w+", " ".join([*prologue, *turn])))
+        described = any(isinstance(op, Load) and op.via for op in kernel.ops())
+        flags = {"TMA": described, "CONVERTS": kernel.reads_quantised, "OVERLAPS": kernel.overlaps}
+        if kernel.releases:
+            released = "if OVERLAPS:  # programs of the next launch may start, and wait for the end of this one"
+            prologue = [released, "    tl.extra.cuda.gdc_launch_dependents()", *prologue]
         return KernelView(
             name=kernel.name,
             summary=kernel.about,
             params=[*(a.name for a in tensors), *numbers, *sizes, *strides],
             tiles=[t for t in TILED if t in words],
             dropout=kernel.draws,
-            tma=any(isinstance(op, Load) and op.via for op in kernel.ops()),
-            overlaps=kernel.releases or kernel.waits,
-            converts=kernel.reads_quantised,
+            flags=[name for name, has in flags.items() if has],
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
             not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.deal and s in ("B", "items"))] + lengths,
             prologue=prologue,
@@ -226,11 +229,6 @@ class KernelContext:
         for axis in COLUMN_DIM:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
-        if self.kernel.releases:
-            lines[:0] = [
-                "if OVERLAPS:  # programs of the next launch may start, and wait for the end of this one",
-                "    tl.extra.cuda.gdc_launch_dependents()",
-            ]
         return lines, turn, turns
 
     @property

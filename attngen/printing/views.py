@@ -35,9 +35,9 @@ class KernelView:
     params: list[str]
     tiles: list[str]
     dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
-    tma: bool  # has the flag TMA, by which tiles are read through descriptors, given in place of their tensors
-    overlaps: bool  # has the flag OVERLAPS, which says that programs of two launches run beside each other
-    converts: bool  # has the flag CONVERTS, which says that an instruction of the device converts pairs of 8-bit numbers
+    # What else a schedule gives. TMA: tiles are read through descriptors, given in place of their tensors. CONVERTS: an instruction of the
+    # device converts pairs of 8-bit numbers. OVERLAPS: programs of two launches run beside each other.
+    flags: list[str]
     learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
     not_specialized: list[str]
     prologue: list[str]

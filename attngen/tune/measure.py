@@ -23,8 +23,7 @@ from attngen.bench.cache import CacheProblem
 from attngen.bench.peers.ours import over_cache
 from attngen.bench.problem import Inputs
 from attngen.bench.timing import Times, device_times
-from attngen.bounds.launches import most_registers, overlaps
-from attngen.devices import CLASSES
+from attngen.bounds.launches import constants, launch_options
 from attngen.errors import last_line
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.heads import SHARINGS
@@ -234,9 +233,8 @@ def _scheduled(module: ModuleType, kernel: Kernel, row: Row) -> Iterator[None]:
     kept = table[kernel.name]
     portable = [key for key in kept if len(key) == 2]  # not those of kernels that stand in for it
     names = kept[row.device, row.elem_bytes][0][1]
-    known: dict[str, Any] = {"maxnreg": most_registers(kernel, row), "CONVERTS": CLASSES[row.device].converts}
-    known["OVERLAPS"] = overlaps(kernel, row)
-    config = {name: known[name] if name in known else getattr(row, name.lower()) for name in names}
+    known = {"num_stages": row.num_stages, **launch_options(kernel, row), **constants(kernel, row)}
+    config = {name: known[name] for name in names}
     table[kernel.name] = dict.fromkeys(portable, ((None, config),))
     try:
         yield

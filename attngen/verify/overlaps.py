@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import product, takewhile
 
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Host, If, Launch, View
-from attngen.ir.ops import TENSORS, Arg, Base, Loop, Map, Scatter, Store, WaitForGrid, Yield
+from attngen.ir.ops import TENSORS, Arg, Base, Loop, Map, Op, Scatter, Store, WaitForGrid, Yield
 
 
 def waits(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -22,7 +22,7 @@ def waits(module: Module, kernel: Kernel) -> Iterator[str]:
         return
     if len(found) > 1 or found[0] not in kernel.block("entry").ops:
         yield f"it waits for the launch before {len(found)} times, or in a loop; expected once, in @entry"
-    for op in kernel.before_wait:
+    for op in _before_wait(kernel):
         if isinstance(op, (Loop, Scatter, Store)):
             yield f"%{op.name} may run before the launch before has ended; expected loops and stores after `wait_for_grid`"
     if kernel.releases:
@@ -54,10 +54,15 @@ def overlaps(module: Module, host: Host) -> Iterator[str]:
                 before = None
 
 
+def _before_wait(kernel: Kernel) -> list[Op]:
+    """The ops of a kernel that waits which its programs may run before the launch before has ended."""
+    return list(takewhile(lambda op: not isinstance(op, WaitForGrid), kernel.block("entry").ops))
+
+
 def _read_early(kernel: Kernel) -> list[str]:
     """The tensors that a kernel reads before it waits: in its ops, and to find the parts of its keys."""
     found = ["CACHE_SEQLENS", *(at.tensor for _, at in kernel.deal.reads)] if kernel.deal else []
-    for source in (kernel.op(ref) for op in kernel.before_wait if not isinstance(op, Base) for ref in op.operands()):
+    for source in (kernel.op(ref) for op in _before_wait(kernel) if not isinstance(op, Base) for ref in op.operands()):
         tensor = kernel.op(source.src.tensor) if isinstance(source, Base) else source
         found += [tensor.name] if isinstance(tensor, Arg) and tensor.role in TENSORS else []
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from attngen.backends.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, load, numbers, said_by_ptxas, triton_version
 from attngen.backends.base import Reading, short_digest
 from attngen.backends.triton.sram import aligned
-from attngen.bounds.launches import launch_options, overlaps
+from attngen.bounds.launches import constants, launch_options
 from attngen.bounds.sizes import sizes
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
@@ -63,12 +63,7 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | 
         file,
         kernel.name,
         tuple(types),
-        (
-            *(("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("TMA", row.tma)),
-            *((("BLOCK_PARTS", dims["BLOCK_PARTS"]),) if kernel.joins_parts else ()),
-            *((("CONVERTS", device.converts),) if kernel.reads_quantised else ()),
-            *((("OVERLAPS", overlaps(kernel, row)),) if kernel.releases or kernel.waits else ()),
-        ),
+        tuple(constants(kernel, row).items()),
         tuple(({"num_warps": row.num_warps, "num_stages": row.num_stages} | launch_options(kernel, row)).items()),
         device.arch if arch is None else arch,
         device.threads_per_warp,

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from attngen.backends.base import Printed
-from attngen.bounds.launches import launch_options, overlaps
+from attngen.bounds.launches import constants, launch_options
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
-from attngen.ir.ops import PADDED, TILED, Load, Scan
+from attngen.ir.ops import PADDED, Load, Scan
 from attngen.printing.context import KernelContext
 from attngen.printing.deals import dealing
 from attngen.printing.views import KernelView
@@ -82,10 +82,9 @@ def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
                 continue
             if row.backend != module.backend:
                 continue
-            config = {t: getattr(row, TILED[t]) for t in views[kernel].tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
-            config |= launch_options(module.kernel(kernel), row) | ({"TMA": row.tma} if views[kernel].tma else {})
-            config |= {"CONVERTS": CLASSES[row.device].converts} if views[kernel].converts else {}
-            config |= {"OVERLAPS": overlaps(module.kernel(kernel), row)} if views[kernel].overlaps else {}
+            view, given = views[kernel], constants(module.kernel(kernel), row)
+            config = {tile: given[tile] for tile in view.tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
+            config |= launch_options(module.kernel(kernel), row) | {flag: given[flag] for flag in view.flags}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
             entry.append((row.max_rows, _config(config)))
         for divided, row in module.stand_ins(kernel):
