@@ -1,0 +1,10 @@
+"""The masks and score modifiers that people write for FlexAttention, written anew, each with an oracle: what attention-gym collects."""
+
+from __future__ import annotations
+
+from attngen.bench.mods import blocks, canvases, documents, graphs, scores, windows
+from attngen.bench.mods.mod import Case, Made, Mod, Sizes
+
+__all__ = ["MODS", "Case", "Made", "Mod", "Sizes"]
+
+MODS: dict[str, Mod] = {mod.name: mod for family in (windows, documents, blocks, canvases, scores, graphs) for mod in family.MODS}

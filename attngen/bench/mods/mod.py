@@ -1,0 +1,111 @@
+"""What a function for FlexAttention is here: how it is made, its oracle, and the lengths that it is tried at. Of torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from attngen.errors import AttngenError
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call. `attngen.parts` has the same with more to it, and imports the compiler."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    n_q: int
+    n_kv: int
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A function for one call; the other one is None.
+
+    score_mod(score, b, h, q_idx, kv_idx), mask_mod(b, h, q_idx, kv_idx): as FlexAttention takes them.
+    learned: tensors that require gradients, and that the function reads, itself or through views.
+    data: parameters and tensors that define the function, by name; all that the oracle knows of it.
+    """
+
+    score_mod: Callable[..., torch.Tensor] | None
+    mask_mod: Callable[..., torch.Tensor] | None
+    device: torch.device
+    learned: tuple[torch.Tensor, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class Case(NamedTuple):
+    """Sizes, and the parameters that go with their lengths; a function takes any number of sequences and heads."""
+
+    sizes: Sizes
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Mod:
+    """A mask or score modifier.
+
+    build(sizes, device, generator, **parameters): makes it, for the parameters of a case.
+    reference(made, sizes): written by hand and apart from the function. Of a mask, bool and broadcastable to [B, H, n_q, n_kv]; of a
+    modifier, a function from scores to scores [B, H, n_q, n_kv], with derivatives in the scores and in what is learned.
+    tests: small cases, of different lengths. bench: the case to measure, at a head dimension of 128.
+    """
+
+    name: str
+    kind: Literal["mask", "score"]
+    build: Callable[..., Made]
+    reference: Callable[[Made, Sizes], Any]
+    tests: tuple[Case, ...]
+    bench: Case
+
+    def make(self, sizes: Sizes, device: torch.device | str, generator: torch.Generator) -> Made:
+        """The function for a call, its tensors on the device; they are drawn where the generator is.
+
+        Raises AttngenError if the lengths are of none of its cases.
+        """
+        for case in (*self.tests, self.bench):
+            if case.sizes[3:] == sizes[3:]:
+                return self.build(sizes, torch.device(device), generator, **case.parameters)
+        known = ", ".join(f"{c.sizes.n_q} x {c.sizes.n_kv}" for c in (*self.tests, self.bench))
+        raise AttngenError(f"mod `{self.name}` has no parameters for {sizes.n_q} queries and {sizes.n_kv} keys; it has some for {known}")
+
+
+def mask(
+    name: str,
+    build: Callable[..., Made],
+    reference: Callable[[Made, Sizes], torch.Tensor],
+    tests: tuple[Case, ...],
+    bench: Case,
+) -> Mod:
+    """A mask."""
+    return Mod(name, "mask", build, reference, tests, bench)
+
+
+def score(
+    name: str,
+    build: Callable[..., Made],
+    reference: Callable[[Made, Sizes], Callable[[torch.Tensor], torch.Tensor]],
+    tests: tuple[Case, ...],
+    bench: Case,
+) -> Mod:
+    """A score modifier."""
+    return Mod(name, "score", build, reference, tests, bench)
+
+
+def case(n_q: int, n_kv: int = 0, batch: int = 1, q_heads: int = 2, kv_heads: int = 0, **parameters: Any) -> Case:
+    """A case; as many keys as queries, and K/V heads as query heads, if nothing else is said."""
+    return Case(Sizes(batch, q_heads, kv_heads or q_heads, n_q, n_kv or n_q), parameters)
+
+
+def normal(generator: torch.Generator, device: torch.device, *shape: int) -> torch.Tensor:
+    """Normal numbers, fp32, drawn where the generator is."""
+    return torch.randn(shape, generator=generator, device=generator.device).to(device)
+
+
+def whole(generator: torch.Generator, device: torch.device, least: int, most: int, *shape: int) -> torch.Tensor:
+    """Whole numbers from `least` to `most`, int32, drawn where the generator is."""
+    drawn = torch.randint(least, most + 1, shape, generator=generator, device=generator.device, dtype=torch.int32)
+    return drawn.to(device)
