@@ -18,7 +18,16 @@ import torch
 if TYPE_CHECKING:
     from attngen.lang import Expression, Param
 
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+}
 _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -33,6 +42,10 @@ _SMOOTH: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float
     "tanh": (torch.tanh, math.tanh),
     "sqrt": (torch.sqrt, math.sqrt),
     "sigmoid": (torch.sigmoid, lambda x: 0.5 + 0.5 * math.tanh(0.5 * x)),
+    "erf": (torch.erf, math.erf),
+    "sin": (torch.sin, math.sin),
+    "cos": (torch.cos, math.cos),
+    "gelu": (torch.nn.functional.gelu, lambda x: 0.5 * x * math.erfc(-x / math.sqrt(2))),
 }
 
 
@@ -110,12 +123,23 @@ class _Walk:
                 values = [self.value(v) for v in (node.left, *node.comparators)]
                 pairs = zip(node.ops, values, values[1:])
                 return reduce(operator.and_, (_COMPARISONS[type(op)](*self.alike(a, b)) for op, a, b in pairs))
+            case ast.Call(func=ast.Name(id="any" | "all" | "sum" as name), args=[ast.Name(id=turn), count, each]):
+                return self.over(name, turn, int(self.value(count)), each)
             case ast.Call(func=ast.Name(id=name)):
                 return self.call(name, [self.value(a) for a in node.args])
             case ast.Subscript(value=ast.Name(id=name)):
                 indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
                 return self.read(self.names[name], [self.value(i) for i in indices])
         raise TypeError(f"{type(node).__name__} is not in the language")
+
+    def over(self, name: str, turn: str, count: int, each: ast.expr) -> Any:
+        """`any`, `all` or `sum` of a condition or a number, at turns 0, 1, ..."""
+        join = {"any": operator.or_, "all": operator.and_, "sum": operator.add}[name]
+        values = []
+        for self.names[turn] in range(count):  # read by `value`
+            values.append(self.value(each))
+        del self.names[turn]
+        return reduce(lambda a, b: join(*self.alike(a, b)), values)
 
     def alike(self, *values: Any) -> list[Any]:
         """The values as tensors of one type, or as they are if all are constants."""
@@ -158,6 +182,8 @@ class _Walk:
             return of_tensor(self.real(args[0])) if isinstance(args[0], torch.Tensor) else of_number(float(args[0]))
         if name == "abs":
             return abs(args[0])
+        if name == "relu":
+            return torch.relu(args[0]) if isinstance(args[0], torch.Tensor) else max(args[0], 0)
         if name in ("int", "float", "floor", "round"):
             return self.cast(name, args[0])
         if name == "where":

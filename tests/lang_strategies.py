@@ -56,7 +56,7 @@ def integers(draw: st.DrawFn, depth: int) -> str:
         names = ["q_idx", "kv_idx", "q_idx", "kv_idx", "q_len", "kv_len", "window", "sinks", "h", "b"]
         return draw(st.sampled_from(names) | st.integers(0, 9).map(str))
     part = integers(depth - 1)
-    match draw(st.sampled_from(["+", "-", "*", "//", "%", "neg", "call", "clamp", "where"])):
+    match draw(st.sampled_from(["+", "-", "*", "//", "%", "neg", "call", "clamp", "where", "bits", "shift", "sum"])):
         case "+" | "-" as sign:
             return f"{draw(part)} {sign} ({draw(part)})"
         case "*":
@@ -65,6 +65,12 @@ def integers(draw: st.DrawFn, depth: int) -> str:
             return f"({draw(part)}) {sign} {draw(st.sampled_from(['1', '2', '5', '16', '-1', '-4', 'sinks', 'step']))}"
         case "neg":
             return f"-({draw(part)})"
+        case "bits":
+            return f"(({draw(part)}) {draw(st.sampled_from(['& 1431655765', '& 7', '| 12', '^ 3']) | part.map('& ({})'.format))})"
+        case "shift":
+            return f"(({draw(part)}) {draw(st.sampled_from(['>> 1', '>> 4', '<< 1']))})"
+        case "sum":
+            return f"sum(i{depth}, {draw(st.integers(1, 3))}, {draw(part)} - i{depth})"
         case "call":
             name = draw(st.sampled_from(["min", "max", "abs"]))
             count = 1 if name == "abs" else draw(st.integers(2, 3))
@@ -82,7 +88,9 @@ def conditions(draw: st.DrawFn, depth: int) -> str:
         first = f"{draw(integers(depth))} {draw(compared)} {draw(integers(depth))}"
         return first if draw(st.integers(0, 5)) else f"{first} {draw(compared)} {draw(integers(depth))}"
     part = conditions(depth - 1)
-    match draw(st.sampled_from(["and", "or", "not", "where"])):
+    match draw(st.sampled_from(["and", "or", "not", "where", "any"])):
+        case "any":
+            return f"{draw(st.sampled_from(['any', 'all']))}(j{depth}, {draw(st.integers(1, 3))}, {draw(integers(1))} < 5 * j{depth})"
         case "and" | "or" as word:
             return f"({draw(part)}) {word} ({draw(part)})"
         case "not":
@@ -117,7 +125,7 @@ def reals(draw: st.DrawFn, depth: int) -> str:
     if not depth or draw(st.integers(0, 2)) == 0:
         return draw(polynomials(depth))
     part = reals(depth - 1)
-    match draw(st.sampled_from(["+", "-", "*", "softcap", "exp", "log", "sqrt", "sigmoid", "power", "base", "where", "/"])):
+    match draw(st.sampled_from(["+", "-", "*", "softcap", "exp", "log", "sqrt", "sigmoid", "wave", "power", "base", "where", "/"])):
         case "+" | "-" as sign:
             return f"{draw(part)} {sign} ({draw(part)})"
         case "*":
@@ -130,8 +138,9 @@ def reals(draw: st.DrawFn, depth: int) -> str:
             return f"log(1 + abs({draw(part)}))"
         case "sqrt":
             return draw(st.sampled_from(["sqrt(0.5 + abs({}))", "(0.5 + abs({})) ** 0.5"])).format(draw(part))
-        case "sigmoid":
-            return f"sigmoid({draw(part)})"
+        case "sigmoid" | "wave" as kind:
+            functions = ["sigmoid"] if kind == "sigmoid" else ["erf", "sin", "cos", "gelu", "relu"]
+            return f"{draw(st.sampled_from(functions))}({draw(part)})"
         case "power":
             return f"tanh({draw(part)}) ** {draw(st.integers(0, 3))}"
         case "base":

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from attngen.ir.expr import FUNCTIONS as KNOWN
-from attngen.ir.expr import clamp, exp2, floor, floordiv, log2, mod, nearest, select, sigmoid, trunc
+from attngen.ir.expr import bitand, bitor, bitxor, clamp, cos, erf, exp2, floor, floordiv, log2, mod, nearest, select, sigmoid, sin, trunc
 from attngen.lang import Expression, Param
 
 SIZES = {"batch": 2, "q_heads": 4, "kv_heads": 2, "n_q": 8, "n_kv": 10}
@@ -84,6 +84,25 @@ ROWS = [
     row("cap * tanh(s / cap)", 30 * math.tanh(0.5), {"cap": Param(value=30)}, s=15.0),
     row("exp(s) + log(s) + sqrt(s)", math.exp(4) + math.log(4) + 2, s=4.0),
     row("sigmoid(s) - 0.5", 0.0, s=0.0),
+    row("erf(s) + sin(s) + 10 * cos(s)", math.erf(0.75) + math.sin(0.75) + 10 * math.cos(0.75), s=0.75),
+    row("relu(s) - relu(-2 * s)", -3.0, s=-1.5),
+    row("gelu(s) + relu(3)", 3 + 0.5 * 1.25 * (1 + math.erf(1.25 / math.sqrt(2))), s=1.25),
+    row("gelu(2) + erf(1) + sin(3) + cos(0)", 1 + math.erf(math.sqrt(2)) + math.erf(1) + math.sin(3) + 1),
+    # bits
+    row("(q_idx << 3) + (kv_idx >> 1) + (q_idx - kv_idx >> 1)", 24 + 3 - 2, q_idx=3, kv_idx=6),
+    row("q_idx & 6 | kv_idx ^ 5", 6 | 2, q_idx=7, kv_idx=7),
+    row("(q_idx - kv_idx) & 12", 12, q_idx=1, kv_idx=5),
+    row("(q_idx - kv_idx) & 7", 4, q_idx=1, kv_idx=5),
+    row("q_idx & 1 == 1", True, q_idx=3),
+    row("kv_idx | 9", 9 | 6, kv_idx=6),
+    row("kv_idx ^ q_idx", 6 ^ 3, kv_idx=6, q_idx=3),
+    row("(kv_idx * 1000 & 2147483646) + (13 & 7 | 16 ^ 1)", 6000 + (5 | 17), kv_idx=6),
+    # turns
+    row("any(i, 5, table[i] == 40) and not any(i, 3, table[i] == 40)", True, {"table": TABLE}, table=FIVE),
+    row("all(i, 5, table[i] > 10 * q_idx)", False, {"table": TABLE}, q_idx=1, table=FIVE),
+    row("all(i, 5, table[i] > 10 * q_idx)", True, {"table": TABLE}, table=FIVE),
+    row("sum(i, 3, i * table[i + 1]) + s", 30 + 2 * 40 + 0.5, {"table": TABLE}, table=FIVE, s=0.5),
+    row("sum(i, 3, sum(j, 2, i * 10 + j))", 63),
     row("s * scale_by", -4.5, {"scale_by": FLOAT}, s=3.0, scale_by=-1.5),
     # integers of reals, and casts
     row("floor(s) + 10 * round(s) + 100 * int(s)", -112, s=-1.3),
@@ -197,6 +216,12 @@ FUNCTIONS: dict[Any, Any] = {
     KNOWN["log"]: math.log,
     KNOWN["sqrt"]: math.sqrt,
     sigmoid: lambda x: 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)),
+    erf: math.erf,
+    sin: math.sin,
+    cos: math.cos,
+    bitand: lambda a, b: a & b,
+    bitor: lambda a, b: a | b,
+    bitxor: lambda a, b: a ^ b,
     exp2: lambda x: 2.0**x,
     log2: math.log2,
     floordiv: lambda a, b: a // b,

@@ -15,8 +15,13 @@ import sympy
 from attngen.derive import derive, function
 from attngen.errors import AttngenError
 from attngen.ir.expr import (
+    BITS,
     TO_INTEGER,
+    bitand,
+    bitor,
     clamp,
+    cos,
+    erf,
     exp2,
     floor,
     floordiv,
@@ -26,6 +31,7 @@ from attngen.ir.expr import (
     nearest,
     select,
     sigmoid,
+    sin,
     span,
     sqrt,
     symbol,
@@ -69,6 +75,9 @@ _CALLS: dict[Any, str] = {
     log2: "torch.log2",
     sigmoid: "torch.sigmoid",
     sqrt: "torch.sqrt",
+    erf: "torch.erf",
+    sin: "torch.sin",
+    cos: "torch.cos",
     select: "torch.where",
     floor: "torch.floor",
     nearest: "torch.round",
@@ -241,6 +250,9 @@ class _Printer:
             return f"~{self._at(e.args[0], 3)}", 2
         if isinstance(e, (floordiv, mod)):
             return f"{self._at(e.args[0], 3)} {'//' if isinstance(e, floordiv) else '%'} {self._at(e.args[1], 3)}", 2
+        if isinstance(e, BITS):
+            sign = "&" if isinstance(e, bitand) else "|" if isinstance(e, bitor) else "^"
+            return f" {sign} ".join(self._at(a, 1) for a in e.args), 0
         if isinstance(e, (sympy.Min, sympy.Max)):
             return self._extreme(e.args, isinstance(e, sympy.Min)), 3
         if isinstance(e, clamp):

@@ -10,7 +10,7 @@ from sympy.core.relational import Relational
 
 from attngen.bounds.intervals import greatest, least
 from attngen.bounds.ranges import rows_of
-from attngen.ir.expr import Expr, cdiv, floordiv, mod, symbol
+from attngen.ir.expr import BITS, Expr, cdiv, floordiv, mod, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask
 from attngen.ir.shares import in_turn, ranges, shared
@@ -94,6 +94,7 @@ def _compiled(e: Expr) -> tuple[list[str], Any]:
         "portion": lambda n, i, parts: i * (n // parts) + min(i, n % parts),
         "clamp": lambda x, a, b: min(max(x, a), b),
         "select": lambda c, a, b: a if c else b,
+        **{kind.__name__: kind.of for kind in BITS},
     }
     names = sorted(str(s) for s in e.free_symbols)
     return names, sympy.lambdify([symbol(n) for n in names], e, modules=[functions, "math"])

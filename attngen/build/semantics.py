@@ -7,14 +7,14 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import Scene, mentions, terms
-from attngen.ir.expr import Expr, clamp, log, select, sigmoid, sqrt, symbol
+from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, sqrt, symbol
 from attngen.ir.graph import Blocks, Meaning, Read, input_tensors
 from attngen.parts import KV, NATURAL, Q
 from attngen.policy import LISTED
 from attngen.spec import Spec
 
 S, SCALE = symbol("s"), symbol("scale")
-SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, sympy.Pow)  # functions that are computed once if they occur twice
+SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos, sympy.Pow)  # functions that are computed once if they occur twice
 
 
 def modified(spec: Spec) -> Expr:

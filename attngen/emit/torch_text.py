@@ -9,10 +9,31 @@ from typing import Any
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import TO_INTEGER, clamp, exp2, floor, floordiv, log2, mod, nearest, select, sqrt, symbol, to_text, trunc
+from attngen.ir.expr import (
+    TO_INTEGER,
+    bitand,
+    bitor,
+    bitxor,
+    clamp,
+    cos,
+    erf,
+    exp2,
+    floor,
+    floordiv,
+    log2,
+    mod,
+    nearest,
+    select,
+    sin,
+    sqrt,
+    symbol,
+    to_text,
+    trunc,
+)
 
 _DISTANCE = symbol("distance")
-_REALS = {exp2: "torch.exp2", log2: "torch.log2", sqrt: "torch.sqrt", floor: "torch.floor", nearest: "torch.round", trunc: "torch.trunc"}
+_REALS = {exp2: "torch.exp2", log2: "torch.log2", sqrt: "torch.sqrt", erf: "torch.erf", sin: "torch.sin", cos: "torch.cos"}
+_REALS |= {floor: "torch.floor", nearest: "torch.round", trunc: "torch.trunc"}
 _SIGNS: tuple[tuple[Any, str], ...] = (
     (sympy.Add, " + "),
     (sympy.Mul, " * "),
@@ -20,6 +41,9 @@ _SIGNS: tuple[tuple[Any, str], ...] = (
     (mod, " % "),
     (sympy.And, " & "),
     (sympy.Or, " | "),
+    (bitand, " & "),
+    (bitor, " | "),
+    (bitxor, " ^ "),
 )
 
 

@@ -7,8 +7,11 @@ expression. Integers are floor-divided with `//`; `cdiv` rounds up; `select(c, a
 from __future__ import annotations
 
 import ast
+import math
+import operator
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import sympy
 from sympy.core.cache import cacheit
@@ -180,6 +183,86 @@ class sigmoid(sympy.Function):  # noqa: N801
         return self * (1 - self)
 
 
+class erf(sympy.Function):  # noqa: N801
+    """The error function: the integral of exp(-t**2) from 0 to x, times 2 / sqrt(pi)."""
+
+    nargs = 1
+    is_extended_real = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        return sympy.Float(2 / math.sqrt(math.pi)) * sympy.exp(-(self.args[0] ** 2))
+
+
+class sin(sympy.Function):  # noqa: N801
+    """The sine of an angle in radians."""
+
+    nargs = 1
+    is_extended_real = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        return cos(self.args[0])
+
+
+class cos(sympy.Function):  # noqa: N801
+    """The cosine of an angle in radians."""
+
+    nargs = 1
+    is_extended_real = True
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        return -sin(self.args[0])
+
+
+class _Bits(sympy.Function):
+    """An operation on the bits of two integers, of two's complement."""
+
+    nargs = 2
+    is_integer = True
+    of: ClassVar[Callable[[int, int], int]]
+    neutral: ClassVar[int]  # with which it leaves the other number as it is
+
+    @classmethod
+    def eval(cls, a: Expr, b: Expr) -> Expr | None:
+        if a.is_Integer and b.is_Integer:
+            return sympy.Integer(cls.of(int(a), int(b)))
+        if a.is_Integer or not b.is_Integer and sympy.default_sort_key(b) < sympy.default_sort_key(a):
+            return cls(b, a)  # in one order, a number last
+        return a if b == cls.neutral else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return all(e.is_nonnegative for e in self.args) or None
+
+
+class bitand(_Bits):  # noqa: N801
+    """The bits that both numbers have. With 2**n - 1 it is what is left in a division by 2**n."""
+
+    of = operator.and_
+    neutral = -1
+
+    @classmethod
+    def eval(cls, a: Expr, b: Expr) -> Expr | None:
+        if b.is_Integer and not a.is_Integer and 0 <= b < 2**30 and int(b) & (int(b) + 1) == 0:
+            return mod(a, b + 1)
+        return super().eval(a, b)
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return any(e.is_nonnegative for e in self.args) or None
+
+
+class bitor(_Bits):  # noqa: N801
+    """The bits that one of two numbers has, or both."""
+
+    of = operator.or_
+    neutral = 0
+
+
+class bitxor(_Bits):  # noqa: N801
+    """The bits that one of two numbers has, and the other has not."""
+
+    of = operator.xor
+    neutral = 0
+
+
 class _Whole(sympy.Function):
     """An integer made of a real number; beyond 2**30 it counts as that."""
 
@@ -221,7 +304,8 @@ class log2(sympy.Function):  # noqa: N801
 
 
 TO_INTEGER = (floor, nearest, trunc)  # functions of real numbers that give integers
-REAL = (exp2, log2, sympy.exp, log, sympy.tanh, sigmoid, sqrt)  # functions that are of no integer
+BITS = (bitand, bitor, bitxor)
+REAL = (exp2, log2, sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos)  # functions that are of no integer
 
 FUNCTIONS: dict[str, Any] = {
     "floordiv": floordiv,
@@ -235,6 +319,12 @@ FUNCTIONS: dict[str, Any] = {
     "tanh": sympy.tanh,
     "sigmoid": sigmoid,
     "sqrt": sqrt,
+    "erf": erf,
+    "sin": sin,
+    "cos": cos,
+    "bitand": bitand,
+    "bitor": bitor,
+    "bitxor": bitxor,
     "divisor": divisor,
     "portion": portion,
     "floor": floor,
@@ -477,6 +567,18 @@ def span(e: Expr) -> tuple[Expr, Expr]:
         low, high = sympy.Max(lows[0], -highs[0], 0), sympy.Max(-lows[0], highs[0])
     elif e.is_Mul and len(e.args) == 2 and e.args[0].is_Number:
         low, high = (e.args[0] * x for x in (parts[1] if e.args[0] > 0 else parts[1][::-1]))
+    elif isinstance(e, BITS) and (most := most_of_bits(e, lows, highs)) is not None:
+        low, high = sympy.Integer(0), most
     elif isinstance(e, (floordiv, cdiv)) and e.args[1].is_Integer:
         low, high = (x if not x.is_finite else e.func(x, e.args[1]) for x in parts[0])
     return low, high
+
+
+def most_of_bits(e: Expr, lows: list[Any], highs: list[Any]) -> Any:
+    """A number that an operation on bits of integers with these bounds is never above, if it is never negative; else None."""
+    if isinstance(e, bitand):
+        return min((high for low, high in zip(lows, highs) if low >= 0), default=None)
+    if any(low < 0 for low in lows):
+        return None
+    most = max(highs)
+    return most if most == sympy.oo else type(most)(2 ** int(most).bit_length() - 1)

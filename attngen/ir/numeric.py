@@ -5,6 +5,7 @@ Integers stay integers and divide downwards, as Python's do. This is the meaning
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
@@ -14,7 +15,26 @@ import numpy as np
 import sympy
 
 from attngen.errors import AttngenError
-from attngen.ir.expr import Expr, cdiv, clamp, divisor, exp2, floordiv, log, log2, mod, portion, select, sigmoid, sqrt, to_text
+from attngen.ir.expr import (
+    BITS,
+    Expr,
+    cdiv,
+    clamp,
+    cos,
+    divisor,
+    erf,
+    exp2,
+    floordiv,
+    log,
+    log2,
+    mod,
+    portion,
+    select,
+    sigmoid,
+    sin,
+    sqrt,
+    to_text,
+)
 
 Function = Callable[[Mapping[str, Any]], Any]
 
@@ -52,6 +72,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.tanh: np.tanh,
     sigmoid: lambda x: 1 / (1 + np.exp(-x)),
     sqrt: np.sqrt,
+    erf: np.vectorize(math.erf, otypes=[float]),
+    sin: np.sin,
+    cos: np.cos,
+    **{kind: kind.of for kind in BITS},
     divisor: lambda a, b: next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1),
     portion: lambda n, i, parts: i * (n // parts) + np.minimum(i, n % parts),
     sympy.Not: np.logical_not,

@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 
 from attngen.document import shown
+from attngen.ir.expr import BITS
 from attngen.lang.grammar import LangError
 from attngen.lang.limits import LEAST_REAL, MAX_BITS, MAX_INT, MAX_POWER, MAX_REAL, MAX_SIZE
 from attngen.lang.params import SAID, Kind, Param
@@ -78,12 +79,13 @@ class Checks:
         return self.error(node, f"`{self.written(node)}` has no real value: it divides by zero, or leaves what a function is defined for")
 
     def _check(self, node: ast.expr, kind: Kind, expr: Any) -> None:
+        masks = {arg for bits in expr.atoms(*BITS) for arg in bits.args if arg.is_Integer}
         for size, part in enumerate(sympy.preorder_traversal(expr), 1):
             if size > MAX_SIZE:
                 raise self.error(node, f"becomes more than {MAX_SIZE} operations here; expected a smaller expression")
             if part in (sympy.nan, sympy.zoo, sympy.oo, -sympy.oo, sympy.I):
                 raise self._no_value(node)
-            if part.is_Integer and kind == "int" and abs(part.p) > MAX_INT:
+            if part.is_Integer and kind == "int" and abs(part.p) > MAX_INT and part not in masks:
                 raise self.large(node)
             if part.is_Rational and max(part.p.bit_length(), part.q.bit_length()) > MAX_BITS:
                 raise self.large(node)

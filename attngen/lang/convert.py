@@ -9,11 +9,11 @@ from typing import Any
 import sympy
 
 from attngen.document import shown
-from attngen.ir.expr import FUNCTIONS, floordiv, mod
+from attngen.ir.expr import FUNCTIONS, bitand, bitor, bitxor, floordiv, mod
 from attngen.lang.checks import Part
 from attngen.lang.functions import OTHERS
 from attngen.lang.grammar import LangError
-from attngen.lang.limits import MAX_INT, MAX_REAL
+from attngen.lang.limits import MAX_BITMASK, MAX_INT, MAX_REAL
 from attngen.lang.params import SAID, Kind
 from attngen.lang.reads import Reads
 
@@ -44,7 +44,10 @@ _OPERATORS: dict[type, str] = {
     ast.In: "in",
     ast.NotIn: "not in",
 }
-_INSTEAD = {"&": "and", "|": "or", "^": "**", "is": "==", "is not": "!="}
+_INSTEAD = {"&": "and", "|": "or", "is": "==", "is not": "!="}
+_BITS = {"&": bitand, "|": bitor, "^": bitxor}
+_SHIFTS = ("<<", ">>")
+MAX_SHIFT = 30
 
 
 class Builder(Reads):
@@ -112,6 +115,8 @@ class Builder(Reads):
 
     def _binary(self, node: ast.BinOp) -> Part:
         sign = _OPERATORS[type(node.op)]
+        if sign in _BITS or sign in _SHIFTS:
+            return self._bits(node, sign)
         if sign not in ("+", "-", "*", "/", "//", "%", "**"):
             raise self._no_operator(node.left, node.op)
         a, b = self.number(node.left, f"`{sign}`"), self.number(node.right, f"`{sign}`")
@@ -131,6 +136,35 @@ class Builder(Reads):
             case "**":
                 return self._power(node, a, b)
         return self._floor(node, sign, a, b)
+
+    def _bits(self, node: ast.BinOp, sign: str) -> Part:
+        """`&`, `|`, `^`, `<<` and `>>` of integers; a shift is by a whole constant."""
+        sides = (node.left, node.right)
+        parts = [self._bitmask(side) or self.build(side) for side in sides]
+        for side, part in zip(sides, parts):
+            if part.kind == "bool":
+                hint = f"; did you mean `{_INSTEAD[sign]}`?" if sign in _INSTEAD else ""
+                raise self.error(side, f"`{sign}` takes integers, but `{self.written(side)}` is a condition{hint}")
+            if part.kind != "int":
+                hint = "; did you mean `**`?" if sign == "^" else "; int() and floor() make integers"
+                raise self.error(side, f"`{sign}` takes integers, but `{self.written(side)}` is {SAID[part.kind]}{hint}")
+        a, b = parts
+        if sign in _BITS:
+            return self.made(node, "int", lambda: _BITS[sign](a.expr, b.expr), a.constant and b.constant)
+        if not b.constant or not 0 <= b.expr <= MAX_SHIFT:
+            raise self.error(node.right, f"`{sign}` by `{self.written(node.right)}`; expected a whole constant from 0 to {MAX_SHIFT}")
+        by = sympy.Integer(2 ** int(b.expr))
+        return self.made(node, "int", lambda: a.expr * by if sign == "<<" else floordiv(a.expr, by), a.constant)
+
+    def _bracketed(self, node: ast.expr) -> bool:
+        """Whether a part has brackets around it in the text."""
+        before, after = self.text[: node.col_offset + self.lead].rstrip(), self.text[(node.end_col_offset or 0) + self.lead :].lstrip()
+        return before.endswith("(") and after.startswith(")")
+
+    def _bitmask(self, node: ast.expr) -> Part | None:
+        """A number beside `&`, `|` or `^`, which may have one bit more than others."""
+        is_one = isinstance(node, ast.Constant) and type(node.value) is int and node.value <= MAX_BITMASK
+        return Part("int", sympy.Integer(node.value), True) if is_one else None  # type: ignore[attr-defined]
 
     def _floor(self, node: ast.BinOp, sign: str, a: Part, b: Part) -> Part:
         """`//` and `%`, which round down: the divisor is a number known here, or a scalar declared to be positive."""
@@ -177,6 +211,10 @@ class Builder(Reads):
         for before, op in zip(nodes, node.ops):
             if type(op) not in _COMPARE:
                 raise self._no_operator(before, op)
+        for side in nodes if len(nodes) > 2 else ():  # `a < b & c < d` is `a < (b & c) < d`
+            if isinstance(side, ast.BinOp) and (sign := _OPERATORS[type(side.op)]) in _BITS and not self._bracketed(side):
+                hint = f"did you mean `{_INSTEAD[sign]}`?" if sign in _INSTEAD else "write two comparisons"
+                raise self.error(side, f"has `{sign}` between two comparisons, where it binds stronger; {hint}")
         parts = [self.build(n) for n in nodes]
         for side, part in zip(nodes, parts):
             if part.kind == "bool":

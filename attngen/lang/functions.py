@@ -11,10 +11,10 @@ import sympy
 
 from attngen.document import shown
 from attngen.errors import suggest
-from attngen.ir.expr import FUNCTIONS, Bool, Expr, clamp, floor, floordiv, mod, nearest, select, sigmoid, trunc
+from attngen.ir.expr import FUNCTIONS, Bool, Expr, clamp, erf, floor, floordiv, mod, nearest, select, trunc
 from attngen.lang.checks import Checks, Part
-from attngen.lang.limits import MAX_EXTREMES, MAX_INT
-from attngen.lang.names import CALLS, LANGUAGE, MEANT
+from attngen.lang.limits import MAX_EXTREMES, MAX_INT, MAX_TURNS
+from attngen.lang.names import CALLS, LANGUAGE, MEANT, name_problem
 from attngen.lang.params import Kind, Param
 
 OTHERS: dict[type, str] = {
@@ -43,6 +43,8 @@ class Functions(Checks):
     def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
         super().__init__(text, lead, params, score)
         self.extremes = 0  # arguments of min and max so far
+        self.turn: dict[str, int] = {}  # the turns that `any`, `all` and `sum` are at, by name
+        self.turns = 1  # how often what is built now is written out
 
     def _call(self, node: ast.Call) -> Part:
         if not isinstance(node.func, ast.Name):
@@ -64,7 +66,34 @@ class Functions(Checks):
             self.build(other)
         if not least <= len(node.args) <= most:
             raise self.error(node, f"`{name}` takes {words}; here are {len(node.args)}")
+        if name in _OVER:
+            return self._over(node, name)
         return self._where(node) if name == "where" else self._function(node, name)
+
+    def _over(self, node: ast.Call, name: str) -> Part:
+        """`any`, `all` or `sum`: the last argument, once for each turn of the first, joined."""
+        variable, count, each = node.args
+        if not isinstance(variable, ast.Name):
+            raise self.error(variable, f"`{name}` names its turns `{self.written(variable)}`; expected a name, as in {name}(i, 4, ...)")
+        if variable.id in self.params or variable.id in self.turn:
+            raise self.error(variable, f"`{name}` names its turns `{variable.id}`, which is a name already; expected another one")
+        if problem := name_problem(variable.id):
+            raise self.error(variable, f"`{name}` names its turns `{variable.id}`, which {problem}")
+        turns = self.build(count)
+        if not (turns.constant and turns.kind == "int" and turns.expr >= 1):
+            raise self.error(count, f"`{name}` has `{self.written(count)}` turns; expected a whole constant, 1 at least")
+        before = self.turns
+        self.turns *= int(turns.expr)
+        if self.turns > MAX_TURNS:
+            raise self.error(count, f"`{name}` writes its last argument out {self.turns} times; expected {MAX_TURNS} at most")
+        parts = []
+        for turn in range(int(turns.expr)):
+            self.turn[variable.id] = turn
+            parts.append(self.number(each, f"`{name}`") if name == "sum" else self.condition(each, f"`{name}`"))
+        del self.turn[variable.id]
+        self.turns = before
+        kind: Kind = "bool" if name != "sum" else "int" if all(p.kind == "int" for p in parts) else "real"
+        return self.made(node, kind, lambda: _OVER[name](*(p.expr for p in parts)), all(p.constant for p in parts))
 
     def _where(self, node: ast.Call) -> Part:
         c = self.condition(node.args[0], "the first argument of `where`")
@@ -97,13 +126,18 @@ class Functions(Checks):
                 return self.made(node, kind, lambda: FUNCTIONS[name](*exprs), constant)
             case "abs":
                 return self.made(node, kind, lambda: _abs(exprs[0]), constant)
+            case "relu":
+                zero = sympy.Integer(0)  # of reals a choice, whose derivative at 0 is 0
+                return self.made(
+                    node, kind, lambda: sympy.Max(exprs[0], zero) if kind == "int" else select(exprs[0] > 0, exprs[0], zero), constant
+                )
             case "clamp":
                 return self.made(node, kind, lambda: clamp(*exprs), constant)
             case "floor" | "round":
                 return self._whole(node, parts[0], name)
         if constant:
             return self.made(node, "real", lambda: sympy.Float(_REAL[name](float(exprs[0]))), True)
-        known = sigmoid if name == "sigmoid" else FUNCTIONS[name]
+        known = _gelu if name == "gelu" else FUNCTIONS[name]
         return self.made(node, "real", lambda: known(exprs[0]), False)
 
     def _cast(self, node: ast.Call, name: str) -> Part:
@@ -143,12 +177,22 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))
 
 
+def _gelu(x: Expr) -> Expr:
+    """x times the probability that a normal number is below x (Gaussian Error Linear Units, Hendrycks and Gimpel 2016, equation 1)."""
+    return x / 2 * (1 + erf(x * sympy.Float(math.sqrt(0.5))))
+
+
+_OVER: dict[str, Any] = {"any": sympy.Or, "all": sympy.And, "sum": sympy.Add}
 _REAL: dict[str, Callable[[float], float]] = {
     "exp": math.exp,
     "log": math.log,
     "tanh": math.tanh,
     "sqrt": math.sqrt,
     "sigmoid": _sigmoid,
+    "erf": math.erf,
+    "sin": math.sin,
+    "cos": math.cos,
+    "gelu": lambda x: x / 2 * (1 + math.erf(x * math.sqrt(0.5))),
 }
 
 _WHOLE: dict[str, tuple[Callable[[float], int], Any]] = {"floor": (math.floor, floor), "round": (round, nearest), "int": (int, trunc)}

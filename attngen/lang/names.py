@@ -27,7 +27,9 @@ CALLS = {
     "abs": ("1 number", 1, 1),
     "clamp": ("3 numbers: x, the least, the most", 3, 3),
     "where": ("3 arguments: a condition, what holds if it is true, and if not", 3, 3),
-    **dict.fromkeys(("exp", "log", "tanh", "sigmoid", "sqrt", "floor", "round"), ("1 number", 1, 1)),
+    **dict.fromkeys(("exp", "log", "tanh", "sigmoid", "sqrt", "erf", "sin", "cos", "relu", "gelu", "floor", "round"), ("1 number", 1, 1)),
+    **dict.fromkeys(("any", "all"), ("3 arguments: a name, how many turns, and a condition in which the name is 0, 1, ...", 3, 3)),
+    "sum": ("3 arguments: a name, how many turns, and a number in which the name is 0, 1, ...", 3, 3),
     **dict.fromkeys(("int", "float"), ("1 number or condition", 1, 1)),
 }
 LANGUAGE = frozenset({*POSITIONS, *CONDITIONS, SCORE, *CALLS})

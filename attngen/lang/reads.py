@@ -27,6 +27,8 @@ class Reads(Functions):
 
     def _name(self, node: ast.Name) -> Part:
         name = node.id
+        if name in self.turn:
+            return Part("int", sympy.Integer(self.turn[name]), True)
         if name in self.params:
             self.used.add(name)
             param = self.params[name]

@@ -15,18 +15,25 @@ import sympy
 
 from attngen.errors import AttngenError
 from attngen.ir.expr import (
+    BITS,
     REAL,
     TO_INTEGER,
+    bitand,
+    bitor,
     cdiv,
     clamp,
+    cos,
+    erf,
     exp2,
     floor,
     floordiv,
     log2,
     mod,
+    most_of_bits,
     nearest,
     portion,
     select,
+    sin,
     span,
     sqrt,
     symbol,
@@ -87,6 +94,10 @@ def _range(e: Any) -> tuple[int, int]:
         return min(0, lows[0]), max(0, highs[0])
     if isinstance(e, clamp):
         return min(lows[1:]), max(highs[1:])
+    if isinstance(e, BITS):
+        most = most_of_bits(e, lows, highs)
+        largest = 2 ** max(abs(x) for part in parts for x in part).bit_length()
+        return (-largest, largest - 1) if most is None else (0, most)
     if e.is_Mul or e.is_Pow:
         ends = [1]
         for part in parts if e.is_Mul else parts[:1] * int(e.exp):
@@ -172,12 +183,18 @@ class _Printer:
             sympy.Max: "tl.maximum",
             sympy.Abs: "tl.abs",
             sqrt: "tl.sqrt",
+            erf: "tl.erf",
+            sin: "tl.sin",
+            cos: "tl.cos",
         }
         for kind, name in calls.items():
             if isinstance(e, kind):
                 return self._call(name, e, real)
         if isinstance(e, TO_INTEGER):
             return self._whole(e)
+        if isinstance(e, BITS):
+            sign = "&" if isinstance(e, bitand) else "|" if isinstance(e, bitor) else "^"
+            return self._atom(self._join(f" {sign} ", [self.print(a) for a in e.args], 0))
         if isinstance(e, clamp):
             x, low, high = e.args
             return self.print(sympy.Min(sympy.Max(x, low, evaluate=False), high, evaluate=False), real)

@@ -8,12 +8,12 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.expr import INEQUALITIES, TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
+from attngen.ir.expr import BITS, INEQUALITIES, TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
 NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
 TOLERANCE = 1e-9  # relative difference of numbers that passes multiplied in another order; fp32 cannot tell them apart
-COMMUTATIVE = (sympy.Add, sympy.And, sympy.Or, sympy.Min, sympy.Max)
+COMMUTATIVE = (sympy.Add, sympy.And, sympy.Or, sympy.Min, sympy.Max, *BITS)
 
 
 class power2(sympy.Function):  # noqa: N801

@@ -45,7 +45,7 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
     "bad reference": ("= dot %q %k", "= dot q %k", "`q` is not a value; expected `%name` or `%name.field`"),
     "bad word": ("over(D_QK)", "over(D QK)", "`D QK` is not a word"),
     "bad expression": ("expr(LOG2E*scale)", "expr(LOG2E scale)", "`LOG2E scale` is not an expression"),
-    "call": ("expr(LOG2E*scale)", "expr(print(scale))", "calls `print`; known: abs, cdiv"),
+    "call": ("expr(LOG2E*scale)", "expr(print(scale))", "calls `print`; known: abs, bitand"),
     "bad grid": ("q in cdiv(Nq, BLOCK_Q)", "q to cdiv(Nq, BLOCK_Q)", "is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`"),
     "bad kernel": ("kernel @fwd own(q) grid(", "kernel fwd grid(", "not a kernel header; expected `kernel @fwd own(q) grid(...)`"),
     "op outside a block": ("  block @entry\n", "", "an op outside a block; expected `block @entry` first"),
