@@ -77,7 +77,10 @@ def evaluate(
         names["s"] = s.to(device, dtype)
     for name, param in expression.params:
         names[name] = param.value if param.value is not None else _given(param, values[name], device, dtype)
-    value = _Walk(names, device, dtype).value(expression.tree.body)
+    walk = _Walk(names, device, dtype)
+    for name, tree in expression.let.items():
+        names[name] = walk.value(tree.body)
+    value = walk.value(expression.tree.body)
     is_condition = isinstance(value, bool) or isinstance(value, torch.Tensor) and value.dtype == torch.bool
     return _tensor(value, device, torch.bool if is_condition else dtype)
 

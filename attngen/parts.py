@@ -110,10 +110,11 @@ _DTYPES = {"fp32": "f32", "int32": "i32", "bool": "b1", "int": "i32", "float": "
 
 
 class WrittenPart(Part):
-    """What a spec writes out: an expression, and its parameters."""
+    """What a spec writes out: an expression, its named parts, and its parameters."""
 
     name: ClassVar[str] = "expr"
     expr: str
+    let: dict[str, str] = {}
     params: dict[str, Param] = {}
 
     @property
@@ -130,14 +131,16 @@ class WrittenPart(Part):
         return self.parsed.expr
 
     def notes(self) -> tuple[str, ...]:
-        note = position_note(self.parsed.tree)
-        return (note,) if note else ()
+        found = map(position_note, (*self.parsed.let.values(), self.parsed.tree))
+        return unique(note for note in found if note)
 
     def describe(self) -> str:
-        return " ".join(self.expr.split())
+        parts = ", ".join(f"{name} = {' '.join(text.split())}" for name, text in self.let.items())
+        return " ".join(self.expr.split()) + (f" where {parts}" if parts else "")
 
     def data(self) -> Any:
-        return {"expr": self.expr, "params": {name: param.model_dump(mode="json") for name, param in self.params.items()}}
+        let = {"let": self.let} if self.let else {}
+        return {"expr": self.expr, **let, "params": {name: param.model_dump(mode="json") for name, param in self.params.items()}}
 
 
 def _param_inputs(params: Mapping[str, Param]) -> tuple[Input, ...]:

@@ -29,10 +29,17 @@ class Row:
     expected: bool | int | float
     at: Mapping[str, Any]
     params: Mapping[str, Param]
+    let: Mapping[str, str]
 
 
-def row(text: str, expected: bool | int | float, params: Mapping[str, Param] | None = None, **at: Any) -> Row:
-    return Row(text, expected, at, params or {})
+def row(
+    text: str,
+    expected: bool | int | float,
+    params: Mapping[str, Param] | None = None,
+    let: Mapping[str, str] | None = None,
+    **at: Any,
+) -> Row:
+    return Row(text, expected, at, params or {}, let or {})
 
 
 SLOPES = [0.5, 0.25, 0.125, 2.0]
@@ -103,6 +110,10 @@ ROWS = [
     row("all(i, 5, table[i] > 10 * q_idx)", True, {"table": TABLE}, table=FIVE),
     row("sum(i, 3, i * table[i + 1]) + s", 30 + 2 * 40 + 0.5, {"table": TABLE}, table=FIVE, s=0.5),
     row("sum(i, 3, sum(j, 2, i * 10 + j))", 63),
+    # named parts
+    row("own == other and far", True, let={"own": "q_idx // 4", "other": "kv_idx // 4", "far": "kv_idx - own * 4 > 2"}, q_idx=5, kv_idx=7),
+    row("any(i, 2, i * y + y == 9)", True, let={"x": "q_idx + 1", "y": "2 * x - kv_idx"}, q_idx=5, kv_idx=3),
+    row("where(near, t * t, t)", 6.25, {"table": TABLE}, {"t": "s + table[0] / 10", "near": "abs(q_idx - kv_idx) < 2"}, s=1.5, table=FIVE),
     row("s * scale_by", -4.5, {"scale_by": FLOAT}, s=3.0, scale_by=-1.5),
     # integers of reals, and casts
     row("floor(s) + 10 * round(s) + 100 * int(s)", -112, s=-1.3),

@@ -32,7 +32,7 @@ SHAPE = (SIZES["batch"], SIZES["q_heads"], SIZES["n_q"], SIZES["n_kv"])
 def test_value(row: Row) -> None:
     """The evaluator and the sympy expression both give what was worked out by hand."""
     condition = isinstance(row.expected, bool)
-    expression = (parse_mask if condition else parse_score)(row.text, row.params)
+    expression = (parse_mask if condition else parse_score)(row.text, row.params, row.let)
     call = {name: row.at[name] for name, param in row.params.items() if param.value is None}
     values = {name: torch.tensor(v) if isinstance(v, list) else v for name, v in call.items()}
     result = evaluate(expression, **SIZES, s=torch.full(SHAPE, float(row.at.get("s", 0))), values=values)
@@ -460,6 +460,17 @@ REFUSED: list[tuple[str, int | None, str]] = [
         "`min` and `max` have more than 32 arguments together; expected fewer",
     ),
 ]
+REFUSED_PARTS: list[tuple[str, dict[str, str], int | None, str, str]] = [
+    ("u < 1", {"u": "q_idx +"}, 7, "ends in `+`; expected a name or a number after it", "u"),
+    ("y < 1", {"u": "q_idx", "y": "u < 2 and b"}, 11, "`and` takes conditions, but `b` is an integer; compare it with something", "y"),
+    ("y < 1", {"y": "u + 1", "u": "q_idx"}, 1, f"uses `u`, {NO_NAME}; known: {NAMES}", "y"),
+    ("u + foo < 1", {"u": "q_idx"}, 5, f"uses `foo`, {NO_NAME}; known: {NAMES}, u", ""),
+    ("u(1) < 1", {"u": "q_idx"}, 1, f"calls `u`, {NOT}; {CALLS}", ""),
+    ("q_idx < 1", {"u": "q_idx"}, None, "does not use the part `u`; expected each named one to be used", ""),
+    ("any(u, 2, u < h)", {"u": "q_idx"}, 5, "`any` names its turns `u`, which is a name already; expected another one", ""),
+    ("w < 1", {"w": "q_idx"}, None, "the part `w` is a parameter too; expected another name", ""),
+    ("h < 1", {"h": "q_idx"}, None, "the part `h` is a word of the language; expected another name", ""),
+]
 REFUSED_SCORES = [
     ("q_idx < 1", 1, "is a condition; expected a number: write where(condition, a, b)"),
     ("true", 1, "is a condition; expected a number: write where(condition, a, b)"),
@@ -478,6 +489,13 @@ def test_refused(text: str, column: int | None, reason: str) -> None:
         parse_mask(text, declared(text))
     assert (caught.value.column, caught.value.reason) == (column, reason)
     assert str(caught.value) == (f"column {column}: {reason}" if column else reason)
+
+
+@pytest.mark.parametrize(("text", "let", "column", "reason", "part"), REFUSED_PARTS)
+def test_refused_parts(text: str, let: dict[str, str], column: int | None, reason: str, part: str) -> None:
+    with pytest.raises(LangError) as caught:
+        parse_mask(text, declared(text), let)
+    assert (caught.value.column, caught.value.reason, caught.value.part) == (column, reason, part)
 
 
 @pytest.mark.parametrize(("text", "column", "reason"), REFUSED_SCORES)

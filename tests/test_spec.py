@@ -354,10 +354,28 @@ OR = '{expr: "kv_idx < 4 or kv_idx > 90"}'
         ('{all_of: [{expr: "kv_idx < 4"}, {not: {any_of: [causal, document]}}]}', "kv_idx < 4 and not (causal or document)"),
         ('{all_of: [{expr: "kv_idx < 4"}, {not: {expr: "h == 0"}}]}', "kv_idx < 4 and not h == 0"),
         ('{not: {expr: "where(h == 0 or b == 0, kv_idx < 4, true)"}}', "not where(h == 0 or b == 0, kv_idx < 4, true)"),
+        ('{not: {expr: "r < 3", let: {r: "q_idx // 4"}}}', "not (r < 3 where r = q_idx // 4)"),
     ],
 )
 def test_the_text_of_a_mask_keeps_its_brackets(mask: str, text: str) -> None:
     assert parse_spec(BASE + f"mask: {mask}").mask.describe() == text
+
+
+def test_named_parts() -> None:
+    """They are read in order, are in the canonical form where there are some, and their mistakes name them."""
+    spec = parse_spec(BASE + 'mask: {expr: "r == c", let: {r: "q_idx // w", c: "kv_idx // w"}, params: {w: {scalar: int, min: 1}}}')
+    plain = parse_spec(BASE + 'mask: {expr: "q_idx // w == kv_idx // w", params: {w: {scalar: int, min: 1}}}')
+    assert spec.mask.expression() == plain.mask.expression()
+    assert spec.canonical()["mask"]["let"] == {"r": "q_idx // w", "c": "kv_idx // w"} and "let" not in plain.canonical()["mask"]
+    assert make_spec({"name": "x", "head_dim": 64, "mask": spec.canonical()["mask"]}).hash() == spec.hash()
+    for wrong, text in (
+        ('{r: "q_idx +"}', "line 3: `mask.let.r` at column 7 ends in `+`; expected a name or a number after it"),
+        ("[q_idx]", 'line 3: `mask.let` is a list of 1; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
+        ("{r: 3}", 'line 3: `mask.let` is a mapping of 1; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
+    ):
+        with pytest.raises(SpecError) as error:
+            parse_spec(BASE + f'mask: {{expr: "r < 3", let: {wrong}}}', "x.yaml")
+        assert str(error.value) == f"x.yaml, {text}"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import sympy
 
 from attngen.document import shown
 from attngen.ir.expr import BITS
-from attngen.lang.grammar import LangError
+from attngen.lang.grammar import LangError, read_tree
 from attngen.lang.limits import LEAST_REAL, MAX_BITS, MAX_INT, MAX_POWER, MAX_REAL, MAX_SIZE
 from attngen.lang.params import SAID, Kind, Param
 
@@ -29,9 +29,17 @@ class Part:
 class Checks:
     """The checks of every part, with errors that name the part. A subclass gives `build`."""
 
-    def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
-        self.text, self.lead, self.params, self.score = text, lead, params, score
+    def __init__(self, params: Mapping[str, Param], score: bool) -> None:
+        self.params, self.score = params, score
+        self.text, self.lead = "", 0  # what is read, and the characters before its first part
+        self.parts: dict[str, Part] = {}  # that have names
         self.used: set[str] = set()
+
+    def read(self, text: str) -> tuple[ast.Expression, Part]:
+        """Python's tree of a text, and the part that it stands for. Raises LangError."""
+        tree, lead = read_tree(text)
+        self.text, self.lead = text, lead
+        return tree, self.build(tree.body)
 
     def build(self, node: ast.expr) -> Part:
         """The part that a node of Python's tree stands for. Raises LangError."""

@@ -40,8 +40,8 @@ OTHERS: dict[type, str] = {
 class Functions(Checks):
     """Builds calls."""
 
-    def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
-        super().__init__(text, lead, params, score)
+    def __init__(self, params: Mapping[str, Param], score: bool) -> None:
+        super().__init__(params, score)
         self.extremes = 0  # arguments of min and max so far
         self.turn: dict[str, int] = {}  # the turns that `any`, `all` and `sum` are at, by name
         self.turns = 1  # how often what is built now is written out
@@ -75,7 +75,7 @@ class Functions(Checks):
         variable, count, each = node.args
         if not isinstance(variable, ast.Name):
             raise self.error(variable, f"`{name}` names its turns `{self.written(variable)}`; expected a name, as in {name}(i, 4, ...)")
-        if variable.id in self.params or variable.id in self.turn:
+        if variable.id in {*self.params, *self.parts, *self.turn}:
             raise self.error(variable, f"`{name}` names its turns `{variable.id}`, which is a name already; expected another one")
         if problem := name_problem(variable.id):
             raise self.error(variable, f"`{name}` names its turns `{variable.id}`, which {problem}")

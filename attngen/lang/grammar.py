@@ -14,10 +14,10 @@ from attngen.lang.limits import MAX_DEPTH, MAX_NODES, MAX_TEXT
 
 
 class LangError(ValueError):
-    """An expression that is not in the language: a sentence, and the column (from 1) if there is one place."""
+    """An expression that is not in the language: a sentence, the column (from 1) if there is one place, and the named part around it."""
 
-    def __init__(self, column: int | None, reason: str) -> None:
-        self.column, self.reason = column, reason
+    def __init__(self, column: int | None, reason: str, part: str = "") -> None:
+        self.column, self.reason, self.part = column, reason, part
         super().__init__(f"column {column}: {reason}" if column else reason)
 
 

@@ -21,12 +21,15 @@ from attngen.lang.params import SAID, Param
 class Reads(Functions):
     """Builds names, and reads of tensors."""
 
-    def __init__(self, text: str, lead: int, params: Mapping[str, Param], score: bool) -> None:
-        super().__init__(text, lead, params, score)
+    def __init__(self, params: Mapping[str, Param], score: bool) -> None:
+        super().__init__(params, score)
         self.reads: dict[tuple[str, tuple[Expr, ...]], sympy.Symbol] = {}
 
     def _name(self, node: ast.Name) -> Part:
         name = node.id
+        if name in self.parts:
+            self.used.add(name)
+            return self.parts[name]
         if name in self.turn:
             return Part("int", sympy.Integer(self.turn[name]), True)
         if name in self.params:
@@ -48,7 +51,7 @@ class Reads(Functions):
             raise self.error(node, "uses the score `s`, which masks do not have")
         if name in CALLS:
             raise self.error(node, f"uses the function `{name}` without arguments; it takes {CALLS[name][0]}")
-        known = {*POSITIONS, *CONDITIONS, *self.params, *((SCORE,) if self.score else ())}
+        known = {*POSITIONS, *CONDITIONS, *self.params, *self.parts, *((SCORE,) if self.score else ())}
         meant = MEANT.get(name)
         hint = f"did you mean `{meant}`?" if meant in known else suggest(name, known)
         raise self.error(node, f"uses `{shown(name)}`, which is no name of the language and not declared in `params`; {hint}")

@@ -61,7 +61,7 @@ class Written(WrittenPart, Mask):
 
     @cached_property
     def parsed(self) -> Expression:
-        return parse_mask(self.expr, self.params)
+        return parse_mask(self.expr, self.params, self.let)
 
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         return evaluated(self.parsed, sizes, device, inputs)
@@ -104,7 +104,7 @@ class Compound(Mask):
 
     def _wrapped(self, m: Mask) -> str:
         """A part's text, in brackets where it is several conditions."""
-        several = isinstance(m, (AllOf, AnyOf)) or (isinstance(m, Written) and isinstance(m.parsed.tree.body, ast.BoolOp))
+        several = isinstance(m, (AllOf, AnyOf)) or (isinstance(m, Written) and (m.let or isinstance(m.parsed.tree.body, ast.BoolOp)))
         return f"({m.describe()})" if several else m.describe()
 
     def data(self) -> Any:

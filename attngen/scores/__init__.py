@@ -50,7 +50,7 @@ class WrittenScore(WrittenPart, Score):
 
     @cached_property
     def parsed(self) -> Expression:
-        return parse_score(self.expr, self.params)
+        return parse_score(self.expr, self.params, self.let)
 
     def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
         return evaluated(self.parsed, sizes, s.device, inputs, s)

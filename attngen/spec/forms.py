@@ -16,6 +16,7 @@ from attngen.parts import Part
 from attngen.scores import Score, WrittenScore, score_registry
 from attngen.spec.sentences import Mistakes, mistakes, said, said_by
 
+_WRITTEN = ["expr", "let", "params"]
 ALGEBRA = ("all_of", "any_of", "not", "expr")
 MASK_FORMS = (
     "a mask: its name as in `causal`, {name: {parameter: value}}, {expr: text}, {all_of: [masks]}, {any_of: [masks]} or {not: mask}"
@@ -107,15 +108,18 @@ def _parse_named(cls: type[SomePart], params: Any) -> SomePart:
 
 
 def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
-    """A mask or modifier of the form {expr: text, params: {name: declaration}}."""
-    if stray := next((key for key in value if key not in ("expr", "params")), None):
-        raise Mistakes(((stray,), f"is no known key; {suggest(str(stray), ['expr', 'params'])}"))
+    """A mask or modifier of the form {expr: text, let: {name: text}, params: {name: declaration}}."""
+    if stray := next((key for key in value if key not in _WRITTEN), None):
+        raise Mistakes(((stray,), f"is no known key; {suggest(str(stray), _WRITTEN)}"))
     text, declared = value["expr"], value.get("params")
     declared = {} if declared is None else declared
     if not isinstance(text, str):
         raise Mistakes((("expr",), f'is {said(text)}; expected an expression in quotes, as in "kv_idx <= q_pos"'))
     if not isinstance(declared, dict):
         raise Mistakes((("params",), f"is {said(declared)}; expected the declarations of parameters by name"))
+    let = {} if value.get("let") is None else value["let"]
+    if not isinstance(let, dict) or not all(isinstance(x, str) for x in let.values()):
+        raise Mistakes((("let",), f'is {said(let)}; expected expressions in quotes by name, as in {{row: "q_idx // 64"}}'))
     params: dict[str, Param] = {}
     found: list[tuple[document.Path, str]] = []
     for name, declaration in declared.items():
@@ -129,11 +133,12 @@ def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
             found.append((("params", name), str(error)))
     if found:
         raise Mistakes(*found)
-    part: Any = cls.model_validate({"expr": text, "params": params})
+    part: Any = cls.model_validate({"expr": text, "let": let, "params": params})
     try:
         _ = part.parsed
     except LangError as error:
-        raise Mistakes((("expr",), f"at column {error.column} {error.reason}" if error.column else error.reason)) from None
+        key = ("let", error.part) if error.part else ("expr",)
+        raise Mistakes((key, f"at column {error.column} {error.reason}" if error.column else error.reason)) from None
     made: SomePart = part
     return made
 
@@ -204,4 +209,11 @@ def _written_schema() -> dict[str, Any]:
         "type": "string",
         "description": "an expression over q_pos, q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores",
     }
-    return {"type": "object", "properties": {"expr": text, "params": params}, "required": ["expr"], "additionalProperties": False}
+    let = {
+        "type": "object",
+        "propertyNames": names_schema(),
+        "additionalProperties": {"type": "string"},
+        "description": "expressions by name, for parts that the expression has several times; each may use those before it",
+    }
+    properties = {"expr": text, "let": let, "params": params}
+    return {"type": "object", "properties": properties, "required": ["expr"], "additionalProperties": False}

@@ -43,7 +43,7 @@ def _diffusion_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _draft_tree(sizes: Sizes, device: torch.device, generator: torch.Generator, prefix: int, branches: int) -> Made:
-    """Verification of a tree of drafted tokens after a prefix: a node sees the prefix, its ancestors and itself (JetSpec, arXiv:2606.18394).
+    """Verification of a tree of drafted tokens after a prefix: a node sees the prefix, ancestors and itself (JetSpec, arXiv:2606.18394).
 
     Each node hangs from one of the `branches` nodes before it, drawn at random.
     """

@@ -1,0 +1,1 @@
+"""Front ends: other ways than YAML to say what a variant is."""

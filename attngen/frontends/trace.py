@@ -1,0 +1,342 @@
+"""Traces the functions that FlexAttention takes, `mask_mod` and `score_mod`, into expressions of the language.
+
+A function runs once on numbers of no dimension (`make_fx`, fake tensors), which gives its operators. Nothing is compiled. Tensors that it
+captures become inputs: with the dimensions by which they are read, and a gradient where they require one. Python's numbers are written out.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attngen.errors import AttngenError
+from attngen.frontends.operators import OPERATORS, REDUCTIONS, SAME_AS
+from attngen.frontends.values import Index, Untold, Value, constant, joined, literal, scalar, size_of
+from attngen.lang.names import name_problem
+from attngen.lang.params import Kind
+
+Mod = Callable[..., Any]
+NAMED_FROM = 7  # parts of an expression; one with as many that occurs twice gets a name
+_KINDS: dict[str, Kind] = {"bool": "bool", "int32": "int", "fp32": "real"}
+_POSITIONS = ("b", "h", "q_idx", "kv_idx")
+
+
+class TraceError(AttngenError):
+    """A function that has no expression: which one, the operation and the line."""
+
+
+@dataclass
+class Table:
+    """A captured tensor: the name of its input, and the indices at which it is read, each as text."""
+
+    name: str
+    tensor: torch.Tensor
+    dtype: str
+    reads: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; a number of no dimension is read as a tensor with one element."""
+        return tuple(self.tensor.shape) or (1,)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What was traced: expressions as text (None where there is nothing to say), named parts of each, and the captured tensors by name."""
+
+    mask: str | None
+    mask_parts: dict[str, str]
+    score: str | None
+    score_parts: dict[str, str]
+    tables: tuple[Table, ...]
+
+
+def trace(score_mod: Mod | None, mask_mod: Mod | None) -> Traced:
+    """Trace a pair of functions: score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx).
+
+    A score that is -inf under a condition, by `torch.where`, gives the mask that condition.
+
+    Raises TraceError: one sentence with the function, the operation and the line.
+    """
+    tracer = _Tracer()
+    conditions: list[ast.expr] = []
+    if mask_mod is not None:
+        made = tracer.run(mask_mod, False)
+        conditions.append(made.text)
+    score = None
+    if score_mod is not None:
+        made = tracer.run(score_mod, True)
+        score = made.text
+        conditions += [] if made.visible is None else [made.visible]
+    mask = joined(ast.And, *conditions)
+    shown = isinstance(mask, ast.Name) and mask.id == "true"
+    plain = isinstance(score, ast.Name) and score.id == "s"
+    mask_text, mask_parts = (None, {}) if shown else _named(mask, "m")
+    score_text, score_parts = (None, {}) if score is None or plain else _named(score, "x")
+    texts = " ".join((mask_text or "", score_text or "", *mask_parts.values(), *score_parts.values()))
+    used = tuple(t for t in tracer.tables.values() if re.search(rf"\b{t.name}\b", texts))
+    return Traced(mask_text, mask_parts, score_text, score_parts, used)
+
+
+class _Lines(TorchDispatchMode):
+    """Records where in a function each operator was called."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.file, self.calls = file, list[tuple[Any, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back  # type: ignore[assignment]
+        self.calls.append((func, frame.f_lineno if frame is not None else 0))
+        return func(*args, **(kwargs or {}))
+
+
+class _Tracer:
+    """Traces functions one after the other. Their tensors are named together."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Table] = {}
+        self.turns = 0
+
+    def fresh(self) -> str:
+        self.turns += 1
+        return f"i{self.turns}" if self.turns > 1 else "i"
+
+    def run(self, mod: Mod, score: bool) -> Value:
+        """The value that a function gives."""
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        what = "score_mod" if score else "mask_mod"
+        inner = inspect.unwrap(getattr(mod, "func", mod))
+        code = getattr(inner, "__code__", None)
+        lines = _Lines(code.co_filename if code else "")
+
+        def recorded(*args: torch.Tensor) -> Any:
+            with lines:
+                return mod(*args)
+
+        captured = list(_tensors(mod))
+        device = next((x.device for _, x in captured), torch.device("cpu"))
+        places = [torch.zeros((), dtype=torch.int32, device=device) for _ in _POSITIONS]
+        scores = [torch.zeros((), dtype=torch.float32, device=device)] if score else []
+        try:
+            with TransformGetItemToIndex(), torch.no_grad():
+                graph = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*scores, *places)
+        except Exception as error:
+            at = f", line {lines.calls[-1][1]}" if lines.calls and lines.calls[-1][1] else ""
+            raise TraceError(f"{what} `{_title(mod)}`{at} cannot be traced: {_first_line(error)}") from error
+        return self._walk(graph, mod, what, lines, {id(x): name for name, x in captured}, score)
+
+    def _walk(self, graph: Any, mod: Mod, what: str, lines: _Lines, names: dict[int, str], score: bool) -> Value:
+        """The value of the graph's output."""
+        values: dict[Any, Value] = {}
+        inputs = iter((*(["s"] if score else []), *_POSITIONS))
+        counts: dict[Any, int] = {}
+
+        def of(x: Any) -> Any:
+            if isinstance(x, torch.fx.Node):
+                return values[x]
+            if isinstance(x, (list, tuple)):
+                return [of(y) for y in x]
+            return constant(x) if isinstance(x, (bool, int, float)) else x
+
+        for node in graph.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    name = next(inputs)
+                    values[node] = scalar("real" if name == "s" else "int", ast.Name(name, ast.Load()))
+                case "get_attr":
+                    values[node] = self._captured(getattr(graph, node.target), names, node)
+                case "call_function":
+                    counts[node.target] = counts.get(node.target, 0) + 1
+                    try:
+                        values[node] = self._call(node, [of(a) for a in node.args], {k: of(v) for k, v in node.kwargs.items()})
+                    except Untold as error:
+                        at = _line(lines, node.target, counts[node.target])
+                        raise TraceError(f"{what} `{_title(mod)}`{at}: `{_operator(node.target)}` {error}") from None
+                case "output":
+                    return self._result(of(node.args[0]), mod, what, score)
+        raise AssertionError("a graph has an output")
+
+    def _result(self, made: Any, mod: Mod, what: str, score: bool) -> Value:
+        wanted = "a number" if score else "a condition"
+        if isinstance(made, list) and len(made) == 1:
+            made = made[0]
+        if not isinstance(made, Value) or made.shape:
+            given = f"a tensor of shape {list(made.shape)}" if isinstance(made, Value) else f"`{type(made).__name__}`"
+            raise TraceError(f"{what} `{_title(mod)}` gives {given}; expected {wanted}")
+        if (made.kind == "bool") == score:
+            raise TraceError(f"{what} `{_title(mod)}` gives {'a condition' if score else 'a number'}; expected {wanted}")
+        return made
+
+    def _captured(self, tensor: torch.Tensor, names: dict[int, str], node: Any) -> Value:
+        """A tensor that the function holds; one that it makes of a number while it runs is that number."""
+        if id(tensor) not in names and not tensor.dim() and all("lift_fresh" in str(user.target) for user in node.users):
+            return constant(tensor.item())
+        if id(tensor) not in self.tables:
+            kind = "bool" if tensor.dtype == torch.bool else "fp32" if tensor.is_floating_point() else "int32"
+            self.tables[id(tensor)] = Table(self._name(names.get(id(tensor), "")), tensor, kind)
+        table = self.tables[id(tensor)]
+
+        def read(index: Index) -> ast.expr:
+            table.reads.append(tuple(map(ast.unparse, index)))
+            at = index[0] if len(index) == 1 else ast.Tuple(list(index), ast.Load())
+            return ast.Subscript(ast.Name(table.name, ast.Load()), at, ast.Load())
+
+        kind = _KINDS[table.dtype]
+        return Value(kind, tuple(tensor.shape), read) if tensor.dim() else scalar(kind, read((literal(0),)))
+
+    def _name(self, wanted: str) -> str:
+        """A name that a parameter can have, and no other tensor has: as in the function, if it can be."""
+        stem = re.sub("[^a-z0-9_]+", "_", wanted.lower()).strip("_")[:24] or "table"
+        stem = stem if stem[0].isalpha() else f"t_{stem}"
+        stem = f"my_{stem}" if name_problem(stem) or re.fullmatch(r"[imx][0-9]*", stem) else stem
+        taken = {table.name for table in self.tables.values()}
+        return next(name for name in (stem, *(f"{stem}_{n}" for n in range(2, 1000))) if name not in taken)
+
+    def _call(self, node: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
+        name = _operator(node.target)
+        found = OPERATORS.get(SAME_AS.get(name, name))
+        if found is None:
+            raise Untold("has no expression; `attngen.frontends.operators` has those that have one")
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("layout", "device", "pin_memory", "memory_format", "non_blocking")}
+        return found(self.fresh, *args, **kwargs) if found in REDUCTIONS else found(*args, **kwargs)
+
+
+def _operator(target: Any) -> str:
+    """An operator's name without its overload, as in `aten::add`."""
+    schema = getattr(target, "_schema", None)
+    return schema.name if schema is not None else str(target)
+
+
+def _title(mod: Mod) -> str:
+    return getattr(mod, "__name__", type(mod).__name__)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _line(lines: _Lines, target: Any, count: int) -> str:
+    """The line of the n-th call of an operator, where it was recorded."""
+    found = [line for func, line in lines.calls if func == target]
+    line = found[min(count, len(found)) - 1] if found else 0
+    return f", line {line} of {lines.file}" if line else ""
+
+
+def _tensors(mod: Any, seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a function holds, by the names that it has for them, and those of the functions that it holds."""
+    seen = set() if seen is None else seen
+    for name, value in held(mod):
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            for i, x in enumerate(value):
+                if isinstance(x, torch.Tensor):
+                    yield f"{name}_{i}", x
+                elif callable(x):
+                    yield from _tensors(x, seen)
+        elif callable(value):
+            yield from _tensors(value, seen)
+
+
+def held(mod: Any) -> Iterator[tuple[str, Any]]:
+    """What a function depends on besides its arguments: names and values."""
+    if isinstance(getattr(mod, "func", None), Callable):  # type: ignore[arg-type]
+        yield "func", mod.func  # functools.partial
+        yield from enumerate_names(getattr(mod, "args", ()))
+        yield from (getattr(mod, "keywords", None) or {}).items()
+        return
+    if inspect.ismethod(mod):
+        yield "self", mod.__self__
+        mod = mod.__func__
+    if isinstance(mod, torch.nn.Module):
+        yield from mod.named_parameters()
+        yield from mod.named_buffers()
+        return
+    if not inspect.isfunction(mod):
+        yield from vars(mod).items() if hasattr(mod, "__dict__") and not isinstance(mod, type) else ()
+        return
+    cells = zip(mod.__code__.co_freevars, mod.__closure__ or ())
+    for name, cell in cells:
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    defaults = mod.__defaults__ or ()
+    yield from zip(mod.__code__.co_varnames[: mod.__code__.co_argcount][-len(defaults) :] if defaults else (), defaults)
+    yield from (mod.__kwdefaults__ or {}).items()
+    for name in mod.__code__.co_names:
+        value = mod.__globals__.get(name)
+        if isinstance(value, (torch.Tensor, bool, int, float)) or inspect.isfunction(value):
+            yield name, value
+
+
+def enumerate_names(values: Any) -> Iterator[tuple[str, Any]]:
+    return ((f"arg_{i}", x) for i, x in enumerate(values))
+
+
+def _named(e: ast.expr, letter: str) -> tuple[str, dict[str, str]]:
+    """An expression's text, and its parts that occur more than once, under names of their own: each in terms of those before it."""
+    parents: dict[int, int] = {}
+    order: list[ast.expr] = []
+
+    def visit(node: ast.expr) -> bool:
+        """Count the places of a part; whether it has the name of a turn in it."""
+        parents[id(node)] = parents.get(id(node), 0) + 1
+        if parents[id(node)] > 1:
+            return id(node) in bound
+        inside = [visit(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        if any(inside) or isinstance(node, ast.Name) and re.fullmatch(r"i[0-9]*", node.id):
+            bound.add(id(node))
+        order.append(node)
+        return id(node) in bound
+
+    bound: set[int] = set()
+    visit(e)
+    names: dict[int, str] = {}
+    parts: dict[str, str] = {}
+
+    def text(node: ast.expr) -> str:
+        return ast.unparse(_replaced(node, names))
+
+    for node in order:
+        if node is not e and parents[id(node)] > 1 and id(node) not in bound and size_of(node) >= NAMED_FROM:
+            parts[name := f"{letter}{len(parts) + 1}"] = text(node)
+            names[id(node)] = name
+    return text(e), parts
+
+
+def _replaced(node: Any, names: dict[int, str], known: dict[int, Any] | None = None) -> Any:
+    """A copy of an expression, with named parts as their names."""
+    known = {} if known is None else known
+    if id(node) in known:
+        return known[id(node)]
+    fields = {}
+    for key, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            fields[key] = [_inner(x, names, known) for x in value]
+        else:
+            fields[key] = _inner(value, names, known)
+    known[id(node)] = type(node)(**fields)
+    return known[id(node)]
+
+
+def _inner(x: Any, names: dict[int, str], known: dict[int, Any]) -> Any:
+    if id(x) in names:
+        return ast.Name(names[id(x)], ast.Load())
+    return _replaced(x, names, known) if isinstance(x, ast.AST) else x

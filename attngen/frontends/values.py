@@ -1,0 +1,205 @@
+"""Values of a traced function, as expressions of the language: what kind they are, their shape, and the text of each element.
+
+A value of a function that FlexAttention takes is nearly always a number. A few are small tensors, such as a row of a table, which a
+reduction or an index makes a number again. An element's text is made when it is asked for, by its indices, which may be the names of turns.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from attngen.lang.limits import MAX_TURNS
+from attngen.lang.params import Kind
+
+Index = tuple[ast.expr, ...]
+Number = bool | int | float
+
+
+class Untold(Exception):
+    """An operation that has no expression: the reason, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a function while it is traced.
+
+    at(index): the expression of an element. number: what it is, where it is one number that the function was written with.
+    visible: the condition under which a score is not -inf, where it may be.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    at: Callable[[Index], ast.expr]
+    number: Number | None = None
+    visible: ast.expr | None = None
+
+    @property
+    def text(self) -> ast.expr:
+        """The expression of a value without dimensions."""
+        if self.shape:
+            raise Untold(f"gives a tensor of shape {list(self.shape)}; expected one number")
+        return self.at(())
+
+
+def scalar(kind: Kind, e: ast.expr, visible: ast.expr | None = None) -> Value:
+    """A value without dimensions."""
+    return Value(kind, (), lambda _: e, None, visible)
+
+
+def constant(value: Number) -> Value:
+    """A number that the function was written with."""
+    kind: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "real"
+    return Value(kind, (), lambda _: literal(value), value)
+
+
+_OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt}
+_OPPOSITE |= {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+
+
+def literal(value: Number) -> ast.expr:
+    if isinstance(value, bool):
+        return ast.Name("true" if value else "false", ast.Load())
+    if math.isnan(value) or math.isinf(value):
+        raise Untold(f"uses {value}, which expressions do not have; -inf may be a side of the last `torch.where` of a score")
+    return ast.Constant(value) if value >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-value))
+
+
+def call(name: str, *args: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name(name, ast.Load()), list(args), [])
+
+
+def joined(op: type[ast.boolop], *parts: ast.expr) -> ast.expr:
+    """`and` or `or` of conditions, flat, without those that say nothing."""
+    neutral, decisive = ("true", "false") if op is ast.And else ("false", "true")
+    found: list[ast.expr] = []
+    for part in parts:
+        if isinstance(part, ast.Name) and part.id == decisive:
+            return part
+        if not (isinstance(part, ast.Name) and part.id == neutral):
+            found += part.values if isinstance(part, ast.BoolOp) and isinstance(part.op, op) else [part]
+    if not found:
+        return ast.Name(neutral, ast.Load())
+    return found[0] if len(found) == 1 else ast.BoolOp(op(), found)
+
+
+def negated(e: ast.expr) -> ast.expr:
+    if isinstance(e, ast.Compare) and len(e.ops) == 1:
+        return ast.Compare(e.left, [_OPPOSITE[type(e.ops[0])]()], e.comparators)
+    return e.operand if isinstance(e, ast.UnaryOp) and isinstance(e.op, ast.Not) else ast.UnaryOp(ast.Not(), e)
+
+
+def as_number(x: Value) -> Value:
+    """A condition as 1 or 0."""
+    if x.kind != "bool":
+        return x
+    return constant(int(x.number)) if x.number is not None else Value("int", x.shape, lambda i: call("int", x.at(i)))
+
+
+def as_real(x: Value) -> Value:
+    if x.kind == "real":
+        return x
+    if x.number is not None:
+        return constant(float(x.number))
+    return Value("real", x.shape, lambda i: call("float", x.at(i)))
+
+
+def as_condition(x: Value) -> Value:
+    """A number as whether it is not 0."""
+    if x.kind == "bool":
+        return x
+    if x.number is not None:
+        return constant(bool(x.number))
+    return Value("bool", x.shape, lambda i: ast.Compare(x.at(i), [ast.NotEq()], [ast.Constant(0)]))
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that tensors have together, as PyTorch broadcasts them."""
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(s)) + s for s in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded))
+
+
+def element(x: Value, index: Index) -> ast.expr:
+    """The expression of a value that was broadcast, at an index of all dimensions."""
+    own = index[len(index) - len(x.shape) :] if x.shape else ()
+    return x.at(tuple(ast.Constant(0) if n == 1 else i for n, i in zip(x.shape, own)))
+
+
+def mapped(kind: Kind, make: Callable[..., ast.expr], *values: Value, visible: ast.expr | None = None) -> Value:
+    """The values' elements, put together by `make`."""
+    shape = broadcast(*(x.shape for x in values))
+    if not shape:
+        return scalar(kind, make(*(x.text for x in values)), visible)
+    return Value(kind, shape, lambda index: make(*(element(x, index) for x in values)), None, visible)
+
+
+def indexed(x: Value, indices: list[Value | None]) -> Value:
+    """x[indices], None for a dimension that is kept. Indices broadcast; they come first if one is kept between two of them."""
+    at = [i for i, index in enumerate(indices) if index is not None]
+    given = [as_number(index) for index in indices if index is not None]
+    kept = [i for i in range(len(x.shape)) if i not in at]
+    shape = broadcast(*(index.shape for index in given))
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0  # of the result's dimensions, those of the indices
+    before = [i for i in kept if i < first]
+    after = [i for i in kept if i not in before]
+    whole = (*(x.shape[i] for i in before), *shape, *(x.shape[i] for i in after))
+
+    def of(index: Index) -> ast.expr:
+        places: dict[int, ast.expr] = dict(zip(before, index))
+        own = index[len(before) : len(before) + len(shape)]
+        places |= dict(zip(after, index[len(before) + len(shape) :]))
+        places |= {i: element(value, own) for i, value in zip(at, given)}
+        return x.at(tuple(places[i] for i in range(len(x.shape))))
+
+    return scalar(x.kind, of(())) if not whole else Value(x.kind, whole, of)
+
+
+def moved(x: Value, shape: tuple[int, ...], places: Callable[[Index], Index]) -> Value:
+    """A view: its element at an index is that of x at `places` of the index."""
+    made = Value(x.kind, shape, lambda index: x.at(places(index)), x.number)
+    return scalar(x.kind, made.at(())) if not shape and x.number is None else made
+
+
+def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, fresh: Callable[[], str]) -> Value:
+    """`any`, `all` or `sum` over dimensions."""
+    rank = len(x.shape)
+    over = sorted({d % rank for d in dims}) if rank else []
+    if large := next((x.shape[d] for d in over if x.shape[d] > MAX_TURNS), 0):
+        raise Untold(f"reduces {large} elements; expected at most {MAX_TURNS}, which are written out")
+    left = tuple(1 if d in over else n for d, n in enumerate(x.shape) if keep or d not in over)
+
+    def of(index: Index) -> ast.expr:
+        own = iter(index)
+        places: list[ast.expr] = []
+        turns: list[tuple[str, int]] = []
+        for d, n in enumerate(x.shape):
+            if d in over:
+                if keep:
+                    next(own)
+                turns += [(fresh(), n)] if n != 1 else []
+                places.append(ast.Name(turns[-1][0], ast.Load()) if n != 1 else ast.Constant(0))
+            else:
+                places.append(next(own))
+        e = x.at(tuple(places))
+        for turn, n in reversed(turns):
+            e = call(name, ast.Name(turn, ast.Load()), ast.Constant(n), e)
+        return e
+
+    return scalar(kind, of(())) if not left else Value(kind, left, of)
+
+
+def size_of(e: ast.AST) -> int:
+    """The number of parts of an expression; of one with equal parts, each once."""
+    seen: set[int] = set()
+
+    def count(node: Any) -> int:
+        if id(node) in seen:
+            return 0
+        seen.add(id(node))
+        return 1 + sum(count(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+
+    return count(e)
