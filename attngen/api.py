@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen import store
 from attngen.errors import AttngenError, SpecError, last_line
+from attngen.imported import import_folder
 
 if TYPE_CHECKING:
     from attngen.spec import Spec
@@ -159,13 +160,11 @@ def _import(folder: Path) -> ModuleType:
     """Import a generated folder under its name and a digest of its code; AttngenError, in one sentence, if that fails."""
     from attngen import built
 
-    digest = store.code_digest(folder)
-    stem = re.sub(r"\W", "_", folder.name.removesuffix(f"_{digest}"))
-    name = f"{built.__name__}.{stem}_{digest}"
-    known = sys.modules.get(name)
-    if known is not None and Path(str(known.__file__)).is_file():
-        return known
     try:
-        return built.import_folder(folder, name)
+        digest = store.code_digest(folder)
+        stem = re.sub(r"\W", "_", folder.name.removesuffix(f"_{digest}"))
+        name = f"{built.__name__}.{stem}_{digest}"
+        known = sys.modules.get(name)
+        return known if known is not None and Path(str(known.__file__)).is_file() else import_folder(folder, name)
     except Exception as error:
         raise AttngenError(f"{folder}: cannot be imported ({last_line(error)}); expected what `attngen build` writes") from error

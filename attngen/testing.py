@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attngen.built import import_folder
+from attngen.imported import import_folder
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes

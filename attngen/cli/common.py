@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from attngen.spec import Spec
 
 
-def complete_spec(_context: object, _parameter: object, incomplete: str) -> list[str]:
-    """What a shell may complete a spec's file to: folders and *.yaml files that start so, else files of specs/ whose names do."""
+def complete_spec(incomplete: str) -> list[str]:
+    """What a shell may complete a spec's file to: the files of specs/ that start so; without any, folders and other *.yaml files."""
+    if found := [str(path) for path in sorted(SPECS.glob("*.yaml")) if str(path).startswith(incomplete)]:
+        return found
     paths = [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob(f"{escape(incomplete)}*"))]
-    found = [path for path in paths if path.endswith(("/", ".yaml"))]
-    return found or [str(path) for path in sorted(SPECS.glob(f"{escape(incomplete)}*.yaml"))]
+    return [path for path in paths if path.endswith(("/", ".yaml"))]
 
 
 SPECS, GENERATED = Path("specs"), Path("generated")
-_FILE = typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False, shell_complete=complete_spec)
-_FILES = typer.Argument(metavar="SPECS", help="spec files", show_default=False, shell_complete=complete_spec)
+_FILE = typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec)
+_FILES = typer.Argument(metavar="SPECS", help="spec files", show_default=False, autocompletion=complete_spec)
 SpecPath = Annotated[Path, _FILE]
 SpecPaths = Annotated[list[Path] | None, _FILES]
 Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
