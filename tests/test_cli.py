@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attngen import __version__
-from attngen import build as attngen_build
+from attngen import __version__, api
 from attngen.cli import machine, main
 from tests.helpers import ROOT
 
@@ -476,9 +475,7 @@ def test_test_shows_each_gradient_and_what_the_interpreter_needs(project: Path) 
     code = """
 import sys
 from importlib import metadata
-from attngen import __version__
-from attngen import build as attngen_build
-from attngen.cli import machine, main
+from attngen.cli import main
 version = metadata.version
 metadata.version = lambda name: {"triton": "3.6.0", "numpy": sys.argv[1]}.get(name) or version(name)
 main(["test", "specs/small.yaml"])
@@ -506,9 +503,7 @@ main(["test", "specs/small.yaml"])
 def test_build_does_not_import_torch(project: Path) -> None:
     code = """
 import sys
-from attngen import __version__
-from attngen import build as attngen_build
-from attngen.cli import machine, main
+from attngen.cli import main
 try:
     main(["build", "specs/good.yaml"])
 finally:
@@ -544,8 +539,8 @@ def test_doctor_says_what_is_here_in_a_screen(attngen: Cli, tmp_path: Path, monk
     assert len(output.splitlines()) <= 24
     found = said(output)
     assert list(found)[:6] == ["attngen", "python", "torch", "triton", "numpy", "pair"]
-    assert found["attngen"] == f"{__version__}, in {ROOT / 'attngen'}" and found["torch"] == torch.__version__
-    assert found["pair"] == f"torch {torch.__version__} and Triton {found['triton']} are supported together"
+    assert found["attngen"] == f"{__version__}, in {ROOT / 'attngen'}" and torch.__version__.startswith(found["torch"])
+    assert found["pair"] == f"torch {found['torch']} and Triton {found['triton']} are supported together"
     assert found["cache"] == f"{tmp_path / 'modules'}: 0 modules, 0.0 MB"
     if not torch.cuda.is_available():
         assert found["gpu"].endswith("kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment")
@@ -599,7 +594,7 @@ def test_cache_shows_modules_and_removes_them(project: Path, attngen: Cli, monke
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(root))
     assert attngen("cache") == f"{root}/modules: 0 modules, 0.0 MB\n"
     assert attngen("cache", "--clear") == f"removed {root}/modules: 0 modules, 0.0 MB\n"
-    module = attngen_build("specs/good.yaml")
+    module = api.build("specs/good.yaml")
     heading, line, total = attngen("cache").splitlines()
     assert heading.split() == ["module", "MB", "built"] and line.split()[0] == Path(str(module.__file__)).parent.name
     assert re.fullmatch(rf"{root}/modules: 1 module, 0\.[1-9] MB", total)
