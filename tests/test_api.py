@@ -105,7 +105,8 @@ def test_the_function_stays_the_function() -> None:
     """No subpackage has its name: importing one would replace it."""
     attngen.build(SPEC)
     assert attngen.build is api.build and attngen.load is api.load
-    assert not any((ROOT / "attngen" / name).exists() or (ROOT / "attngen" / f"{name}.py").exists() for name in attngen.__all__)
+    for name in attngen.__all__:
+        assert not (ROOT / "attngen" / f"{name}.py").exists() and not (ROOT / "attngen" / name / "__init__.py").exists()
 
 
 def test_a_dict_that_was_seen_is_found_in_microseconds() -> None:
