@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from attngen.build.programs import IN_CACHE, alone
 from attngen.ir.execute_host import execute_host
+from attngen.logical.programs import IN_CACHE, alone
 from attngen.scores import derive_functions
 
 if TYPE_CHECKING:

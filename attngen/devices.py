@@ -187,3 +187,10 @@ DEVICES = {
         ),
     )
 }
+
+
+def class_of(arch: tuple[int, int] | str) -> DeviceClass:
+    """The class whose schedules a GPU takes: one of CUDA by its compute capability, one of HIP by its architecture, as gfx942:sramecc+."""
+    if isinstance(arch, str):
+        return CLASSES.get(arch.partition(":")[0], CLASSES[FALLBACK_HIP])
+    return next((c for c in CLASSES.values() if arch in c.capabilities), CLASSES[FALLBACK_CUDA])

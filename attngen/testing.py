@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attngen.imported import import_folder
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
 from attngen.parts import Part, Sizes
@@ -108,14 +107,7 @@ class Result:
 def load_module(folder: Path) -> ModuleType:
     """Import a generated module from its folder, under a name of its own."""
     name = f"attngen_generated_{folder.resolve().as_posix().replace('/', '_').replace('.', '_')}"
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
-    assert spec is not None and spec.loader is not None
-    for stale in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
-        del sys.modules[stale]
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_folder(folder, name)
 
 
 def result_names(spec: Spec) -> tuple[str, ...]:

@@ -33,7 +33,15 @@ except AttngenError as error:
 
 _SPECS = {path.stem for path in (Path(__file__).parent.parent / "specs").glob("*.yaml")}
 # Files whose tests take ten seconds and more.
-SLOW = ("test_compiled.py", "test_random_masks.py", "test_random_specs.py", "test_run.py", "test_example.py")
+SLOW = (
+    "test_api.py",
+    "test_compiled.py",
+    "test_random_masks.py",
+    "test_random_specs.py",
+    "test_run.py",
+    "test_example.py",
+    "test_wheel.py",
+)
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attngen.cli import main
+from attngen import __version__, api
+from attngen.cli import machine, main
 from tests.helpers import ROOT
 
-COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "tune", "list", "new", "schema")
+COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "tune", "list", "new", "schema", "doctor", "cache")
 PASSES = (
     "build", "inline-scores", "base-two", "hoist-scalars", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles",
     "pipeline-loads", "dce", "legalize-triton",
@@ -521,3 +523,119 @@ def test_build_notes_positions_that_count_from_zero(tmp_path, capsys):
     assert not end.value.code and (tmp_path / "made" / "n" / "kernels.py").is_file()
     notes = [line for line in capsys.readouterr().err.splitlines() if "note: " in line]
     assert len(notes) == 1 and notes[0].startswith(f"{spec}, line 3: note: `mask` compares `q_idx` with `kv_idx`")
+
+
+# ---------------------------------------------------------------------------------------------- doctor, cache, completion
+
+
+def said(output: str) -> dict[str, str]:
+    """What `doctor` says, by the word that its lines start with."""
+    return {line.partition(" ")[0]: line[9:] for line in output.splitlines() if line[0] != " "}
+
+
+def test_doctor_says_what_is_here_in_a_screen(attngen: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    output = attngen("doctor")
+    assert len(output.splitlines()) <= 24
+    found = said(output)
+    assert list(found)[:6] == ["attngen", "python", "torch", "triton", "numpy", "pair"]
+    assert found["attngen"] == f"{__version__}, in {ROOT / 'attngen'}" and torch.__version__.startswith(found["torch"])
+    assert found["pair"] == f"torch {found['torch']} and Triton {found['triton']} are supported together"
+    assert found["cache"] == f"{tmp_path / 'modules'}: 0 modules, 0.0 MB"
+    if not torch.cuda.is_available():
+        assert found["gpu"].endswith("kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment")
+        assert "TRITON_INTERPRET=1 is set" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "line"),
+    [
+        ("NVIDIA H200", (9, 0), "NVIDIA H200, compute capability 9.0: schedules of class sm90"),
+        ("NVIDIA L4", (8, 9), "NVIDIA L4, compute capability 8.9: schedules of class any"),
+        ("NVIDIA GB300", (10, 3), "NVIDIA GB300, compute capability 10.3: schedules of class sm100"),
+    ],
+)
+def test_doctor_names_the_class_of_a_gpu(
+    attngen: Cli, name: str, capability: tuple[int, int], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_gpu(monkeypatch, name, capability)
+    output = attngen("doctor")
+    assert said(output)["gpu"] == line
+    assert "TRITON_INTERPRET=1 is set, so kernels run on the CPU all the same" in output
+
+
+def of_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    """Have torch find one GPU."""
+    major, minor = capability
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name, major=major, minor=minor))
+
+
+def test_doctor_fails_where_modules_cannot_run(attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_gpu(monkeypatch, "Tesla V100", (7, 0))
+    expected = "Tesla V100, compute capability 7.0: it has no schedules; expected a GPU of compute capability 8.0 or later"
+    assert attngen("doctor", code=1) == f"error: {expected}\n"
+    versions = {"torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.4.0"}
+    monkeypatch.setattr(machine, "version", lambda package: versions[package])
+    assert "error: the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4" in attngen("doctor", code=1)
+    assert said(attngen.output)["pair"] == "torch 2.11.0+cu130 and Triton 3.6.0 are supported together"
+    versions["triton"] = "3.8.0"
+    attngen("doctor", code=1)
+    pairs = "2.11.0 and 3.6.0, 2.12.0 and 3.7.0, 2.13.0 and 3.7.1, 2.14.0 and 3.8.0, 2.15.0 and 3.9.0"
+    assert said(attngen.output)["pair"] == f"torch 2.11.0+cu130 and Triton 3.8.0 are not tested together; supported pairs: {pairs}"
+    monkeypatch.setattr(machine, "_installed", lambda package: "" if package == "triton" else versions[package])
+    assert attngen("doctor", code=1) == "error: there is no triton; expected it in this environment: pip install triton\n"
+    assert said(attngen.output)["triton"] == "not installed"
+
+
+def test_cache_shows_modules_and_removes_them(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = project / "kept"
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(root))
+    assert attngen("cache") == f"{root}/modules: 0 modules, 0.0 MB\n"
+    assert attngen("cache", "--clear") == f"removed {root}/modules: 0 modules, 0.0 MB\n"
+    module = api.build("specs/good.yaml")
+    heading, line, total = attngen("cache").splitlines()
+    assert heading.split() == ["module", "MB", "built"] and line.split()[0] == Path(str(module.__file__)).parent.name
+    assert re.fullmatch(rf"{root}/modules: 1 module, 0\.[1-9] MB", total)
+    (root / "other").touch()
+    assert attngen("cache", "--clear") == f"removed {total}\n"
+    assert [path.name for path in root.iterdir()] == ["other"]
+
+
+def test_cache_removes_nothing_that_is_not_its_own(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "modules" / "mine").mkdir(parents=True)
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(project))
+    expected = f"error: {project}/modules is not a cache of attngen (it has no CACHEDIR.TAG); expected ATTNGEN_CACHE_DIR to name a folder"
+    assert attngen("cache", "--clear", code=1).startswith(expected)
+    assert (project / "modules" / "mine").is_dir()
+
+
+def completed(words: str, folder: Path) -> list[str]:
+    """What bash completes the last of some words to."""
+    asked = {"_ATTNGEN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "attngen"]
+    env = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_shells_complete_commands_and_specs(project: Path) -> None:
+    for path in ("specs/goat.yaml", "specs/other.yaml", "elsewhere/its.yaml"):
+        (project / path).parent.mkdir(exist_ok=True)
+        shutil.copy(project / "specs" / "good.yaml", project / path)
+    (project / "specs" / "notes.txt").touch()
+    assert completed("attngen d", project) == ["dump", "doctor"]
+    for start in ("", "sp", "specs/"):
+        assert completed(f"attngen build {start}", project) == ["specs/goat.yaml", "specs/good.yaml", "specs/other.yaml"]
+    assert completed("attngen explain specs/go", project) == ["specs/goat.yaml", "specs/good.yaml"]
+    assert completed("attngen test ./specs/o", project) == ["./specs/other.yaml"]
+    assert completed("attngen test el", project) == ["elsewhere/"]
+    assert completed("attngen test elsewhere/", project) == ["elsewhere/its.yaml"]
+
+
+def test_shells_are_given_a_script(attngen: Cli) -> None:
+    assert "--install-completion" in attngen("--help")
+    for shell, line in {"bash": "complete -o default -F _attngen_completion attngen", "zsh": "compdef _attngen_completion attngen"}.items():
+        env = {**os.environ, "_ATTNGEN_COMPLETE": f"source_{shell}"}
+        done = subprocess.run([sys.executable, "-m", "attngen"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        assert line in done.stdout

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.build import build_module
+from attngen.logical import build_module
 from attngen.masks import MAX_OFFSET
 from attngen.policy import SPLIT_KEYS
 from attngen.reference import naive_attention, reference_mask, relative_error, rows_matmul, truncated_matmul

@@ -19,9 +19,9 @@ import pytest
 import sympy
 import torch
 
-from attngen.build.semantics import S, derivative, modified, shared, whole_numbers
 from attngen.errors import SpecError
 from attngen.ir.expr import FUNCTIONS, clamp, exp2, floordiv, log2, mod, parse, select, sigmoid, symbol, to_text
+from attngen.logical.semantics import S, derivative, modified, shared, whole_numbers
 from attngen.parts import Sizes
 from attngen.passes.base_two import in_base_two
 from attngen.spec import Spec, make_spec

@@ -1,4 +1,4 @@
-"""The wheel alone is enough: it holds the templates, and its command builds what is committed."""
+"""The wheel and the sdist hold all that is needed; an environment with the wheel compiles, tests and calls away from the checkout."""
 
 from __future__ import annotations
 
@@ -6,50 +6,120 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from attngen import __version__
+from tests.helpers import CUDA, ROOT
+
+Run = Callable[..., str]
+
+
+def package(source: Path, folder: Path, *targets: str) -> list[Path]:
+    """What hatchling builds of a source tree: of each target a file."""
+    chosen = [word for target in targets for word in ("-t", target)]
+    command = [sys.executable, "-m", "hatchling", "build", *chosen, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    return [next(folder.glob("*.whl" if target == "wheel" else "*.tar.gz")) for target in targets]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT, check=True, capture_output=True
-    )
-    (path,) = folder.glob("attngen-*.whl")
-    return path
+def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist."""
+    wheel, sdist = package(ROOT, tmp_path_factory.mktemp("dist"), "wheel", "sdist")
+    return wheel, sdist
 
 
-def test_the_wheel_holds_the_package_and_its_templates_alone(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+@pytest.fixture(scope="module")
+def environment(released: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of an environment that has the wheel. Its other packages are those of the present environment, without attngen."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(released[0])]
+    subprocess.run(pip, check=True, capture_output=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    here = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "present.pth").write_text("\n".join(here) + "\n")
+    return python.parent
+
+
+@pytest.fixture
+def run(environment: Path, tmp_path: Path) -> Run:
+    """Runs a command of the environment in an empty folder, and gives what it prints."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    env["ATTNGEN_CACHE_DIR"] = str(tmp_path / "cache")
+
+    def found(command: str, *args: object, **more: str) -> str:
+        words = [str(environment / command), *map(str, args)]
+        done = subprocess.run(words, cwd=tmp_path, env=env | more, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return found
+
+
+def test_the_wheel_holds_the_package_and_its_templates_alone(released: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(released[0]).namelist()
     templates = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "templates").rglob("*.jinja"))
     assert sorted(n.removeprefix("attngen/") for n in names if n.endswith(".jinja")) == templates
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"attngen"}
     assert not [n for n in names if "__pycache__" in n]
-    algorithms = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "attngen").rglob("*.ir"))
-    assert sorted(n for n in names if n.endswith(".ir")) == algorithms != []
+    assert "attngen/py.typed" in names
+    for kind in ("ir", "json"):
+        beside = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "attngen").rglob(f"*.{kind}"))
+        assert sorted(n for n in names if n.endswith(f".{kind}") and ".dist-info/" not in n) == beside != []
 
 
-def test_installed_it_builds_what_is_committed(wheel: Path, tmp_path: Path) -> None:
-    site, work = tmp_path / "site", tmp_path / "work"
-    work.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    subprocess.run(pip, check=True, capture_output=True)
-    env = {**os.environ, "PYTHONPATH": str(site)}
+def test_the_sdist_gives_the_same_wheel(released: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel, sdist = released
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    kept = {"attngen", "docs", "examples", "generated", "specs", "templates", "tests"}
+    assert {path.name for path in source.iterdir() if path.is_dir()} == kept
+    assert not [*source.rglob("__pycache__"), *source.rglob("*.pyc")]
+    (again,) = package(source, tmp_path / "dist", "wheel")
+    made, remade = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
+    assert {name: made.read(name) for name in made.namelist()} == {name: remade.read(name) for name in remade.namelist()}
 
-    def run(*command: str) -> str:
-        return subprocess.run(command, cwd=work, env=env, check=True, capture_output=True, text=True).stdout
 
-    where = "import attngen, attngen.emit.render as r; print(attngen.__file__, r.templates_dir())"
-    assert run(sys.executable, "-c", where).split() == [str(site / "attngen" / "__init__.py"), str(site / "attngen" / "templates")]
-    shutil.copytree(ROOT / "generated" / "causal_padding_gqa", work / "causal_padding_gqa")  # with the compiler's readings
-    for path in (work / "causal_padding_gqa").glob("*.py"):
+def test_installed_it_builds_what_is_committed(environment: Path, run: Run, tmp_path: Path) -> None:
+    where = "import attngen, attngen.sources as s; print(attngen.__file__, s.templates_dir())"
+    package, templates = map(Path, run("python", "-c", where).split())
+    assert package.is_relative_to(environment.parent) and templates == package.parent / "templates"
+    shutil.copytree(ROOT / "generated" / "causal_padding_gqa", tmp_path / "causal_padding_gqa")  # with the compiler's readings
+    for path in (tmp_path / "causal_padding_gqa").glob("*.py"):
         path.unlink()
-    run(str(site / "bin" / "attngen"), "build", str(ROOT / "specs" / "causal_padding_gqa.yaml"), "--out", str(work))
+    run("attngen", "build", ROOT / "specs" / "causal_padding_gqa.yaml", "--out", tmp_path)
     for path in (ROOT / "generated" / "causal_padding_gqa").iterdir():
         if path.is_file():
-            assert (work / "causal_padding_gqa" / path.name).read_bytes() == path.read_bytes(), path.name
+            assert (tmp_path / "causal_padding_gqa" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+CALL = """
+import torch, attngen
+from generated.mine import attention
+q, k, v = torch.randn(3, 1, 2, 40, 64, dtype=torch.float16, device="cuda" if torch.cuda.is_available() else "cpu")
+built = attngen.build("specs/mine.yaml")
+assert built.attention(q, k, v).equal(attention(q, k, v)) and attngen.load("generated/mine") is built
+"""
+
+
+def test_installed_its_commands_work_away_from_the_checkout(run: Run, tmp_path: Path) -> None:
+    assert run("attngen", "--version") == f"{__version__}\n"
+    assert run("attngen", "new", "mine").splitlines() == ["specs/mine.yaml", "next: attngen build specs/mine.yaml"]
+    with (tmp_path / "specs" / "mine.yaml").open("a") as spec:
+        spec.write("schedule: {backend: triton}\n")  # fewer kernels, sooner
+    assert run("attngen", "build", "specs/mine.yaml").endswith("1 module written to generated, 0 unchanged\n")
+    cases = run("attngen", "test", "specs/mine.yaml").splitlines()[2:]
+    assert cases and all(line.endswith(" ok") for line in cases)
+    run("python", "-c", CALL, **({} if CUDA else {"TRITON_INTERPRET": "1"}))
+    doctor = run("attngen", "doctor")
+    assert f"{tmp_path / 'cache' / 'modules'}: 1 module, " in doctor and "supported together" in doctor
+    assert "_attngen_completion" in run("attngen", _ATTNGEN_COMPLETE="source_bash")

@@ -20,7 +20,7 @@ from attngen.bench.counters import Bytes, Launch, find_ncu, profile
 from attngen.bench.profile_plot import plot
 from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line, rows
 from attngen.bounds.tiles import evaluate
-from attngen.devices import CLASSES, DEVICES, FALLBACK_CUDA, Device
+from attngen.devices import DEVICES, Device, class_of
 from attngen.emit.files import write_file, write_module
 from attngen.emit.render import render
 from attngen.errors import AttngenError, FitError, SpecError
@@ -59,7 +59,7 @@ def device_here() -> Device:
     if known:
         return known
     capability = (properties.major, properties.minor)
-    cls = next((c.name for c in CLASSES.values() if capability in c.capabilities), FALLBACK_CUDA)
+    cls = class_of(capability).name
     return Device(properties.name, cls, properties.multi_processor_count, 0.0, float(properties.L2_cache_size), {}, "as its driver says")
 
 

@@ -15,6 +15,7 @@ from attngen.cli.bench import bench
 from attngen.cli.build import build, dump, emit
 from attngen.cli.console import fail, out
 from attngen.cli.explain import explain
+from attngen.cli.machine import cache, doctor
 from attngen.cli.profile import profile
 from attngen.cli.specs import list_specs, new, schema
 from attngen.cli.testing import test
@@ -36,14 +37,15 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "list": list_specs,
     "new": new,
     "schema": schema,
+    "doctor": doctor,
+    "cache": cache,
 }
 app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
     "\b\nattngen new my_attention                  a spec to start from\nattngen build specs/my_attention.yaml     "
     "compile it to generated/my_attention/\nattngen test specs/my_attention.yaml      compare it with naive attention\n\n"
-    "Then, in Python: from generated.my_attention import attention",
+    "Then, in Python: from generated.my_attention import attention; in notebooks, attngen.build",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

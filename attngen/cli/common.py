@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from glob import escape, glob
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -12,16 +13,27 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from attngen.cli.console import err
-from attngen.errors import AttngenError, BuildError, SpecError, VerifyError
+from attngen.errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
     from attngen.ir.graph import Module
     from attngen.spec import Spec
 
-SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False)]
-SpecPaths = Annotated[list[Path] | None, typer.Argument(metavar="SPECS", help="spec files", show_default=False)]
-Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
+
+def complete_spec(incomplete: str) -> list[str]:
+    """What a shell may complete a spec's file to: the files of specs/ that start so; without any, folders and other *.yaml files."""
+    if found := [str(path) for path in sorted(SPECS.glob("*.yaml")) if str(path).startswith(incomplete)]:
+        return found
+    paths = [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob(f"{escape(incomplete)}*"))]
+    return [path for path in paths if path.endswith(("/", ".yaml"))]
+
+
 SPECS, GENERATED = Path("specs"), Path("generated")
+_FILE = typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec)
+_FILES = typer.Argument(metavar="SPECS", help="spec files", show_default=False, autocompletion=complete_spec)
+SpecPath = Annotated[Path, _FILE]
+SpecPaths = Annotated[list[Path] | None, _FILES]
+Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
 FEW = 4  # specs that one process compiles sooner than another would start
 T = TypeVar("T")
 
@@ -109,19 +121,7 @@ def make_module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str
 def lower(path: Path, spec: Spec, after: str | None = None) -> Module:
     """The module of a spec that was read from a file, which errors name."""
     from attngen.passes.pipeline import lower as lowered
+    from attngen.spec import naming
 
     with naming(path):
         return lowered(spec, after)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """What cannot be built is an error that names the spec's file, and the line."""
-    from attngen.spec import place
-
-    try:
-        yield
-    except BuildError as error:
-        raise SpecError(f"{place(path, error.path)}: {error}") from error
-    except VerifyError as error:
-        raise SpecError(f"{path}: {error}; this is a mistake of attngen, not of the spec") from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attngen.cli.common import GENERATED, SpecPath, lower, naming
+from attngen.cli.common import GENERATED, SpecPath, lower
 from attngen.cli.console import head_dim, out
 from attngen.errors import AttngenError
 
@@ -91,6 +91,7 @@ def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[Renderabl
     from attngen.emit.explain import explain as explanation
     from attngen.emit.render import render
     from attngen.passes.pipeline import stages, undivided
+    from attngen.spec import naming
 
     with naming(path):
         steps = dict(stages(spec))
@@ -105,6 +106,7 @@ def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
     from attngen.emit.page import check_path, page
     from attngen.emit.render import render
     from attngen.passes.pipeline import stages
+    from attngen.spec import naming
 
     check_path(html)
     with naming(path):

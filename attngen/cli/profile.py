@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attngen.cli.common import SpecPath, naming
+from attngen.cli.common import SpecPath
 from attngen.cli.console import err, new_table, out
 from attngen.errors import AttngenError, suggest
 
@@ -39,7 +39,7 @@ def profile(
     from attngen.bench.profile import run, write
     from attngen.ir.heads import SHARINGS
     from attngen.ir.names import DIRECTIONS
-    from attngen.spec import load_spec
+    from attngen.spec import load_spec, naming
 
     loaded = load_spec(spec)
     if direction not in (*DIRECTIONS, "both"):

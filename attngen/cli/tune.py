@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attngen.cli.common import Every, SpecPaths, given, load_specs, make_each, naming
+from attngen.cli.common import Every, SpecPaths, given, load_specs, make_each
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, SpecError
 
@@ -71,6 +71,7 @@ def tune(
 
 
 def _plan(path: Path, spec: Spec, device_class: str) -> Plan:
+    from attngen.spec import naming
     from attngen.tune.tuner import plan
 
     with naming(path):

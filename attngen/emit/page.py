@@ -26,7 +26,6 @@ from attngen.emit.explain import bounds
 from attngen.emit.lanes import lanes
 from attngen.emit.listing import changes, highlight
 from attngen.emit.mathml import SYMBOLS, MathML
-from attngen.emit.render import templates_dir
 from attngen.emit.signature import signatures
 from attngen.emit.tilemap import TileMap, chosen, tile_maps
 from attngen.errors import AttngenError
@@ -36,6 +35,7 @@ from attngen.ir.host import If, Launch
 from attngen.ir.ops import Map, Mask, Position
 from attngen.ir.shares import joined
 from attngen.passes.pipeline import undivided
+from attngen.sources import templates_dir
 from attngen.spec import Spec
 
 KV = symbol("kv_idx")

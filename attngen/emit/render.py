@@ -6,8 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -25,13 +23,8 @@ from attngen.ir.host import Alloc
 from attngen.ir.text import print_module
 from attngen.policy import STRIP
 from attngen.runtime import bundle
+from attngen.sources import templates_dir
 from attngen.verify.inputs import verify_interface
-
-
-def templates_dir() -> Path:
-    """The folder of the templates: inside the package in a wheel, beside it in a checkout."""
-    packaged = Path(str(resources.files("attngen"))) / "templates"
-    return packaged if packaged.is_dir() else packaged.parent.parent / "templates"
 
 
 def render(module: Module) -> dict[str, str]:

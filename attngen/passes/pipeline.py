@@ -7,10 +7,10 @@ from functools import partial
 
 from attngen.backends import DIVIDERS, backend_of
 from attngen.backends.base import Division
-from attngen.build import build_module
-from attngen.build.backward import unfused
 from attngen.errors import SpecError, suggest
 from attngen.ir.graph import Module, Row
+from attngen.logical import build_module
+from attngen.logical.backward import unfused
 from attngen.passes.base import Pass
 from attngen.passes.base_two import BaseTwo
 from attngen.passes.classify_tiles import ClassifyTiles

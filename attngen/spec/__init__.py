@@ -6,7 +6,19 @@
 from __future__ import annotations
 
 from attngen.spec.model import Schedule, Spec, json_schema
-from attngen.spec.reader import MAX_BYTES, load_spec, make_spec, parse_spec, place
+from attngen.spec.reader import MAX_BYTES, decode_spec, load_spec, make_spec, naming, parse_spec, place
 from attngen.spec.starter import starter
 
-__all__ = ["MAX_BYTES", "Schedule", "Spec", "json_schema", "load_spec", "make_spec", "parse_spec", "place", "starter"]
+__all__ = [
+    "MAX_BYTES",
+    "Schedule",
+    "Spec",
+    "decode_spec",
+    "json_schema",
+    "load_spec",
+    "make_spec",
+    "naming",
+    "parse_spec",
+    "place",
+    "starter",
+]

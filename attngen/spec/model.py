@@ -27,8 +27,8 @@ from attngen.spec.sentences import Mistakes
 
 # Packages that Python, generated modules and attngen import: the names that a module cannot have.
 PACKAGES = frozenset(sys.stdlib_module_names) | {
-    *("attngen", "jinja2", "matplotlib", "networkx", "numpy", "pydantic", "rich", "sympy", "torch", "triton", "typer", "yaml"),
-    *("generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
+    *("attngen", "filelock", "jinja2", "matplotlib", "networkx", "numpy", "platformdirs", "pydantic", "rich", "sympy", "torch", "triton"),
+    *("typer", "yaml", "generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
 }
 WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 256, 512, 128  # columns of a head; of a latent, and of what is rotated
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from pydantic import ValidationError
 
 from attngen import document
 from attngen.document import key_name, read_document
-from attngen.errors import SpecError, nearest
+from attngen.errors import BuildError, SpecError, VerifyError, nearest
 from attngen.spec.model import Spec, json_schema
 from attngen.spec.sentences import mistakes, said
 
@@ -25,11 +27,6 @@ def load_spec(path: str | Path) -> Spec:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise SpecError(f"{path}: larger than {MAX_BYTES // 1024} KiB; expected a short YAML spec")
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{path}: byte {error.start} is not UTF-8 text; expected a YAML spec") from error
     except FileNotFoundError as error:
         if path.is_symlink():
             raise SpecError(f"{path}: is a link to {path.readlink()}, which does not exist; expected a YAML spec") from error
@@ -38,7 +35,17 @@ def load_spec(path: str | Path) -> Spec:
         raise SpecError(f"{path}: there is no such file; {hint}") from error
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a YAML spec") from error
-    return parse_spec(text, str(path))
+    return decode_spec(data, str(path))
+
+
+def decode_spec(data: bytes, source: str) -> Spec:
+    """A spec from the bytes of a file, `source`; more than MAX_BYTES of them are refused."""
+    if len(data) > MAX_BYTES:
+        raise SpecError(f"{source}: larger than {MAX_BYTES // 1024} KiB; expected a short YAML spec")
+    try:
+        return parse_spec(data.decode("utf-8"), source)
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{source}: byte {error.start} is not UTF-8 text; expected a YAML spec") from error
 
 
 def parse_spec(text: str, source: str = "spec") -> Spec:
@@ -61,10 +68,23 @@ def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] |
         raise SpecError("\n".join(dict.fromkeys(sentences))) from None
 
 
-def place(path: Path, key: document.Path) -> str:
-    """The file, and the line of a key in it, for an error found after the spec was read."""
+def place(path: Path | None, key: document.Path) -> str:
+    """The file, and the line of a key in it, for an error found after the spec was read; `spec` for one of plain data."""
+    if path is None:
+        return "spec"
     _, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))
     return _place(str(path), lines, key)
+
+
+@contextmanager
+def naming(path: Path | None) -> Iterator[None]:
+    """What cannot be built is an error that names the spec's file, and the line."""
+    try:
+        yield
+    except BuildError as error:
+        raise SpecError(f"{place(path, error.path)}: {error}") from error
+    except VerifyError as error:
+        raise SpecError(f"{path or 'spec'}: {error}; this is a mistake of attngen, not of the spec") from error
 
 
 def _place(source: str, lines: dict[document.Path, int], path: document.Path) -> str:

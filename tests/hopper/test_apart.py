@@ -13,13 +13,13 @@ import pytest
 from attngen.backends.hopper.choice import room_of
 from attngen.backends.hopper.facts import APART
 from attngen.backends.hopper.sram import sram_bytes
-from attngen.build import build_module
 from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.execute import DOUBLE
 from attngen.ir.execute_host import execute
 from attngen.ir.execute_roles import DividedLaunch
 from attngen.ir.graph import Kernel, Module
+from attngen.logical import build_module
 from attngen.passes.pipeline import stages, undivided
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify

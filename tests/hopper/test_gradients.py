@@ -17,7 +17,6 @@ from attngen.backends.hopper.facts import NAMED_BARRIERS
 from attngen.backends.hopper.gradients import MOST_NUMBERS, row
 from attngen.backends.hopper.sram import sram_bytes
 from attngen.bounds.launches import groups, lane_registers
-from attngen.build import build_module
 from attngen.emit.render import render
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.execute import DOUBLE
@@ -26,6 +25,7 @@ from attngen.ir.execute_roles import DividedLaunch, RolesStuck
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
+from attngen.logical import build_module
 from attngen.passes.pipeline import lower, stages, undivided
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify

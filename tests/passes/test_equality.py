@@ -26,7 +26,6 @@ import pytest
 import sympy
 import torch
 
-from attngen.build import build_module
 from attngen.derive import derive, function
 from attngen.errors import AttngenError, SpecError
 from attngen.ir.execute import DOUBLE
@@ -36,6 +35,7 @@ from attngen.ir.graph import Module
 from attngen.ir.host import Alloc, Copy, If, Launch, ListBlocks, Place, SumDistances, View
 from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
 from attngen.ir.text import parse_module, print_module
+from attngen.logical import build_module
 from attngen.parts import Sizes
 from attngen.passes.base import Pass
 from attngen.passes.classify_tiles import ClassifyTiles

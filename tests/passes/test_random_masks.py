@@ -29,12 +29,12 @@ from hypothesis import strategies as st
 
 from attngen.bounds.ranges import tile_ranges
 from attngen.bounds.tiles import evaluate
-from attngen.build.backward import build_dkdv
-from attngen.build.forward import build_forward
 from attngen.derive import derive
 from attngen.errors import SpecError
 from attngen.ir.expr import clamp, floordiv, mod, select
 from attngen.ir.graph import Kernel, Read
+from attngen.logical.backward import build_dkdv
+from attngen.logical.forward import build_forward
 from attngen.masks.document import SORTED_SPANS
 from attngen.parts import Sizes
 from attngen.passes.pipeline import lower

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.build import build_module
 from attngen.emit.render import render
 from attngen.errors import VerifyError
 from attngen.ir.ops import Loop, Store, Yield
 from attngen.ir.text import parse_module, print_module
+from attngen.logical import build_module
 from attngen.passes.pipeline import lower
 from attngen.passes.split_gradients import SplitGradients
 from attngen.schedules.table import schedule_of, shown

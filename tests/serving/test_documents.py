@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.build.programs import alone
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.execute import _dealt
 from attngen.ir.execute_host import execute_host
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
+from attngen.logical.programs import alone
 from attngen.masks.document import OF_QUERY
 from attngen.over_cache import POISON, CacheCase, Call, make_call, run_cache_case
 from attngen.passes.classify_tiles import ClassifyTiles

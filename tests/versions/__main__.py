@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from attngen.versions import PAIRS
+
 ROOT = Path(__file__).parents[2]
 PAGE, KEPT = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
-PAIRS = {"2.11.0": "3.6.0", "2.12.0": "3.7.0", "2.13.0": "3.7.1", "2.14.0": "3.8.0", "2.15.0": "3.9.0"}
 # What runs and tests generated modules beside torch and Triton. The interpreter of Triton 3.6 needs NumPy below 2.4.
 PACKAGES = ("numpy<2.4", "jinja2", "sympy", "networkx", "pydantic", "pyyaml", "typer", "rich", "pytest", "hypothesis")
 FILES = ("test_torch", "test_numerics", "test_private", "test_launch", "test_calls")

@@ -10,15 +10,15 @@ from typing import Any
 
 import sympy
 
-from attngen.build.common import KernelBuilder, in_bounds, kv_head, named_by, scores
-from attngen.build.semantics import S, derivative, listed_blocks, modified, of_sums, singular, varies, without_common
-from attngen.build.signature import Signature
 from attngen.errors import BuildError
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
 from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import MEMBER, Access, Gather, Store, Type, Yield
 from attngen.ir.shares import part
+from attngen.logical.common import KernelBuilder, in_bounds, kv_head, named_by, scores
+from attngen.logical.semantics import S, derivative, listed_blocks, modified, of_sums, singular, varies, without_common
+from attngen.logical.signature import Signature
 from attngen.parts import KV, NATURAL, Q
 from attngen.policy import WIDEST_FUSED
 from attngen.spec import Spec

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import sympy
 
 from attngen.bounds.launches import rows_are_aligned
-from attngen.build.signature import parts_of
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
+from attngen.logical.signature import parts_of
 from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
 from attngen.spec import Spec
 

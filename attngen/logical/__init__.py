@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attngen import __version__
-from attngen.build.backward import build_delta, build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, learned, unfused
-from attngen.build.blocks import build_blocks
-from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
-from attngen.build.host import build_hosts
-from attngen.build.packed import PACKED
-from attngen.build.programs import add_programs
-from attngen.build.results import with_results
-from attngen.build.semantics import listed_blocks, meaning
-from attngen.build.serving import add_cache
 from attngen.errors import BuildError
 from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Kernel, Module
 from attngen.ir.heads import SHARINGS
+from attngen.logical.backward import build_delta, build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, learned, unfused
+from attngen.logical.blocks import build_blocks
+from attngen.logical.forward import build_forward, build_forward_by_key, build_forward_end
+from attngen.logical.host import build_hosts
+from attngen.logical.packed import PACKED
+from attngen.logical.programs import add_programs
+from attngen.logical.results import with_results
+from attngen.logical.semantics import listed_blocks, meaning
+from attngen.logical.serving import add_cache
 from attngen.spec import Spec
 
 Build = Callable[[Spec], Kernel]

@@ -15,14 +15,6 @@ from typing import Any
 
 import sympy
 
-from attngen.build.common import KernelBuilder
-from attngen.build.forward import build_forward, sink_of, store_results
-from attngen.build.host import HostBuilder, operands, split_columns
-from attngen.build.packed import view_rows
-from attngen.build.programs import in_cache
-from attngen.build.quantised import load_scales, quantise, scale_latents
-from attngen.build.semantics import listed_blocks
-from attngen.build.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
 from attngen.ir.deal import joined_items, least_items
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
@@ -31,6 +23,14 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
 from attngen.ir.names import OF_CACHE, SCALES
 from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Load, Map, Reduce, Type, Uses, Yield
+from attngen.logical.common import KernelBuilder
+from attngen.logical.forward import build_forward, sink_of, store_results
+from attngen.logical.host import HostBuilder, operands, split_columns
+from attngen.logical.packed import view_rows
+from attngen.logical.programs import in_cache
+from attngen.logical.quantised import load_scales, quantise, scale_latents
+from attngen.logical.semantics import listed_blocks
+from attngen.logical.signature import Signature, cached_type, tensor_type
 from attngen.policy import FEW_LATENT, FEW_QUERIES, RESIDENT_LATENT, RESIDENT_QUANTISED, UNIT, WAVES_LATENT
 from attngen.spec import Spec
 

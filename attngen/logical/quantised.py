@@ -13,12 +13,12 @@ from typing import Any
 
 import sympy
 
-from attngen.build.common import KernelBuilder
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.eight_bits import LARGEST
 from attngen.ir.expr import select, symbol
 from attngen.ir.names import SCALES
 from attngen.ir.ops import HALVES, Access, Gather, Load, Map, Reduce, Type
+from attngen.logical.common import KernelBuilder
 from attngen.policy import UNIT
 
 SMALLEST = sympy.Float(2.0**-126)  # factor, which divides numbers

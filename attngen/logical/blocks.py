@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sympy
 
-from attngen.build.common import KernelBuilder, in_bounds
-from attngen.build.signature import Signature
 from attngen.ir.expr import cdiv, floordiv, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, Access, Base, Init, Type, Yield
+from attngen.logical.common import KernelBuilder, in_bounds
+from attngen.logical.signature import Signature
 from attngen.policy import LISTED, STRIP
 from attngen.spec import Spec
 

@@ -9,8 +9,6 @@ from typing import Any
 import sympy
 
 from attngen.bounds.turns import turn_of
-from attngen.build.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
-from attngen.build.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
@@ -49,6 +47,8 @@ from attngen.ir.ops import (
 )
 from attngen.ir.prove import prove_le
 from attngen.ir.shares import sharing
+from attngen.logical.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
+from attngen.logical.signature import Signature, grid, parts_of, tensor_args
 from attngen.parts import NATURAL
 from attngen.spec import Spec
 

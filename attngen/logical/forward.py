@@ -6,16 +6,16 @@ from typing import Any
 
 import sympy
 
-from attngen.build.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.build.quantised import join_values, load_latents, multiply_keys, multiply_values, split_queries
-from attngen.build.semantics import S, unbounded
-from attngen.build.signature import Signature
 from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
 from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
+from attngen.logical.common import KernelBuilder, in_bounds, kv_head, scores
+from attngen.logical.quantised import join_values, load_latents, multiply_keys, multiply_values, split_queries
+from attngen.logical.semantics import S, unbounded
+from attngen.logical.signature import Signature
 from attngen.spec import Spec
 
 FWD = Signature("fwd", "q", ("Q", "K", "V"), ("O", "LSE"), about="Forward: online softmax over key tiles, one program per query tile.")
@@ -50,7 +50,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     Of a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors each: the columns that
     v has, too, and those that are rotated. In a cache the first are the values.
 
-    A cache may hold keys and values in 8 bits (see attngen/build/quantised.py).
+    A cache may hold keys and values in 8 bits (see attngen/logical/quantised.py).
 
     If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each program has a part of
     them, and stores what it finds of these: its output, and its LSE to base 2.

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sympy
 
-from attngen.build.forward import build_forward
-from attngen.build.host import HostBuilder, Way, known_type
-from attngen.build.semantics import listed_blocks, varies
-from attngen.build.signature import Signature
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, View
 from attngen.ir.ops import Type
+from attngen.logical.forward import build_forward
+from attngen.logical.host import HostBuilder, Way, known_type
+from attngen.logical.semantics import listed_blocks, varies
+from attngen.logical.signature import Signature
 from attngen.parts import NATURAL, Q
 from attngen.policy import FEW_QUERIES
 from attngen.spec import Spec

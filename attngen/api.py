@@ -1,0 +1,170 @@
+"""What Python calls: `attngen.build` and `attngen.load`.
+
+Nothing here imports the compiler unless it has to compile: a module that is in the cache is imported in the time that its kernels take.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from attngen import store
+from attngen.errors import AttngenError, SpecError, last_line
+from attngen.imported import import_folder
+
+if TYPE_CHECKING:
+    from attngen.spec import Spec
+
+FILES = ("__init__.py", "kernels.py", "runtime.py")  # of every generated module
+_LOADED: dict[bytes, ModuleType] = {}  # by what was asked for
+_LOCK = threading.RLock()
+
+
+def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
+    """The module of a spec, compiled and imported. A later call, in this or another process, takes it from the cache.
+
+    Args:
+        spec: plain data, as in {"name": "mine", "head_dim": 64, "mask": "causal"}; the path of a YAML file; or a Spec.
+
+    Returns:
+        the generated module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module. Equal code is one module.
+
+    Raises:
+        SpecError: the spec is wrong, or cannot be built; one sentence per mistake, with the file and the line where there is one.
+        AttngenError: the cache cannot be written, or the module cannot be imported.
+
+    Compiling takes seconds, needs no GPU, and warns of what in the spec may not be what its author means. The cache is
+    ~/.cache/attngen, or what the user's system has instead; the environment variable ATTNGEN_CACHE_DIR names another folder. Modules are
+    found in it by the spec and by attngen's own files, so that another version, or an edited one, compiles anew. Processes that ask for one
+    spec at once wait for the first, which compiles it. `attngen cache` shows the cache and clears it.
+    """
+    asked, read, path = _request(spec)
+    with _LOCK:
+        if asked not in _LOADED:
+            key = store.key_of(asked)
+            _LOADED[asked] = _import(store.find(key) or _compile(key, read(), path))
+        return _LOADED[asked]
+
+
+def load(path: str | os.PathLike[str]) -> ModuleType:
+    """Import a generated folder, as `attngen build` writes it, from anywhere: no folder has to be on sys.path.
+
+    The folder is imported as its code is now: after `attngen build` has changed it, `load` gives a new module. Equal code is one module.
+
+    Args:
+        path: the folder, as in "generated/causal_mqa".
+
+    Returns:
+        the module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module.
+
+    Raises:
+        AttngenError: the path is no generated module, or it cannot be imported; one sentence.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise AttngenError(f"attngen.load: got {_kind(path)}; expected the path of a generated folder, as in `generated/causal_mqa`")
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        hint = "; `attngen.build` takes specs" if folder.suffix in (".yaml", ".yml") else ""
+        raise AttngenError(f"{folder} {what}; expected the folder of a generated module, as in `generated/causal_mqa`{hint}")
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise AttngenError(f"{folder} is not a generated module (it has no {missing[0]}); `attngen build SPEC` writes one")
+    with _LOCK:
+        return _import(folder.resolve())
+
+
+def _request(spec: Any) -> tuple[bytes, Callable[[], Spec], Path | None]:
+    """What a caller asks for: as bytes that are equal only for equal specs, as a function that reads the spec, and the file that has it."""
+    if isinstance(spec, dict):
+        with suppress(ValueError):  # of what is no plain data
+            return b"data" + marshal.dumps(spec, 2), lambda: _spec_of(spec), None  # 2: what is written depends on values alone
+        spec = _spec_of(spec)
+    elif isinstance(spec, (str, os.PathLike)):
+        path = Path(spec)
+        with suppress(OSError, ValueError):
+            with path.open("rb") as file:
+                data = file.read(2**20)  # a spec is shorter, and what is longer is refused
+            return b"file" + data, lambda: _spec_in(data, path), path
+        if "\n" in str(spec):
+            raise SpecError(
+                "attngen.build: the text is not a path; expected the path of a YAML file, or plain data, as yaml.safe_load gives"
+            )
+        spec = _spec_at(path)
+    from attngen.spec import Spec
+
+    if not isinstance(spec, Spec):
+        raise SpecError(f"attngen.build: got {_kind(spec)}; expected the path of a YAML file, a dict of plain data, or a Spec")
+    return b"spec" + spec.hash().encode(), lambda: spec, None
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a value of type `{type(value).__name__}`"
+
+
+def _spec_of(data: dict[str, Any]) -> Spec:
+    from attngen.spec import make_spec
+
+    return make_spec(data)
+
+
+def _spec_in(data: bytes, path: Path) -> Spec:
+    from attngen.spec import decode_spec
+
+    return decode_spec(data, str(path))
+
+
+def _spec_at(path: Path) -> Spec:
+    from attngen.spec import load_spec
+
+    return load_spec(path)
+
+
+def _compile(key: str, spec: Spec, path: Path | None) -> Path:
+    """The folder of a spec's module in the cache, where another form of the spec or another process may have put it; else compiled now."""
+    own = store.key_of(b"spec" + spec.hash().encode())
+    folder = store.find(own)
+    if folder is None:
+        with store.building(spec.hash()):
+            folder = store.find(own)  # of a process that held the lock before
+            if folder is None:
+                folder = store.keep(spec.name, _render(spec, path))
+                store.note(own, folder)
+    if key != own:
+        with suppress(AttngenError):  # a cache that can only be read has no more to say
+            store.note(key, folder)
+    return folder
+
+
+def _render(spec: Spec, path: Path | None) -> dict[str, str]:
+    """The files of a spec's module."""
+    from attngen.emit.render import render
+    from attngen.passes.pipeline import lower
+    from attngen.spec import naming, place
+
+    for where, text in spec.notes():
+        warnings.warn(f"{place(path, where)}: `{where[0]}` {text}", stacklevel=4)
+    with naming(path):
+        return render(lower(spec))
+
+
+def _import(folder: Path) -> ModuleType:
+    """Import a generated folder under its name and a digest of its code; AttngenError, in one sentence, if that fails."""
+    from attngen import built
+
+    try:
+        digest = store.code_digest(folder)
+        stem = re.sub(r"\W", "_", folder.name.removesuffix(f"_{digest}"))
+        name = f"{built.__name__}.{stem}_{digest}"
+        known = sys.modules.get(name)
+        return known if known is not None and Path(str(known.__file__)).is_file() else import_folder(folder, name)
+    except Exception as error:
+        raise AttngenError(f"{folder}: cannot be imported ({last_line(error)}); expected what `attngen build` writes") from error
