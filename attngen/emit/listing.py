@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from attngen.ir.graph import Module
 from attngen.ir.ops import OPS
@@ -91,6 +91,6 @@ def highlight(text: str, language: str) -> Markup:
     """Python or IR as HTML that marks comments, strings (in IR: values), names and keywords."""
     parts, at = [], 0
     for match in (_IR if language == "ir" else _PYTHON).finditer(text):
-        parts += [text[at : match.start()], Markup('<span class="{}">{}</span>').format(str(match.lastgroup), match[0])]
+        parts += [escape(text[at : match.start()]), f'<span class="{match.lastgroup}">{escape(match[0])}</span>']
         at = match.end()
-    return Markup("").join([*parts, text[at:]])
+    return Markup("".join([*parts, escape(text[at:])]))

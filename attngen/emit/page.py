@@ -52,16 +52,20 @@ def check_path(path: Path) -> None:
         raise AttngenError(f"--html {path}: there is no folder {path.parent}; make it, or give another name")
 
 
-def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:
-    """The page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a problem size."""
-    env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_dir() / "html"),
+def environment(*folders: Path) -> jinja2.Environment:
+    """The templates of pages, and those of other folders. What is put into HTML is escaped; into other text, it is not."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, templates_dir() / "html"]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=True,
+        autoescape=lambda name: str(name).endswith(".html.jinja"),
     )
+
+
+def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:
+    """The page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a problem size."""
     module = steps[-1][1]
     typeset = MathML()
     report, sample = json.loads(files["report.json"]), Sample(spec)
@@ -70,7 +74,7 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "size": f"B = {problem.batch}, Hq = {problem.q_heads}, Hkv = {problem.kv_heads}, Nq = {problem.n_q}, Nk = {problem.n_kv}",
         "spec_text": text,
         "canonical": yaml.safe_dump(spec.canonical(), sort_keys=False, allow_unicode=True),
-        "general": _general(steps[0][1], module, typeset),
+        "general": meaning(steps[0][1], module, typeset),
         "kernels": [_kernel(module, kernel, problem, typeset) for kernel in module.kernels],
         "signatures": list(signatures(files["__init__.py"])),
         "pictures": sample.pictures,
@@ -86,7 +90,7 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "code_files": [(name, highlight(files[name], name.rpartition(".")[2])) for name in _code(module)],
     }
     context["symbols"] = _legend(steps[0][1], module, typeset)
-    return env.get_template("page.html.jinja").render(context)
+    return environment().get_template("page.html.jinja").render(context)
 
 
 def _code(module: Module) -> list[str]:
@@ -112,7 +116,7 @@ class Group(NamedTuple):
     formulas: list[Formula]
 
 
-def _general(logical: Module, module: Module, typeset: MathML) -> list[Group]:
+def meaning(logical: Module, module: Module, typeset: MathML) -> list[Group]:
     """Formulas for what is computed, before anything is decided about tiles, and for its FLOPs and bytes."""
     kernel = logical.kernels[0]
     masks = [op.where for op in kernel.ops() if isinstance(op, Mask)]
