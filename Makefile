@@ -12,20 +12,26 @@ SANITIZER ?= compute-sanitizer
 ifeq ($(VENV),system)
 PYTHON := $(PYTHON3)
 READY :=
+DOCS_READY :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.attngen-ready
+DOCS_READY := $(VENV)/.attngen-docs-ready
 endif
 
 INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements-cpu.txt)
+MKDOCS := $(shell grep -o 'mkdocs-material==[0-9.]*' pyproject.toml)
+SELENIUM := $(shell grep -o 'selenium>=[0-9.]*' pyproject.toml)
 
-.PHONY: help ready demo test lint verify verify-all nightly versions regen gpu-test soak sanitize
+.PHONY: help ready docs-ready demo test lint docs docs-check verify verify-all nightly versions regen gpu-test soak sanitize
 
 help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
 	@echo "make test      the test suite (CPU: Triton's interpreter; with CUDA: on the device)"
 	@echo "make lint      ruff and mypy"
+	@echo "make docs      the site of the docs, into site/; a link that leads nowhere fails it"
+	@echo "make docs-check  look at the site in Chromium: 400 and 1400 pixels wide, light and dark"
 	@echo "make verify    compile, without a GPU, the kernels that changed and a share of the others"
 	@echo "make verify-all  compile every kernel for every target"
 	@echo "make nightly   verify-all, the test suite with what only repeats, a million checks of random masks"
@@ -53,6 +59,13 @@ $(READY): pyproject.toml requirements-cpu.txt
 
 ready: $(READY)
 
+# Not as an extra of attngen, which would install attngen again while tests run.
+$(DOCS_READY): $(READY) pyproject.toml
+	$(INSTALL) $(MKDOCS)
+	@touch $@
+
+docs-ready: $(READY) $(DOCS_READY)
+
 demo: $(READY)
 	@echo; echo "== $(SPEC)"; cat $(SPEC)
 	@echo; echo "== attngen build $(SPEC)"; $(PYTHON) -m attngen build $(SPEC)
@@ -63,9 +76,16 @@ test: $(READY)
 	$(PYTHON) -m pytest -n auto --dist worksteal
 
 lint: $(READY)
-	$(PYTHON) -m ruff check attngen tests examples generated
-	$(PYTHON) -m ruff format --check attngen tests examples
+	$(PYTHON) -m ruff check attngen docs/site tests examples generated
+	$(PYTHON) -m ruff format --check attngen docs/site tests examples
 	$(PYTHON) -m mypy
+
+docs: docs-ready
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+
+docs-check: docs
+	$(if $(READY),$(INSTALL) "$(SELENIUM)")
+	$(PYTHON) -m docs.site.check
 
 verify: $(READY)
 	$(PYTHON) -m attngen verify --all --changed

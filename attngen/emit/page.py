@@ -39,6 +39,7 @@ from attngen.sources import templates_dir
 from attngen.spec import Spec
 
 KV = symbol("kv_idx")
+SEES = "query q sees key k"  # the label of a mask's formula
 TIGHT = 0.9  # from this share of a device's shared memory on, bars have another colour
 
 
@@ -120,9 +121,9 @@ def meaning(logical: Module, module: Module, typeset: MathML) -> list[Group]:
     """Formulas for what is computed, before anything is decided about tiles, and for its FLOPs and bytes."""
     kernel = logical.kernels[0]
     masks = [op.where for op in kernel.ops() if isinstance(op, Mask)]
-    what = [Formula("query q sees key k", typeset.math(where.replace(_is_inequality, _solved)), "where") for where in masks]
+    what = [Formula(SEES, typeset.math(where.replace(_is_inequality, _solved)), "where") for where in masks]
     if not masks:
-        what = [Formula("query q sees key k", "always", "")]
+        what = [Formula(SEES, "always", "")]
     if module.blocks and not module.blocks.data:
         given = f"`{module.blocks.pattern}` makes" if module.blocks.pattern else "`block_mask=` of a call gives"
         what.append(Formula("", f"and where their block of {module.blocks.size} × {module.blocks.size} scores counts, as {given} them", ""))

@@ -1,0 +1,120 @@
+"""`make docs-check`: looks at the built site in Chromium, at two widths, light and dark.
+
+A page fails where the console says something, where the page asks for what is not the site's, or where it is wider than the window.
+Pictures of all pages are written to the folder that is named. It needs chromium, chromedriver and selenium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTHS, HEIGHT, SCHEMES = (400, 1400), 1000, ("light", "dark")
+TALLEST = 12_000  # rows of a picture
+PAGES = (
+    "",
+    "getting-started/",
+    "quickstart/",
+    "cookbook/flexattention/",
+    "reference/language/",
+    "reference/masks/",
+    "specs/",
+    "specs/sinks_window_gqa/",
+    "specs/decode_mla/",
+    "explain/causal_mqa.html",
+    "explain/sinks_window_gqa.html",
+    "explain/decode_mla.html",
+)
+WIDER = "return [document.documentElement.scrollWidth - window.innerWidth, document.documentElement.scrollHeight]"
+
+
+class _Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Say nothing of each request."""
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address at which a folder is served."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+    finally:
+        server.shutdown()
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """A Chromium without a window, with a profile of its own that is empty."""
+    with tempfile.TemporaryDirectory() as profile:
+        options = webdriver.ChromeOptions()
+        alone = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync", "disable-quic")
+        for flag in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", *alone, f"user-data-dir={profile}"):
+            options.add_argument(f"--{flag}")
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        driver = webdriver.Chrome(options=options)
+        try:
+            driver.get("about:blank")
+            driver.get_log("performance")  # of the page that Chromium starts with
+            yield driver
+        finally:
+            driver.quit()
+
+
+def looked_at(driver: Any, home: str, page: str, width: int, scheme: str, picture: Path) -> list[str]:
+    """What is wrong with a page at a width and in a scheme; a picture of it is written."""
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+    )
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    driver.get(home + page)
+    driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 300))")
+    said = [f"the console says: {line['message']}" for line in driver.get_log("browser")]
+    events = [json.loads(line["message"])["message"] for line in driver.get_log("performance")]
+    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    said += [f"it asks for {url}" for url in sorted(asked) if not url.startswith((home, "data:", "blob:"))]
+    wider, height = driver.execute_script(WIDER)
+    if wider > 0:
+        said.append(f"it is {wider} pixels wider than the window")
+    clip = {"x": 0, "y": 0, "width": width, "height": min(height, TALLEST), "scale": 1}
+    taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+    picture.write_bytes(base64.b64decode(taken["data"]))
+    return said
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=Path, default=ROOT / "site-pictures", help="folder for pictures [site-pictures]")
+    parser.add_argument("pages", nargs="*", default=PAGES, help="addresses of pages below the site's [a dozen of all kinds]")
+    args = parser.parse_args(argv)
+    args.pictures.mkdir(exist_ok=True)
+    wrong = 0
+    with served(ROOT / "site") as home, browser() as driver:
+        for page in args.pages:
+            for width in WIDTHS:
+                for scheme in SCHEMES:
+                    name = page.strip("/").replace("/", "-").removesuffix(".html") or "home"
+                    said = looked_at(driver, home, page, width, scheme, args.pictures / f"{name}-{width}-{scheme}.png")
+                    wrong += len(said)
+                    for sentence in said:
+                        print(f"/{page}, {width} wide, {scheme}: {sentence}")
+    print(f"{len(args.pages)} pages at {len(WIDTHS)} widths, light and dark: {wrong or 'nothing'} wrong; pictures in {args.pictures}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The reference: the keys of a spec, masks, scores, expressions, Python and the command line, from the tables that attngen itself reads."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+import attngen
+from attngen.cli import COMMANDS, app
+from attngen.emit.elements import Sample
+from attngen.emit.mathml import MathML
+from attngen.emit.page import SEES, Formula, Group, meaning
+from attngen.ir.dtypes import TORCH
+from attngen.ir.graph import Input
+from attngen.ir.names import INTEGERS
+from attngen.lang import limits
+from attngen.lang.meanings import FUNCTIONS, OPERATORS
+from attngen.lang.names import CALLS, POSITIONS
+from attngen.lang.params import DIMS, Param
+from attngen.logical import build_module
+from attngen.masks import Mask, registry
+from attngen.parts import Part
+from attngen.scores import Score, score_registry
+from attngen.spec import json_schema, make_spec
+from docs.site.pages import rendered
+
+
+RANGES = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "multipleOf": "a multiple of {}"}
+
+
+def reference_pages() -> dict[str, str]:
+    """The pages of the reference by their place."""
+    return {
+        "reference/spec.md": spec_page(),
+        "reference/masks.md": parts_page("Masks", "mask", registry()),
+        "reference/scores.md": parts_page("Score modifiers", "score", score_registry()),
+        "reference/language.md": language_page(),
+        "reference/python.md": python_page(),
+        "reference/commands.md": commands_page(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- the keys of a spec
+
+
+class Key(NamedTuple):
+    """A key of a mapping in a spec."""
+
+    name: str
+    values: str
+    default: str
+    says: str
+
+
+def spec_page() -> str:
+    """Every key of a spec, from the JSON schema that `attngen schema` prints."""
+    schema = json_schema()
+    nested = [(name, d["description"], list(_keys(d))) for name, d in schema["$defs"].items() if d["properties"]]
+    return rendered("keys.md.jinja", keys=list(_keys(schema)), nested=nested)
+
+
+def _keys(schema: dict[str, Any]) -> Iterator[Key]:
+    required = schema.get("required", ())
+    for name, value in schema["properties"].items():
+        default = "required" if name in required else f"`{_flow(value['default'])}`" if value.get("default") is not None else ""
+        yield Key(name, _values(name, value), default, value.get("description", ""))
+
+
+def _values(name: str, schema: dict[str, Any]) -> str:
+    """What a schema allows, in a few words."""
+    if name in ("mask", "score"):
+        return f"[{'masks' if name == 'mask' else 'modifiers'}]({'masks' if name == 'mask' else 'scores'}.md)"
+    if "$ref" in schema:
+        kind = schema["$ref"].rpartition("/")[2]
+        return f"[{kind}](#{kind.lower()})"
+    if "anyOf" in schema:
+        return ", or ".join(dict.fromkeys(_values("", s) for s in schema["anyOf"] if s.get("type") != "null"))
+    if "const" in schema:
+        return f"`{_flow(schema['const'])}`"
+    if "enum" in schema:
+        return ", ".join(f"`{_flow(v)}`" for v in schema["enum"])
+    if schema.get("type") == "array":
+        return f"a list of {_values('', schema['items'])}"
+    if schema.get("type") in ("integer", "number"):
+        kind = "a whole number" if schema["type"] == "integer" else "a number"
+        return " ".join([kind, *(words.format(schema[k]) for k, words in RANGES.items() if k in schema)])
+    return {"boolean": "`true`, `false`", "string": "text"}[schema["type"]]
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+
+
+# ---------------------------------------------------------------------------------------------- masks and scores
+
+
+class Entry(NamedTuple):
+    """A mask or a modifier: what it does, its parameters, the arguments that a call gives for it, and a small example."""
+
+    name: str
+    says: str
+    keys: list[Key]
+    inputs: list[Input]
+    example: str
+    meant: Group
+    pictures: list[Any]
+
+
+def parts_page(title: str, key: str, parts: Mapping[str, type[Part]]) -> str:
+    """The masks or modifiers of a registry."""
+    types = {name: t.removeprefix("torch.") for name, t in TORCH.items()}
+    return rendered("parts.md.jinja", types=types, title=title, key=key, entries=[_entry(key, part) for part in parts.values()])
+
+
+def _entry(key: str, part: type[Part]) -> Entry:
+    given = example(part)
+    said = {part.name: given} if given else part.name
+    spec = make_spec({"name": "example", "head_dim": 64, key: said})
+    made: Mask | Score = spec.score[0] if spec.score else spec.mask
+    about, keys = inspect.cleandoc(part.__doc__ or ""), list(_keys({"properties": {}, **part.model_json_schema()}))
+    if isinstance(made, Mask):
+        logical = build_module(spec)
+        formulas = [f for f in meaning(logical, logical, MathML())[0].formulas if f.label in ("", SEES)]
+        pictures = Sample(spec).pictures
+    else:
+        sink, math = made.sink(), MathML().math
+        formulas = [Formula("score", math(made.expression()), "becomes") if sink is None else Formula("sink", math(sink))]
+        pictures = []
+    return Entry(part.name, about, keys, list(made.inputs()), f"{key}: {_flow(said)}", Group("", formulas), pictures)
+
+
+def example(part: type[Part]) -> dict[str, Any]:
+    """Small parameters for an example of a mask or modifier: those that it requires; if it needs one of several, all whole numbers."""
+    fields = part.model_json_schema().get("properties", {})
+    required = {name: _small(fields[name]) for name, field in part.model_fields.items() if field.is_required()}
+    numbers = {name: _small(schema) for name, schema in fields.items() if _whole(schema)}
+    for given in (required, required | numbers):
+        try:
+            part(**given)
+        except ValidationError:
+            continue
+        return given
+    raise RuntimeError(f"{part.name}: no example is made of it; expected whole numbers from 4 on to be right")
+
+
+def _whole(schema: dict[str, Any]) -> bool:
+    return any(s.get("type") == "integer" for s in schema.get("anyOf", [schema]))
+
+
+def _small(schema: dict[str, Any]) -> Any:
+    """A small value that the schema of a parameter allows."""
+    found = next(s for s in schema.get("anyOf", [schema]) if s.get("type") != "null")
+    if "enum" in found:
+        return found["enum"][0]
+    return {"integer": max(4, found.get("minimum", 4)), "number": 30.0, "boolean": True}[found["type"]]
+
+
+# ---------------------------------------------------------------------------------------------- expressions
+
+
+def language_page() -> str:
+    """Names, operators, functions, parameters and limits of expressions."""
+    words = {n.word: n.about for n in INTEGERS.values() if n.word}
+    names = [(name, words.get(name, "position of the query among the keys: `q_idx + kv_len - q_len`")) for name in POSITIONS]
+    functions = [(name, takes, FUNCTIONS[name]) for name, (takes, _, _) in CALLS.items()]
+    return rendered(
+        "language.md.jinja",
+        names=names,
+        operators=list(OPERATORS.items()),
+        functions=functions,
+        params=list(_keys(Param.model_json_schema())),
+        dims=DIMS,
+        limits=limits,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- Python and the command line
+
+
+def python_page() -> str:
+    """What `attngen` gives to Python, with its docstrings."""
+    functions = [(name, getattr(attngen, name)) for name in attngen.__all__ if not name.startswith("_")]
+    return rendered(
+        "python.md.jinja", functions=[(name, f"attngen.{name}{inspect.signature(f)}", inspect.getdoc(f) or "") for name, f in functions]
+    )
+
+
+def commands_page() -> str:
+    """The commands with their help, as `attngen COMMAND --help` prints it."""
+    helps = [(name, CliRunner().invoke(app, [name, "--help"], prog_name="attngen", env={"COLUMNS": "100"}).stdout) for name in COMMANDS]
+    return rendered("commands.md.jinja", commands=helps)

@@ -1,0 +1,68 @@
+"""The page of each spec, and the page of `attngen explain --html` that it links to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from attngen.analysis.roofline import Problem
+from attngen.cli.common import load_specs, make_each
+from attngen.emit.elements import Sample
+from attngen.emit.listing import highlight
+from attngen.emit.mathml import MathML
+from attngen.emit.page import meaning, page
+from attngen.emit.signature import signatures
+from attngen.emit.tilemap import tile_maps
+from attngen.ir.heads import SHARINGS
+from attngen.passes.pipeline import stages
+from attngen.spec import Spec
+from docs.site.pages import ROOT, rendered
+
+SHOWN = ("__init__.py", "kernels.py", "hopper.py")  # of a module's files
+Q_HEADS, GROUPS = 16, 4  # of the calls that pages have numbers for, as in `attngen explain`
+
+
+class SpecPages(NamedTuple):
+    """The page of a spec as Markdown, and what `attngen explain --html` writes of it."""
+
+    name: str
+    markdown: str
+    explained: str
+
+
+def spec_files() -> list[Path]:
+    """The files of all specs."""
+    return sorted((ROOT / "specs").glob("*.yaml"))
+
+
+def spec_pages() -> Iterator[SpecPages]:
+    """The pages of all specs, made by as many processes as there are cores."""
+    made, wrong = make_each(make_pages, load_specs(spec_files()))
+    if wrong:
+        raise RuntimeError("\n".join(wrong))
+    return iter(made)
+
+
+def make_pages(path: Path, spec: Spec) -> SpecPages:
+    """Both pages of a spec, with the code that is committed for it."""
+    text, folder = path.read_text(encoding="utf-8"), ROOT / "generated" / spec.name
+    files = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir() if file.is_file()}
+    steps = list(stages(spec))
+    problem = Problem(q_heads=Q_HEADS, kv_heads=SHARINGS[spec.heads.sharing].kv_heads(Q_HEADS, GROUPS))
+    logical, module, sample = steps[0][1], steps[-1][1], Sample(spec)
+    about = " ".join(line.lstrip("# ") for line in re.match(r"(?:#.*\n)*", text)[0].splitlines())  # type: ignore[index]
+    markdown = rendered(
+        "spec.md.jinja",
+        name=spec.name,
+        about=about,
+        module=module,
+        text=text,
+        meant=meaning(logical, module, MathML())[0],
+        pictures=sample.pictures,
+        maps=tile_maps(sample, module, problem),
+        signatures=list(signatures(files["__init__.py"])),
+        code=[(name, highlight(files[name], "py")) for name in SHOWN if name in files],
+    )
+    return SpecPages(spec.name, markdown, page(spec, text, steps, files, problem))
