@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 import yaml
 
 from attngen.cli import main
@@ -17,7 +20,7 @@ from attngen.ir.roles import ROLE_OPS
 from attngen.ir.text import print_module
 from attngen.logical import build_module
 from attngen.passes.pipeline import passes
-from attngen.spec import parse_spec
+from attngen.spec import make_spec, parse_spec
 from attngen.verify import divided_rules, rules, verify
 from attngen.verify.host import RULES as HOST_RULES
 from tests.helpers import ROOT, SPECS, lowered, spec
@@ -34,7 +37,11 @@ PAGES = (
     "docs/hopper.md",
     "docs/lm-training.md",
     "docs/versions.md",
+    "docs/index.md",
+    "docs/getting-started.md",
+    *(f"docs/cookbook/{path.name}" for path in sorted((Path(__file__).parent.parent / "docs/cookbook").glob("*.md"))),
 )
+RUN = [page for page in PAGES if page.startswith(("docs/getting", "docs/cookbook")) and page != "docs/cookbook/huggingface.md"]
 
 
 def text(page: str) -> str:
@@ -144,9 +151,40 @@ def test_files_that_commands_name_exist(page: str) -> None:
     assert [name for name in named if not Path(ROOT / name).exists() and name not in made] == []
 
 
-def test_yaml_in_the_readme_is_a_spec() -> None:
-    for block in blocks("README.md", "yaml"):
+@pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page in RUN or page == "docs/index.md")])
+def test_yaml_is_a_spec(page: str) -> None:
+    for block in blocks(page, "yaml"):
         parse_spec(block)
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page in order, as one program, from the folder of the project: each holds its results against PyTorch's."""
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    program = ModuleType("page_of_the_docs")
+    monkeypatch.setitem(sys.modules, program.__name__, program)  # where torch.compile, which FlexAttention calls, looks for functions
+    torch.manual_seed(0)
+    assert (found := blocks(page, "python"))
+    for block in found:
+        exec(compile(block, page, "exec"), program.__dict__)
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_keys_of_specs_in_tables_and_sentences_are_right(page: str) -> None:
+    """Such as `mask: causal`, in a spec that has what they need beside them; `a` and `b` are placeholders."""
+    latent = {"backward": False, "head_dim": {"qk": 576, "v": 512}, "heads": {"sharing": "mqa"}, "cache": "paged"}
+    for shown in re.findall(r"`((?:mask|score|heads|dropout|cache|kv|schedule): [^`]+)`", text(page)):
+        data = yaml.safe_load(shown)
+        served = "cache" in data or "schedule" in data or data.get("mask") == "tree"
+        beside = latent if "kv" in data else {"backward": False, "cache": "contiguous"} if served else {}
+        if "[a, b]" not in shown:
+            make_spec({"name": "shown", "head_dim": 64} | beside | data)
+
+
+def test_the_excerpt_of_an_example_is_real() -> None:
+    (shown,) = blocks("docs/cookbook/huggingface.md", "python")
+    assert shown in text("examples/generate_transformers.py")
 
 
 def test_the_mistakes_in_the_readme_are_what_is_said(

@@ -306,11 +306,12 @@ def test_the_page_has_the_arguments() -> None:
 
 
 def test_kernels_beside_the_directions_are_explained() -> None:
-    sentence = "Calls where Hkv &lt; Hq and Nq &lt; 64 launch @packed in place of @fwd. Forward of few queries:"
+    sentence = "@packed, in place of @fwd where Hkv &lt; Hq and Nq &lt; 64. Forward of few queries:"
     assert html("causal_mqa").count(sentence) == 2 and sentence not in html("local_global_dropout_mha")
+    assert html("causal_mqa").count("<li>@dq_end. After the backward:") == 2
     files = keep(data(), render(data()), ROOT / "generated" / "none")
     text = page(DATA, "name: data\n", list(stages(DATA)), files, Problem())
-    assert text.count("@blocks runs once before the others") == 2 and "No map." not in text
+    assert text.count("<li>@blocks. Before all:") == 2 and "No map." not in text
     assert "hidden by the sample data alone" in text and "hidden by the sample data alone" not in html("causal_mqa")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from math import isclose
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jinja2
 import sympy
 import yaml
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from attngen.analysis.flops import executed_flops, useful_flops
 from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
@@ -55,7 +56,7 @@ def check_path(path: Path) -> None:
 
 def environment(*folders: Path) -> jinja2.Environment:
     """The templates of pages, and those of other folders. What is put into HTML is escaped; into other text, it is not."""
-    return jinja2.Environment(
+    found = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, templates_dir() / "html"]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -63,6 +64,13 @@ def environment(*folders: Path) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=lambda name: str(name).endswith(".html.jinja"),
     )
+    found.filters["marked"] = marked
+    return found
+
+
+def marked(text: str) -> Markup:
+    """A sentence of a docstring as HTML: what stands in backticks is code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:
@@ -302,16 +310,13 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
 
 
 def _apart(module: Module, kernel: Kernel) -> str:
-    """Why the page shows no bytes and time for a kernel: it belongs to no direction. Empty if it belongs to one."""
+    """What a kernel does for which the page shows no bytes and time: most calls of a direction do not launch it. Empty if they do."""
     if any(kernel in module.kernels_of(direction) for direction in module.directions):
         return ""
     forward = module.host("forward")
     launching = {block.name for block in forward.blocks if any(isinstance(op, Launch) and op.kernel == kernel.name for op in block.ops)}
-    if where := next((to_text(op.where) for op in forward.ops() if isinstance(op, If) and op.then in launching), ""):
-        without = "no map and no point" if kernel.packs else "no point"
-        return f"Calls where {where} launch @{kernel.name} in place of @fwd. {kernel.about} It has {without} under the roofs."
-    why = "and computes what they read of a call's integers" if kernel.prepares else "to find out what the mask's data hides"
-    return f"@{kernel.name} runs once before the others, {why}. It has no point under the roofs."
+    where = next((to_text(op.where) for op in forward.ops() if isinstance(op, If) and op.then in launching), "")
+    return f"@{kernel.name}{f', in place of @fwd where {where}' if where else ''}. {kernel.about}"
 
 
 def _si(value: float, unit: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import shutil
 import sys
 import tempfile
 import threading
@@ -57,6 +58,14 @@ def served(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
+def _found(*names: str) -> str:
+    """The path of the first of these programs that is on the PATH; an error says that there is none."""
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        sys.exit(f"error: no {names[0]} on the PATH; expected it installed, as by `apt-get install chromium chromium-driver`")
+    return path
+
+
 @contextmanager
 def browser() -> Iterator[Any]:
     """A Chromium without a window, with a profile of its own that is empty."""
@@ -66,7 +75,8 @@ def browser() -> Iterator[Any]:
         for flag in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", *alone, f"user-data-dir={profile}"):
             options.add_argument(f"--{flag}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        driver = webdriver.Chrome(options=options)
+        options.binary_location = _found("chromium", "chromium-browser", "google-chrome")
+        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(_found("chromedriver")))
         try:
             driver.get("about:blank")
             driver.get_log("performance")  # of the page that Chromium starts with

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,30 @@ from attngen.emit.page import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK_PAGE = "quickstart.md"
-# Files outside docs/, and the pages that the site has of them.
+# Files outside docs/ that are pages of the site.
 OUTSIDE = {
     "README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/quickstart.ipynb": NOTEBOOK_PAGE,
 }
+# Other paths outside docs/, as patterns, and where the site has what they say.
+TOLD = {
+    "specs": "specs/index.md",
+    r"specs/(\w+)\.yaml": r"specs/\1.md",
+    "attngen/spec/model.py": "reference/spec.md",
+    "attngen/(masks|scores)": r"reference/\1.md",
+    r"attngen/(masks|scores)/(\w+)\.py": r"reference/\1.md#\2",
+    "attngen/lang": "reference/language.md",
+    "attngen/api.py": "reference/python.md",
+    "attngen/cli": "reference/commands.md",
+}
 
 
 @cache
 def _templates() -> jinja2.Environment:
     found = environment(Path(__file__).parent)
-    found.filters["cell"] = cell
+    found.filters |= {"cell": cell, "code": code}
     return found
 
 
@@ -40,18 +52,25 @@ def cell(text: object) -> str:
     return " ".join(str(text).split()).replace("|", "\\|")
 
 
+def code(text: object) -> str:
+    """Code for a cell of a table: what Markdown has between backticks may have no bar there."""
+    return f"<code>{escape(str(text)).replace('|', '&#124;')}</code>"
+
+
 def figures_css() -> str:
     """The style sheet of drawings and formulas: that of the pages of `attngen explain`, with the colours of the reader's scheme."""
     return rendered("figures.css.jinja")
 
 
 def variants_page() -> str:
-    """The table of variants of the README, each name a link to the variant's page."""
+    """The table of variants of the README, each name a link to the variant's page, and what it is beside the name."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     _, _, section = readme.partition("\n## Variants\n")
-    table = [line for line in section.splitlines() if line.startswith("|")]
-    end = next((i for i, line in enumerate(table) if i > 1 and not line.startswith("| `")), len(table))
-    return rendered("variants.md.jinja", table=[re.sub(r"^\| `(\w+)`", r"| [`\1`](\1.md)", line) for line in table[:end]])
+    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert table is not None
+    heads, _, *variants = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()]
+    rows = [(f"[{name}]({name.strip('`')}.md)", what, *others) for name, *others, what in variants]
+    return rendered("variants.md.jinja", heads=[heads[0], heads[-1], *heads[1:-1]], rows=rows)
 
 
 def relinked(markdown: str, place: str) -> str:
@@ -63,7 +82,8 @@ def relinked(markdown: str, place: str) -> str:
 
     def pointed(found: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
-        target = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        told = (match.expand(page) for pattern, page in TOLD.items() if (match := re.fullmatch(pattern, path)))
+        target = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else next(told, None))
         return found[0] if target is None else f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{found[2] or ''})"
 
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)", pointed, markdown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ from attngen.parts import Part
 from attngen.scores import Score, score_registry
 from attngen.spec import json_schema, make_spec
 from docs.site.pages import rendered
-
 
 RANGES = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "multipleOf": "a multiple of {}"}
 

@@ -1,0 +1,151 @@
+"""The site of the docs: its generated pages have every spec and every word of the tables; its links; its notebook runs.
+
+`make docs` builds it, and refuses links that lead nowhere. These tests need no MkDocs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import Field
+
+import attngen
+from attngen.cli import COMMANDS, main
+from attngen.lang.convert import _OPERATORS
+from attngen.lang.meanings import FUNCTIONS, OPERATORS
+from attngen.lang.names import CALLS, POSITIONS
+from attngen.masks import Mask, registry
+from attngen.scores import score_registry
+from attngen.spec import Spec
+from docs.site.pages import OUTSIDE, cell, code, figures_css, relinked, variants_page
+from docs.site.reference import example, reference_pages
+from docs.site.specs import make_pages, spec_files
+from tests.helpers import ROOT, SPECS, spec
+
+REFERENCE = reference_pages()
+
+
+def titles(page: str, level: str = "##") -> list[str]:
+    """The headings of a page at a level, without backticks."""
+    return [title.replace("`", "") for title in re.findall(rf"^{level} (.*)$", REFERENCE[page], re.MULTILINE)]
+
+
+def rows(page: str) -> list[str]:
+    """The first cells of the tables of a page that are code."""
+    return re.findall(r"^\| <code>(.*?)</code> \|", REFERENCE[page], re.MULTILINE)
+
+
+# ---------------------------------------------------------------------------------------------- the reference
+
+
+def test_every_mask_modifier_and_command_has_its_place() -> None:
+    assert titles("reference/masks.md") == list(registry())
+    assert titles("reference/scores.md") == list(score_registry())
+    assert titles("reference/commands.md") == [f"attngen {name}" for name in COMMANDS]
+    assert titles("reference/python.md") == [f"attngen.{name}" for name in attngen.__all__ if not name.startswith("_")]
+    assert set(Spec.model_fields) <= set(rows("reference/spec.md"))
+
+
+def test_every_word_of_the_language_is_explained() -> None:
+    listed = rows("reference/language.md")
+    assert [*FUNCTIONS] == [*CALLS] and set(CALLS) | set(POSITIONS) <= set(listed)
+    explained = {sign for signs in OPERATORS for sign in signs.split()}
+    arithmetic = set(_OPERATORS.values()) - {"@", "is", "is not", "in", "not in"}  # which expressions do not have
+    assert explained >= arithmetic | {"<", "<=", ">", ">=", "==", "!=", "and", "or", "not"}
+
+
+@pytest.mark.parametrize("page", ["masks", "scores", "language"])
+def test_yaml_of_the_reference_is_read(page: str) -> None:
+    for block in re.findall(r"^```yaml\n(.*?)^```", REFERENCE[f"reference/{page}.md"], re.MULTILINE | re.DOTALL):
+        Spec.model_validate({"name": "shown", "head_dim": 64} | yaml.safe_load(block))
+
+
+def test_a_new_mask_needs_no_edit_for_its_example() -> None:
+    class Near(Mask):
+        """Made for this test."""
+
+        name = "near"
+        size: int = Field(ge=16)
+        kind: str = Field(json_schema_extra={"enum": ["one", "two"]})
+        wide: int | None = None
+
+    assert example(Near) == {"size": 16, "kind": "one"}
+
+
+# ---------------------------------------------------------------------------------------------- specs
+
+
+def test_the_table_of_variants_links_to_the_page_of_each() -> None:
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \| .+ \| (?:mha|mqa|gqa) \|", variants_page(), re.MULTILINE)) == SPECS
+    assert [path.stem for path in spec_files()] == SPECS
+
+
+def test_the_page_of_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the spec, a picture, maps of tiles, the signature, the code; and what it links to is what `attngen explain --html` writes."""
+    name = "softcap_window_gqa"
+    path = ROOT / "specs" / f"{name}.yaml"
+    made = make_pages(path, spec(name))
+    assert f"```yaml\n{path.read_text()}```" in made.markdown and f"](../explain/{name}.html)" in made.markdown
+    for title in ("The mask, the first elements", "Tiles of @fwd", "Tiles of @dkdv", "Tiles of @dq"):
+        assert f"<figcaption>{title}</figcaption>" in made.markdown
+    assert "attention(\n    q: torch.Tensor," in made.markdown and "| <code>return_lse</code> | <code>False</code> |" in made.markdown
+    assert re.findall("<summary>(.*)</summary>", made.markdown)[:2] == ["__init__.py", "kernels.py"]
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        main(["explain", f"specs/{name}.yaml", "--html", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == made.explained
+
+
+# ---------------------------------------------------------------------------------------------- pages and links
+
+
+def test_links_are_made_to_hold_in_the_site() -> None:
+    assert relinked("[a](../../README.md#speed)", "cookbook/sdpa.md") == "[a](../overview.md#speed)"
+    assert (
+        relinked("[a](docs/ir.md) [b](CONTRIBUTING.md#tests) [c](#start)", "overview.md")
+        == "[a](ir.md) [b](contributing.md#tests) [c](#start)"
+    )
+    assert relinked("![a](docs/bench/x.svg) [b](https://x.org/y)", "overview.md") == "![a](bench/x.svg) [b](https://x.org/y)"
+    assert relinked("[a](../../attngen/masks/document.py)", "cookbook/sdpa.md") == "[a](../reference/masks.md#document)"
+    assert relinked("[a](../specs/causal_mqa.yaml) [b](../specs)", "index.md") == "[a](specs/causal_mqa.md) [b](specs/index.md)"
+    assert relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"  # not in the site, so MkDocs refuses it
+    assert all((ROOT / source).is_file() for source in OUTSIDE)
+
+
+def test_cells_stay_one_cell() -> None:
+    assert cell("a | b\n  c") == "a \\| b c" and code("a | <b>") == "<code>a &#124; &lt;b&gt;</code>"
+
+
+def test_figures_have_the_colours_of_both_schemes() -> None:
+    light, _, dark = figures_css().partition('[data-md-color-scheme="slate"]')
+    assert "--full: #2f6fb5" in light and "--full: #4a8fd9" in dark and ".full { fill: var(--full)" in dark
+
+
+def test_the_navigation_has_every_page_that_is_written_by_hand() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"[\w/-]+\.md", text.partition("\nnav:\n")[2]))
+    written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert written | set(REFERENCE) | set(OUTSIDE.values()) | {"specs/index.md"} == listed
+
+
+def test_ci_builds_the_site() -> None:
+    assert re.search(r"^make -k .*\bdocs\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    recipe = (ROOT / "Makefile").read_text().partition("\ndocs: docs-ready\n")[2].partition("\n\n")[0]
+    assert "mkdocs build --strict" in recipe
+
+
+# ---------------------------------------------------------------------------------------------- the notebook
+
+
+def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    """From top to bottom, in a process of its own, on the CPU."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "ATTNGEN_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "docs.site.notebook"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
