@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from attngen.ir.expr import Bool
 from attngen.masks import KV, NK, NQ, Mask, Q, Sizes
@@ -10,7 +12,10 @@ from attngen.masks import KV, NK, NQ, Mask, Q, Sizes
 if TYPE_CHECKING:
     import torch
 
-Align = Literal["bottom_right", "top_left"]
+Align = Annotated[
+    Literal["bottom_right", "top_left"],
+    Field(description="what is level: the last query and key, or the first"),
+]
 
 
 def position_offset(align: Align) -> Any:

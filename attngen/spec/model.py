@@ -58,7 +58,7 @@ class Heads(BaseModel):
 
 
 class HeadDim(BaseModel):
-    """Width of a head of q and k, and of v: multiples of 8 from 16 to WIDEST_HEAD, or more where values are part of a latent."""
+    """Width of a head of q and k, and of v: multiples of 8 from 16 to 256, or more where values are part of a latent."""
 
     model_config = _STRICT
     qk: int = Field(ge=16, multiple_of=8)

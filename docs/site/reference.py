@@ -29,7 +29,7 @@ from attngen.scores import Score, score_registry
 from attngen.spec import json_schema, make_spec
 from docs.site.pages import rendered
 
-RANGES = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "multipleOf": "a multiple of {}"}
+RANGES = {"minimum": " from {}", "exclusiveMinimum": " above {}", "maximum": " to {}", "multipleOf": ", a multiple of {}"}
 
 
 def reference_pages() -> dict[str, str]:
@@ -66,8 +66,10 @@ def spec_page() -> str:
 def _keys(schema: dict[str, Any]) -> Iterator[Key]:
     required = schema.get("required", ())
     for name, value in schema["properties"].items():
-        default = "required" if name in required else f"`{_flow(value['default'])}`" if value.get("default") is not None else ""
-        yield Key(name, _values(name, value), default, value.get("description", ""))
+        given = "" if "$ref" in value else value.get("default")  # of a mapping, its keys have theirs
+        default = "required" if name in required else f"`{_flow(given)}`" if given not in (None, "") else ""
+        said = schema.get("$defs", {}).get(value.get("$ref", "").rpartition("/")[2], {})
+        yield Key(name, _values(name, value), default, value.get("description") or said.get("description", ""))
 
 
 def _values(name: str, schema: dict[str, Any]) -> str:
@@ -87,7 +89,7 @@ def _values(name: str, schema: dict[str, Any]) -> str:
         return f"a list of {_values('', schema['items'])}"
     if schema.get("type") in ("integer", "number"):
         kind = "a whole number" if schema["type"] == "integer" else "a number"
-        return " ".join([kind, *(words.format(schema[k]) for k, words in RANGES.items() if k in schema)])
+        return "".join([kind, *(words.format(schema[k]) for k, words in RANGES.items() if k in schema)])
     return {"boolean": "`true`, `false`", "string": "text"}[schema["type"]]
 
 
@@ -113,7 +115,7 @@ class Entry(NamedTuple):
 
 def parts_page(title: str, key: str, parts: Mapping[str, type[Part]]) -> str:
     """The masks or modifiers of a registry."""
-    types = {name: t.removeprefix("torch.") for name, t in TORCH.items()}
+    types = {name: t.removeprefix("torch.") for name, t in TORCH.items()} | {"T": "that of q"}
     return rendered("parts.md.jinja", types=types, title=title, key=key, entries=[_entry(key, part) for part in parts.values()])
 
 
