@@ -253,7 +253,7 @@ class Wrapper:
     def sizes(self) -> list[str]:
         """Statements that define the sizes which the other statements use."""
         used = [*self.taken, *self.plan_types, *(self.take(i) for i in self.module.inputs), *(call for _, call in self.derive())]
-        return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else [])]))
+        return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else []), *self.by_sizes]))
 
     @property
     def plan_inputs(self) -> list[str]:
@@ -370,7 +370,13 @@ class Wrapper:
     @property
     def data_schema(self) -> str:
         args = [a for a in self.count.args if a.name not in ("Q", "K")]
-        return ", ".join(f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {a.name.lower()}" for a in args)
+        given = [f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {a.name.lower()}" for a in args]
+        return ", ".join(["Tensor q", "Tensor k", *given])
+
+    @property
+    def by_sizes(self) -> list[str]:
+        """The sizes that a plan follows from, where the mask reads no data; else none."""
+        return ["Nq", "Nk", *(d for d in self.count_shape[:2] if d != "1")] if self.data and not self.data_inputs else []
 
     @property
     def count_shape(self) -> list[str]:

@@ -123,7 +123,6 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
     if derivative(modified(spec), S) == 0:
         raise BuildError(("score",), "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`")
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
-    letters = {natural: {"q_idx": "q", "kv_idx": "kv"}.get(str(natural), str(natural)) for natural in NATURAL.values()}
     found = []
     for read in spec.reads():
         if read.tensor not in grads:
@@ -131,12 +130,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
         if any(s.sink() == symbol(read.name) for s in spec.score):  # its gradient follows from delta
             found.append(Learned(read.tensor, ("h",), "DELTA"))
             continue
-        index: list[str | None] = []
-        for dim, e in zip(grads[read.tensor], read.index):
-            if dim.isdigit() and e.is_Integer:
-                index.append(str(e % int(dim)))
-            else:
-                index.append(letters.get(e, str(e)) if e == NATURAL.get(dim) else _by_distance(e))
+        index = _places(read, grads[read.tensor])
         if derivative(modified(spec), symbol(read.name)) == 0:
             steps = f"has `grad: true` for `{read.tensor}`, and the score changes with it in steps alone; expected no `grad`"
             raise BuildError(spec.key_of(read.tensor), steps)
@@ -146,6 +140,25 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
             index = []
         found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))
     return tuple(found)
+
+
+def in_fixed_order(spec: Spec) -> bool:
+    """Whether the gradients of all learned inputs can be summed in a fixed order, as `backward: {deterministic: true}` asks."""
+    grads = {i.name: i.shape for i in spec.inputs() if i.grad}
+    read = (r for r in spec.reads() if r.tensor in grads and not any(s.sink() == symbol(r.name) for s in spec.score))
+    return all(_summed_in_order(_places(r, grads[r.tensor])) for r in read)
+
+
+def _places(read: Read, dims: tuple[str, ...]) -> list[str | None]:
+    """Each index of a read as a letter, a number, or an expression in `distance`; None if it is none of these."""
+    letters = {natural: {"q_idx": "q", "kv_idx": "kv"}.get(str(natural), str(natural)) for natural in NATURAL.values()}
+    found: list[str | None] = []
+    for dim, e in zip(dims, read.index):
+        if dim.isdigit() and e.is_Integer:
+            found.append(str(e % int(dim)))
+        else:
+            found.append(letters.get(e, str(e)) if e == NATURAL.get(dim) else _by_distance(e))
+    return found
 
 
 def _summed_in_order(index: list[str | None]) -> bool:
