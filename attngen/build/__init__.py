@@ -70,6 +70,7 @@ def build_module(spec: Spec) -> Module:
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
         rope=spec.rope,
+        outputs=spec.outputs,
     )
     return add_programs(with_results(add_cache(build_hosts(module, ways, spec.trains), spec)))
 

@@ -14,6 +14,7 @@ from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
+from attngen.ir.names import OUTPUTS
 from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
 from attngen.spec import Spec
@@ -57,6 +58,8 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     """
     if spec.rope:
         signature = of_latent(signature)
+    if "LSE" in signature.writes:
+        signature = signature._replace(writes=("O", *(OUTPUTS[name] for name in spec.outputs)))
     sink = sink_of(spec)
     b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
     b.deal = deal
@@ -153,7 +156,9 @@ def _raised(b: KernelBuilder, p: str) -> str:
 
 
 def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, str], factor: int = 1) -> None:
-    """The output, divided by the sums of weights, and the LSE.
+    """The output, divided by the sums of weights, the LSE, and what else the spec asks for.
+
+    The largest score of a query is the running maximum: it is -inf where no key is visible, and no sink takes part in it.
 
     own: the index of the program's head. end: `m`, `l` and `acc` after the loop. factor: by which weights in `acc` are too large.
     """
@@ -173,6 +178,9 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
     b.store("LSE", ("b", own, "q"), "lse")
+    if "max_score" in b.spec.outputs:
+        b.map("max_score", m * symbol("LN2"), m=end["m"])
+        b.store("MAX_SCORE", ("b", own, "q"), "max_score")
 
 
 def build_forward_by_key(spec: Spec) -> Kernel:

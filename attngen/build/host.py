@@ -13,7 +13,7 @@ from attngen.build.signature import parts_of
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SHAPES, block_lists, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, OUTPUTS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
 from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
@@ -28,7 +28,7 @@ class Way(NamedTuple):
 
     name: that of the `if` in @forward; `where` is its condition, under which a call takes this way, `then` and `orelse` are its blocks.
     applies: whether modules of a spec have it; `kernels`: those that they have for it.
-    launch: adds the ops of the block `then`, which compute %O and %LSE.
+    launch: adds the ops of the block `then`, which compute %O, %LSE and the module's other outputs.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Way(NamedTuple):
     orelse: str
     applies: Callable[[Spec], bool]
     kernels: Callable[[Spec], tuple[Kernel, ...]]
-    launch: Callable[[HostBuilder, str], None]
+    launch: Callable[[HostBuilder, str, Module], None]
 
 
 def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
@@ -137,19 +137,21 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
 
 
 def _forward(module: Module, ways: Iterable[Way]) -> Host:
-    """The output and the LSE."""
+    """The output, the LSE, and what else the module gives of each query."""
     b = HostBuilder("forward")
     for name in ("Q", "K", "V"):
         b.tensor(name)
     operands(b, module, "forward")
+    rows = [OUTPUTS[name] for name in module.outputs]
     b.alloc("O", like="Q")
-    b.alloc("LSE")
+    for name in rows:
+        b.alloc(name)
     b.branch("Launched", "launches", of=("O",))
-    b.give(O="O", LSE="LSE")
+    b.give(O="O", **{name: name for name in rows})
     block = "launches"
     for way in ways:
         b.branch(way.name, way.then, block, where=way.where, orelse=way.orelse)
-        way.launch(b, way.then)
+        way.launch(b, way.then, module)
         block = way.orelse
     if module.order == "kv_outer":
         b.alloc("O_ACC", block, fill=sympy.Integer(0))

@@ -76,7 +76,7 @@ def _environment() -> jinja2.Environment:
 def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[str, Any]:
     wrapper = Wrapper(module)
     derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
-    titles = {**TITLES, **derived}
+    titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *module.outputs])}).", **derived}
     hosts = [(host.name, titles[host.name], HostContext(module, host, views).view()) for host in module.hosts]
     given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in (wrapper.data_inputs if wrapper.data else [])]
     return {
@@ -96,7 +96,6 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
 
 
 TITLES = {
-    "forward": "Launch the forward kernels: (out, lse).",
     "backward": "Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed.",
     "append": "Store new keys and values in the cache.",
     "decode": "Launch the kernels that read keys from the cache: (out, lse).",

@@ -14,7 +14,7 @@ from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, la
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
-from attngen.ir.names import SCALES, block_lists
+from attngen.ir.names import FLAT, SCALES, block_lists
 from attngen.ir.ops import BLOCKS, Arg
 from attngen.policy import STRIP
 from attngen.scores import derive_functions
@@ -65,6 +65,17 @@ class Wrapper:
         return f" of {TORCH[self.results]}" if self.results != "T" else ""
 
     @property
+    def asked(self) -> list[tuple[str, str]]:
+        """Each output that a call may ask for, with its value as the call gives it."""
+        values = {"max_score": "runtime.largest(max_score, return_max_score)"}
+        return [(name, values.get(name, name)) for name in self.module.outputs]
+
+    @property
+    def asks(self) -> str:
+        """The condition under which a call asks for some of them."""
+        return " or ".join(f"return_{name}" for name in self.module.outputs)
+
+    @property
     def learned(self) -> list[str]:
         return [i.name for i in self.module.inputs if i.grad]
 
@@ -107,7 +118,7 @@ class Wrapper:
 
     @property
     def keywords(self) -> list[str]:
-        """The keyword arguments of a call, without scale and return_lse."""
+        """The keyword arguments of a call, without scale and those that ask for outputs."""
         found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs]
         found += ["plan: Plan | None = None"] if self.planned or self.data else []
         if self.module.blocks and not self.data:
@@ -344,7 +355,10 @@ class Wrapper:
             args.append(f"learned={tuple_text([str(names.index(name)) for name in self.learned])}")
             args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
         args += [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else []
-        return args + ([f"results={TORCH[self.results]}"] if self.results != "T" else [])
+        args += [f"results={TORCH[self.results]}"] if self.results != "T" else []
+        outputs = self.module.outputs
+        rows = tuple_text([f'"{name}"' for name in outputs])
+        return args + ([f"rows={rows}", f"flat={sum(name in FLAT for name in outputs)}"] if len(outputs) > 1 else [])
 
     # ------------------------------------------------------------------ masks of blocks and of data
 

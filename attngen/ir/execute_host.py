@@ -18,7 +18,7 @@ from attngen.ir.execute_roles import DividedLaunch
 from attngen.ir.expr import parse, symbol_names
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import SIZES
+from attngen.ir.names import OUTPUTS, SIZES
 from attngen.ir.numeric import compiled, value
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
 from attngen.policy import STRIP
@@ -27,8 +27,8 @@ Arrays = dict[str, Any]
 
 
 def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any] = SINGLE) -> Arrays:
-    """The results of a call, forward and backward, by name: `out`, `lse`, `dq`, `dk`, `dv`, and `d_NAME` of each input that is learned;
-    of a module without a backward the first two.
+    """The results of a call, forward and backward, by name: `out`, `lse` and the module's other outputs; where it has a backward also `dq`,
+    `dk`, `dv`, and `d_NAME` of each input that is learned.
 
     inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; where there is a backward, `grad_out` [B, Hq, Nq, D_V]
     and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none; `scale`; what the mask and modifiers read by the names of the module's inputs, and
@@ -57,7 +57,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given |= run("forward")
     found = run("backward") if module.trains else {}
     gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV") if module.trains}
-    return {"out": given["O"], "lse": given["LSE"], **gradients, **found}
+    return {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}, **gradients, **found}
 
 
 def execute_host(

@@ -678,6 +678,7 @@ class Module:
     """Everything from which a generated module is made. The templates see nothing else.
 
     rope: where the values of a cache are the first columns of its keys, the number of those that are not; else 0.
+    outputs: what calls can give beside the output, of OUTPUTS and in that order.
     divided: kernels that stand in for some of `kernels`, under schedule rows that name their backend. They are divided into roles
     (ir/roles.py). One has the name of the kernel that it stands in for. Each other, for rows of its own, has a name and a schedule.
     """
@@ -707,6 +708,7 @@ class Module:
     meaning: Meaning = Meaning()
     cache: Cache | None = None
     rope: int = 0
+    outputs: tuple[str, ...] = ("lse",)
 
     @property
     def widths(self) -> dict[str, int]:

@@ -142,6 +142,7 @@ SHAPES = {
     "K_ROPE_NEW": ("B", "Hkv", "Nn", "D_ROPE"),
     "K_SCALE": ("Hkv",),
     "V_SCALE": ("Hkv",),
+    "MAX_SCORE": ("B", "Hq", "Nq"),
     "O_PARTS": ("Hkv", "items", "Nq", "D_V"),
     "LSE2_PARTS": ("Hkv", "items", "Nq"),
 }
@@ -151,7 +152,11 @@ GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whos
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
 # How generated Python calls tensors that it does not name by their small letters.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
-STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS")
+# What calls can give beside the output: numbers of each query, by the names that specs know, with their tensors. FLAT ones have no
+# gradient, and come last.
+OUTPUTS = {"lse": "LSE", "max_score": "MAX_SCORE"}
+FLAT = ("max_score",)
+STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS", "MAX_SCORE")
 SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # of what a cache holds in 8 bits
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS", *SCALES.values())
 INT32 = ("DQ_TURNS", "DKDV_TURNS", "CACHE_SEQLENS", "PAGE_TABLE")
@@ -190,6 +195,8 @@ WRAPPER |= {
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
+# Names that modules with more outputs than the LSE have besides, in kernels and in functions.
+OF_OUTPUTS = {f"{word}{name}" for name in OUTPUTS for word in ("", "return_")} | {"max_score_rows", "results", "some"}
 # Names that modules with a cache have besides, in kernels and in functions.
 OF_CACHE = {
     "q_latent",

@@ -34,6 +34,7 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_gqa", "mask causal", 'mask """ + open("x")', "has a quote, a backslash or a brace"),
         ("padding_mha", "may be attended to", "may be {attended} to", "has a quote, a backslash or a brace"),
         ("alibi_mha", "score alibi", 'score """ + open("x")', "has a quote, a backslash or a brace"),
+        ("qk_clip_gqa", "outputs lse max_score", "outputs max_score lse", "`outputs max_score lse`; expected lse, and some of lse"),
         ("causal_gqa", "where(Nk - Nq + q_idx >=", "where(window >=", "`mask` names `window`, which is no position, size or input"),
         ("padding_mha", "key_padding_first[B] key_padding_run[B]", "key_padding_first[B]", "`mask` names `key_padding_run`, which is no"),
         ("alibi_mha", "expr(-alibi_slopes*", "expr(-slopes*", "`score` names `slopes`, which is no position, size or input"),
@@ -570,6 +571,16 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "scores": [
         ("causal_gqa", "masked*qk_scale)", "2*masked*qk_scale)", "%p weighs scores by exp2(2*LOG2E*s*scale - select("),
         ("causal_gqa", "exp2(-lse2 + masked*qk_scale)", "exp2(-lse2)*exp2(masked*qk_scale)", "makes no weights of its scores"),
+    ],
+    "outputs": [
+        ("causal_gqa", "  dropout no\n", "  dropout no\n  outputs lse max_score\n", "kernel @fwd: it stores no MAX_SCORE; expected it to"),
+        ("qk_clip_gqa", "expr(LN2*m*qk_scale)", "expr(2*LN2*m*qk_scale)", "%max_score is `2*%keys_partial.m*LN2*LOG2E*scale`"),
+        (
+            "qk_clip_gqa",
+            "expr(LN2*m*qk_scale) uses(m=%keys_partial.m",
+            "expr(LN2*m*qk_scale) uses(m=%keys_partial.l",
+            "expected `%keys_partial.m*LN2*LOG2E*scale`",
+        ),
     ],
     "live": [
         ("causal_gqa", " acc(%dq)", "", "%dq is read by nothing"),

@@ -1,7 +1,7 @@
 """Random small specs: the module after every pass computes what the module before it did, and the first one what naive attention does.
 
-Forward, LSE and all gradients, in float64, by the executor of the IR (attngen/ir/execute.py). Masks and scores are drawn from the
-grammar of tests/lang_strategies.py, as tests/passes/test_random_masks.py and tests/test_random_scores.py draw them.
+All outputs and all gradients, in float64, by the executor of the IR (attngen/ir/execute.py). Masks and scores are drawn from the grammar
+of tests/lang_strategies.py, as tests/passes/test_random_masks.py and tests/test_random_scores.py draw them.
 
     python -m tests.passes.test_equality --checks 5000 --seed 1
 """
@@ -34,13 +34,14 @@ from attngen.ir.execute_host import execute
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
 from attngen.ir.host import Alloc, Copy, If, Launch, ListBlocks, Place, SumDistances, View
+from attngen.ir.names import OUTPUTS
 from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
 from attngen.ir.text import parse_module, print_module
 from attngen.parts import Sizes
 from attngen.passes.base import Pass
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.pipeline import lower, passes
-from attngen.reference import dropout_keep, naive_attention, reference_mask, reference_scores
+from attngen.reference import dropout_keep, naive_attention, naive_max_score, reference_mask, reference_scores
 from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies
@@ -53,7 +54,7 @@ CI_SPECS, CI_SEEDS = 50, (2, 3, 5, 7)
 TOLERANCE = 1e-9  # of the largest element of a result
 HEAD_DIMS: list[Any] = [16] * 8 + [24, 40, {"qk": 24, "v": 16}, {"qk": 16, "v": 40}, {"qk": 200, "v": 72}]
 BLOCK_SPARSE = [{"block": 16}, {"block": 16, "pattern": "butterfly"}, {"block": 16, "pattern": "local_global", "local": 0, "globals": 1}]
-KINDS = {"mha", "mqa", "gqa", "modified", "dropout", "kv_outer", "packed", "padded", "blocks", "blocks by data", "one pass"}
+KINDS = {"mha", "mqa", "gqa", "modified", "dropout", "kv_outer", "packed", "padded", "blocks", "blocks by data", "one pass", *OUTPUTS}
 KINDS |= {f"gradient by {by}" for by in ("query", "score", "distance", "element", "row")}
 Results = dict[str, np.ndarray]
 
@@ -80,7 +81,7 @@ def learned_read(chance: random.Random) -> dict[str, Any]:
 
 def random_specs(number: int) -> Iterator[dict[str, Any]]:
     """Specs without end, as users write them; some of them ask for what does not go together."""
-    chance = random.Random(number)
+    chance, aside = random.Random(number), random.Random(f"{number} outputs")
     of_masks = strategies(number, lang_strategies.masks(2))
     of_scores = strategies(number, lang_strategies.scores(2).filter(lambda x: re.search(r"\bs\b", x.text)))
     for _ in count():
@@ -95,7 +96,9 @@ def random_specs(number: int) -> Iterator[dict[str, Any]]:
             score.insert(chance.randrange(len(score) + 1), chance.choice([*NAMED, "sink", *([] if by_key else ["alibi"])]))
         if not by_key and chance.random() < 0.2:
             score.append(learned_read(chance))
+        more = {} if by_key else {"outputs": aside.sample([*OUTPUTS], aside.randint(1, len(OUTPUTS)))}
         yield {
+            **more,
             "name": "drawn",
             "heads": {"sharing": "mha" if by_key else chance.choice(["mha", "mqa", "gqa"])},
             "head_dim": chance.choice(HEAD_DIMS),
@@ -195,13 +198,16 @@ def naive(spec: Spec, call: Call) -> Results:
     modify, sink = reference_scores(spec.score, q, k, inputs)
     mask = reference_mask(spec.mask, q, k, inputs)
     out, lse = naive_attention(q, k, v, mask, spec.head_dim.qk**-0.5, weight, modify, sink)
+    outputs = {"max_score": naive_max_score(q, k, mask, spec.head_dim.qk**-0.5, modify)}
+    more = {name: x.detach().numpy() for name, x in outputs.items() if name in spec.outputs}
     leaves = {"dq": q, "dk": k, "dv": v, **{f"d_{name}": x for name, x in learned.items()}}
     grad_lse = call.inputs["grad_lse"] if call.inputs["grad_lse"].shape == lse.shape else torch.zeros_like(lse)
     found = [torch.zeros_like(x) for x in leaves.values()]
     if out.requires_grad:
         grads = torch.autograd.grad((out, lse), list(leaves.values()), (call.inputs["grad_out"], grad_lse), allow_unused=True)
         found = [zero if x is None else x for zero, x in zip(found, grads)]
-    return {"out": out.detach().numpy(), "lse": lse.detach().numpy(), **{name: x.numpy() for name, x in zip(leaves, found)}}
+    results = {"out": out.detach().numpy(), "lse": lse.detach().numpy(), **more}
+    return {**results, **{name: x.numpy() for name, x in zip(leaves, found)}}
 
 
 def computed(module: Module, call: Call, inputs: dict[str, Any]) -> Results:
@@ -228,7 +234,7 @@ def with_many_queries(module: Module) -> Module:
 
 def expected_of(call: Call, results: Results) -> Results:
     """What both calls give, by what naive attention does: gradients that a call does not need have no elements."""
-    others = {name: x if name in ("out", "lse", *call.second.split()) else np.zeros(0) for name, x in results.items()}
+    others = {name: x if name in ("out", *OUTPUTS, *call.second.split()) else np.zeros(0) for name, x in results.items()}
     return {**results, **{f"{name} of the second call": x for name, x in others.items()}}
 
 
@@ -293,7 +299,7 @@ class Tally:
 
 def kinds_of(spec: Spec, module: Module) -> list[str]:
     """What a spec has that others lack."""
-    found = [spec.heads.sharing, *(f"gradient by {x.by}" for x in module.learned)]
+    found = [spec.heads.sharing, *spec.outputs, *(f"gradient by {x.by}" for x in module.learned)]
     found += ["modified"] if spec.score else []
     found += ["dropout"] if spec.dropout else []
     found += ["kv_outer"] if spec.schedule.order == "kv_outer" else []
