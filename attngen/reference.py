@@ -65,6 +65,29 @@ def naive_max_score(
     return scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
 
 
+def naive_entropy(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sink: torch.Tensor | None = None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> torch.Tensor:
+    """The entropy in nats of each query's weights and its sink's, -sum p ln p, [B, Hq, Nq]; arguments as those of naive_attention.
+
+    Dropout has no part in it. It is 0 for a query that sees nothing, which has zero gradients.
+    """
+    scores = _masked_scores(q, k, mask, scale, modify, multiply)
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    hidden = scores.detach() == -torch.inf
+    empty = hidden.all(-1, keepdim=True)
+    logarithms = torch.log_softmax(scores.masked_fill(empty, 0.0), -1)
+    terms = logarithms.exp() * logarithms.masked_fill(hidden, 0.0)  # 0 ln 0 is 0
+    return -terms.masked_fill(empty, 0.0).sum(-1)
+
+
 def _masked_scores(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -20,6 +20,7 @@ from attngen.parts import Part, Sizes
 from attngen.reference import (
     dropout_weight,
     naive_attention,
+    naive_entropy,
     naive_max_score,
     reference_mask,
     reference_scores,
@@ -216,6 +217,15 @@ def make_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed
     return grad_out, grad_lse
 
 
+def make_all_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """The gradients of all results of a spec's module that have one: those of make_gradients, and that of the entropy."""
+    grads = make_gradients(spec, case, dtype, device, seed)
+    if "entropy" not in spec.outputs:
+        return grads
+    shape = (case.batch, case.n_q, case.q_heads)  # with heads inside rows, as calls may give it
+    return *grads, torch.randn(shape, generator=torch.Generator().manual_seed(seed + 2)).to(device).transpose(1, 2)
+
+
 def _island(x: torch.Tensor) -> torch.Tensor:
     """The same values in the midst of a larger buffer that holds NaN elsewhere: a read past an end shows."""
     b, h, n, d = x.shape
@@ -248,7 +258,7 @@ def run_case(
     in_dtype, out_dtype = torch_dtype(dtype), torch_dtype(result_of(dtype))
     q, k, v, drawn = make_inputs(spec, case, in_dtype, device, seed)
     drawn.update(inputs or {})
-    grads = make_gradients(spec, case, in_dtype, device, seed)
+    grads = make_all_gradients(spec, case, in_dtype, device, seed)
     mask = reference_mask(spec.mask, q, k, drawn)
     learned = {i.name: drawn[i.name] for i in spec.inputs() if i.grad}
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
@@ -269,8 +279,12 @@ def run_case(
         modify, sink = reference_scores(spec.score, q, k, {**drawn, **dict(zip(learned, x))})
         rounded = in_dtype if q.dtype == out_dtype else None
         multiply = fp32_product if q.dtype == torch.float32 else torch.matmul
-        more = [naive_max_score(q, k, mask, factor, modify, multiply)] if "max_score" in spec.outputs else []
-        return *naive_attention(q, k, v, mask, factor, weight, modify, sink, rounded, multiply), *more
+        more = {
+            "entropy": lambda: naive_entropy(q, k, mask, factor, modify, sink, multiply),
+            "max_score": lambda: naive_max_score(q, k, mask, factor, modify, multiply),
+        }
+        results = naive_attention(q, k, v, mask, factor, weight, modify, sink, rounded, multiply)
+        return *results, *(more[name]() for name in spec.outputs if name in more)
 
     leaves = (q, k, v, *learned.values())
     names = result_names(spec)
@@ -339,7 +353,7 @@ def _exact(
     gradients: list[list[Any]] = [[[], *([0.0] * len(rest))] for _ in range(3)]  # dq by rows, the others: exact, by delta, by the LSE
     for start in range(0, max(1, q.shape[2]), rows):
         at = slice(start, start + rows)
-        grad_out, grad_lse = whole_grads = [g[:, :, at].double() for g in grads]
+        grad_out, *grad_rows = whole_grads = [g[:, :, at].double() for g in grads]
         part = q[:, :, at].double().requires_grad_()
         part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
         made = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
@@ -347,10 +361,12 @@ def _exact(
         terms = out.detach() * grad_out
         delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + single * terms.abs().sum(-1) + operand * terms.norm(dim=-1)
         half = single * lse.detach().abs().nan_to_num(posinf=0.0)
+        for entropy, grad_entropy in zip(smooth[2:], grad_rows[1:]):  # dS = -P (ln P + H): ln P is off by `half`, H is stored
+            delta += (half + single * entropy.detach()) * grad_entropy.abs()
         upstream = (
             whole_grads,
-            (torch.zeros_like(grad_out), delta),
-            (grad_out * half[..., None], grad_lse * half),
+            (torch.zeros_like(grad_out), delta, *map(torch.zeros_like, grad_rows[1:])),
+            (grad_out * half[..., None], *(grad * half for grad in grad_rows)),
         )
         for sums, flowing in zip(gradients, upstream):
             found = [torch.zeros_like(x) for x in (part, *rest)]

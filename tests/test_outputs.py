@@ -1,15 +1,20 @@
-"""What calls give beside the output: the largest score of each query."""
+"""What calls give beside the output: the entropy and the largest score of each query."""
 
 from __future__ import annotations
 
+import ast
+import re
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from attngen.emit.render import render
 from attngen.errors import SpecError
-from attngen.ir.names import OUTPUTS
+from attngen.ir.names import OF_OUTPUTS, OUTPUTS
+from attngen.lang import name_problem
+from attngen.lang.names import NAME as NAME_OF_INPUT
 from attngen.passes.pipeline import lower
 from attngen.reference import naive_max_score, reference_mask
 from attngen.spec import Spec, make_spec
@@ -19,7 +24,7 @@ from tests.helpers import built, module_of
 from tests.helpers import spec as spec_of
 from tests.hopper.test_numerics import hold
 
-NAME = "qk_clip_gqa"
+NAME = "causal_outputs_gqa"
 ALL: dict[str, Any] = {"name": "outputs", "head_dim": 32, "dtype": ["fp16"], "heads": {"sharing": "gqa"}, "outputs": list(OUTPUTS)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped, causal": {"mask": "causal"},
@@ -122,6 +127,22 @@ def test_wrong_specs_are_refused(more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError) as error:
         make_spec({"name": "wrong", "head_dim": 32, "mask": "causal", **more})
     assert sentence in str(error.value)
+
+
+def variables(spec: Spec) -> set[str]:
+    """The names of arguments and variables in a generated module."""
+    made = render(lower(spec))
+    nodes = [node for file in ("kernels.py", "__init__.py") for node in ast.walk(ast.parse(made[file]))]
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {name for name in names | {node.arg for node in nodes if isinstance(node, ast.arg)} if re.fullmatch(NAME_OF_INPUT, name)}
+
+
+@pytest.mark.parametrize("name", ["grouped, causal", "a sink, which all rows see"])
+def test_names_that_outputs_bring_are_reserved(name: str) -> None:
+    """Inputs of masks and modifiers are variables of kernels and host programs, too."""
+    brought = variables(variant(name)) - variables(make_spec({**ALL, **VARIANTS[name], "outputs": "lse"}))
+    free = {n for n in brought if not name_problem(n) and not n.endswith("_strides")}
+    assert {"entropy", "e", "results"} <= free <= OF_OUTPUTS
 
 
 def test_the_lse_is_always_among_outputs_and_their_order_says_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from attngen.build.signature import parts_of
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import DROPOUT_SCALARS, OUTPUTS, PAIRS, SHAPES, block_lists, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, FLAT, OUTPUTS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
 from attngen.policy import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
@@ -168,7 +169,8 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
 def _backward(module: Module) -> Host:
     """The gradients of q, k, v and learned inputs. A gradient that is not needed has no elements."""
     b = HostBuilder("backward")
-    for name in ("dO", "dLSE", "Q", "K", "V", "O", "LSE"):
+    smooth = [OUTPUTS[name] for name in module.outputs if name not in FLAT]
+    for name in ("dO", *(f"d{output}" for output in smooth), "Q", "K", "V", "O", *smooth):
         b.tensor(name)
     operands(b, module, "backward")
     flags = ["need_q", "need_kv", *(["need_inputs"] if module.learned else [])]
@@ -185,6 +187,8 @@ def _backward(module: Module) -> Host:
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
+    if "entropy" in module.outputs:
+        b.alloc("DENTROPY2")
     shared = any(sharing(kernel.grid) for kernel in module.kernels)
     if walks:
         _launch_by_key(b, module)
@@ -346,7 +350,11 @@ def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
         return x.parts
     if x.by == "row":  # minus the sink's probability, times delta: its value is zero
         uses = {i.name: tensor, "lse": "LSE", "delta": "DELTA", **kept}
-        e = -sympy.exp(symbol(i.name) - symbol("lse")) * sympy.Mul(*map(symbol, ("delta", *kept)))
+        ln_p, less = symbol(i.name) - symbol("lse"), symbol("delta")
+        if "entropy" in module.outputs:
+            uses |= {"dentropy2": "DENTROPY2"}
+            less += symbol("dentropy2") * ln_p * sympy.Float(1 / math.log(2))
+        e = -sympy.exp(ln_p) * sympy.Mul(less, *map(symbol, kept))
         b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
         return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
     if x.by == "distance":

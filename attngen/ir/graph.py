@@ -366,6 +366,11 @@ class Kernel:
         return any(isinstance(op, Keep) for op in self.ops())
 
     @cached_property
+    def of_entropy(self) -> bool:
+        """Whether it computes entropies of queries, or gradients from these."""
+        return not {"ENTROPY", "DENTROPY2"}.isdisjoint(arg.name for arg in self.args)
+
+    @cached_property
     def normalises(self) -> bool:
         """Whether it keeps the running maximum of the softmax."""
         return any(isinstance(op, SoftmaxStep) for op in self.ops())

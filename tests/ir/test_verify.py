@@ -72,7 +72,12 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ),
         ("causal_gqa", "    %m_init", "  block @entry\n    %m_init", "@entry is not the body of loops of one other block"),
         ("causal_gqa", "%m = arg carry", "%m = arg in", "argument `in` of @step; expected carry"),
-        ("causal_gqa", "T[B, Hq, Nq, D_QK]", "T[B, D_QK, Nq, Hq]", "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nc, Nd, Nk, Nlse"),
+        (
+            "causal_gqa",
+            "T[B, Hq, Nq, D_QK]",
+            "T[B, D_QK, Nq, Hq]",
+            "%Q is of [B, D_QK, Nq, Hq]; expected B, Hkv, Hq, Nc, Nd, Nentropy, Nk, Nlse",
+        ),
         ("causal_gqa", "%m_init = init -inf : f32", "%m_init = init -inf : f64", "%m_init is of `f64`; expected one of T, f32"),
         ("causal_gqa", "block @entry", "block @main", "no block @entry"),
         ("causal_gqa", "    store %LSE_head[q] %lse check(q)\n", "", "nothing is stored to %LSE"),
@@ -571,6 +576,18 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
     "scores": [
         ("causal_gqa", "masked*qk_scale)", "2*masked*qk_scale)", "%p weighs scores by exp2(2*LOG2E*s*scale - select("),
         ("causal_gqa", "exp2(-lse2 + masked*qk_scale)", "exp2(-lse2)*exp2(masked*qk_scale)", "makes no weights of its scores"),
+        (
+            "causal_outputs_gqa",
+            "select(p > 0, -m_next*qk_scale",
+            "select(p > 0, m_next*qk_scale",
+            "%log2_p reads the masked",
+        ),
+        (
+            "causal_outputs_gqa",
+            "select(p > 0, -lse2 + masked*qk_scale, 0)",
+            "-lse2 + masked*qk_scale",
+            "kernel @dq: %log2_p reads the masked",
+        ),
     ],
     "outputs": [
         ("causal_gqa", "  dropout no\n", "  dropout no\n  outputs lse max_score\n", "kernel @fwd: it stores no MAX_SCORE; expected it to"),
@@ -581,6 +598,10 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "expr(LN2*m*qk_scale) uses(m=%keys_partial.l",
             "expected `%keys_partial.m*LN2*LOG2E*scale`",
         ),
+        ("causal_outputs_gqa", "expr(alpha*(e - grown*l) + e_tile)", "expr(alpha*(e - l) + 0*grown + e_tile)", "kernel @fwd: %e_next is `"),
+        ("causal_outputs_gqa", "select(alpha > 0, -m*qk_scale + m_next", "select(alpha > 0, m*qk_scale + m_next", "%e_next is `"),
+        ("causal_outputs_gqa", "%terms = map expr(log2_p*p)", "%terms = map expr(log2_p + 0*p)", " + sum_of_terms`"),
+        ("causal_outputs_gqa", "LN2*(-e/l + log2(l))", "LN2*(e/l + log2(l))", "%entropy is `"),
     ],
     "live": [
         ("causal_gqa", " acc(%dq)", "", "%dq is read by nothing"),

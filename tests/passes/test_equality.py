@@ -41,7 +41,7 @@ from attngen.parts import Sizes
 from attngen.passes.base import Pass
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.pipeline import lower, passes
-from attngen.reference import dropout_keep, naive_attention, naive_max_score, reference_mask, reference_scores
+from attngen.reference import dropout_keep, naive_attention, naive_entropy, naive_max_score, reference_mask, reference_scores
 from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies
@@ -152,6 +152,8 @@ class Call:
         qk, v = spec.head_dim.qk, spec.head_dim.v
         given |= {"q": normal(*of[:2], n_q, qk), "k": normal(of[0], of[2], n_kv, qk), "v": normal(of[0], of[2], n_kv, v)}
         given |= {"grad_out": normal(*of[:2], n_q, v), "grad_lse": normal(*of[:2], n_q if chance.random() < 0.8 else 0)}
+        if "entropy" in spec.outputs:
+            given["grad_entropy"] = normal(*of[:2], n_q if given["grad_lse"].shape[2] else 0)
         blocks = spec.mask.blocks()
         if blocks and not blocks.pattern:
             shape = [*of[:2], -(-n_q // blocks.size), -(-n_kv // blocks.size)]
@@ -198,13 +200,16 @@ def naive(spec: Spec, call: Call) -> Results:
     modify, sink = reference_scores(spec.score, q, k, inputs)
     mask = reference_mask(spec.mask, q, k, inputs)
     out, lse = naive_attention(q, k, v, mask, spec.head_dim.qk**-0.5, weight, modify, sink)
-    outputs = {"max_score": naive_max_score(q, k, mask, spec.head_dim.qk**-0.5, modify)}
-    more = {name: x.detach().numpy() for name, x in outputs.items() if name in spec.outputs}
+    entropy = naive_entropy(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)
+    outputs = {"entropy": entropy, "max_score": naive_max_score(q, k, mask, spec.head_dim.qk**-0.5, modify)}
+    more = {name: outputs[name].detach().numpy() for name in spec.outputs if name in outputs}
     leaves = {"dq": q, "dk": k, "dv": v, **{f"d_{name}": x for name, x in learned.items()}}
-    grad_lse = call.inputs["grad_lse"] if call.inputs["grad_lse"].shape == lse.shape else torch.zeros_like(lse)
+    smooth = (out, lse, *([entropy] if "entropy" in spec.outputs else []))
+    flowing = [call.inputs[name] for name in ("grad_out", "grad_lse", "grad_entropy")[: len(smooth)]]
+    flowing = [grad if grad.shape == x.shape else torch.zeros_like(x) for grad, x in zip(flowing, smooth)]
     found = [torch.zeros_like(x) for x in leaves.values()]
     if out.requires_grad:
-        grads = torch.autograd.grad((out, lse), list(leaves.values()), (call.inputs["grad_out"], grad_lse), allow_unused=True)
+        grads = torch.autograd.grad(smooth, list(leaves.values()), flowing, allow_unused=True)
         found = [zero if x is None else x for zero, x in zip(found, grads)]
     results = {"out": out.detach().numpy(), "lse": lse.detach().numpy(), **more}
     return {**results, **{name: x.numpy() for name, x in zip(leaves, found)}}
